@@ -1,0 +1,75 @@
+# make setup   a virtual environment in .venv with everything in it
+# make demo    the main job for about a minute, with a worker killed in the middle
+# make test    all tests                         (make test PYTEST_ARGS="-k layering -x" for some)
+# make conformance   torchrun's contract (LAUNCHER=torchrun make conformance: the same tests against torchrun)
+# make lint    ruff and mypy --strict
+# make bench   every benchmark                   (make bench BENCH_ARGS=--quick for small versions)
+#
+# Each sets up what it needs first. A second `make setup` does nothing until setup.cfg, pyproject.toml or the constraints change.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := train,etcd,test,lint
+
+# Another torch than the pinned one, for all further calls: export TORCH=torch==2.12.1
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+# A package index that offers torch's CPU build, for machines without an NVIDIA GPU; not set: torch is what pip offers.
+TORCH_CPU_INDEX ?=
+
+# All tests together take less than this on two cores; one test has the limit that pyproject.toml gives.
+TEST_LIMIT_S ?= 2400
+# Most tests wait for processes that start, so one more at a time than there are cores. PYTEST_PARALLEL= for one by one.
+PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 1) --dist=worksteal
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# The programs that print a table: they import the reporter.
+BENCHMARKS = $(shell grep -l '^from benchmarks.report import' benchmarks/*.py)
+
+.PHONY: help setup demo test conformance lint bench FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+setup: $(VENV)/.complete
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+# At the limit pytest stops after the test under way, and fails; `timeout` is for a test that no signal wakes.
+test: setup
+	timeout --foreground --signal=INT --kill-after=30 $$(($(TEST_LIMIT_S) + 180)) \
+	  $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+
+conformance: setup
+	$(BIN)/python -m pytest --timeout=400 $(PYTEST_ARGS) tests/conformance
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	set -e; for program in $(BENCHMARKS); do echo "== $$program"; PYTHONPATH=. $(BIN)/python $$program $(BENCH_ARGS); done
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "elaunch needs Python 3.11 or newer: make setup PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints with the chosen torch, written anew only when they differ.
+$(VENV)/constraints.txt: FORCE | $(BIN)/python
+	@{ grep -v '^torch==' constraints.txt; echo '$(TORCH)'; } >$@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+# No build isolation: what builds the package is pinned like everything else and fetched once.
+$(VENV)/.complete: setup.cfg pyproject.toml $(VENV)/constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt setuptools wheel
+	@test -z '$(TORCH_CPU_INDEX)' || command -v nvidia-smi >/dev/null || \
+	  $(BIN)/python -m pip install --quiet --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
