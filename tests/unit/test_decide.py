@@ -1,0 +1,595 @@
+"""The leader's rule, a sentence for each part of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaunch.rendezvous.decide import Decision, Settings, View, decide, next_epoch
+from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Result, Stage, Worker, WorkerState
+
+STARTING, READY, MEMBER, DONE = WorkerState
+NOW_S = 1000.0
+SETTINGS = Settings(
+    min_nodes=1, max_nodes=2, last_call_s=2.0, join_s=600.0, window_s=0.02, attach_s=10.0, ready_s=30.0, lease_s=5.0
+)
+
+repeatable = settings(deadline=None, derandomize=True)
+
+
+def node(name: str, *states: WorkerState | None, incarnation: int = 0, **fields: Any) -> NodeDoc:
+    """A node's report; one worker for each state, None for an empty slot. Nodes are ordered by their letter."""
+    workers = tuple(
+        NodeWorker(f"{name}/{slot}#{incarnation}", slot, state, f"{name}:{slot}")
+        for slot, state in enumerate(states)
+        if state is not None
+    )
+    values: dict[str, Any] = {
+        "host": f"host-{name}",
+        "slots": max(1, len(states)),
+        "port": 7,
+        "order": ord(name),
+        "elastic": any(states),
+        "epoch": 1,
+        "took_part": True,
+        **fields,
+    }
+    return NodeDoc(node=name, workers=workers, **values)
+
+
+def member(identity: str) -> Worker:
+    name, _, rest = identity.partition("/")
+    slot = int(rest.partition("#")[0])
+    return Worker(identity, name, slot, f"{name}:{slot}")
+
+
+def train(*ids: str, **fields: Any) -> Generation:
+    values: dict[str, Any] = {"epoch": 5, "urgent": 3, "begun": True, **fields}
+    return Generation(stage=Stage.TRAIN, workers=tuple(member(identity) for identity in ids), **values)
+
+
+def start(*nodes: str, **fields: Any) -> Generation:
+    workers = tuple(Worker(f"{name}/0", name, 0) for name in nodes)
+    return Generation(**{"epoch": 1, "stage": Stage.START, "workers": workers, **fields})
+
+
+def view(generation: Generation | None, *nodes: NodeDoc, **fields: Any) -> View:
+    """Everything is long past, and the window for further changes has closed, unless the fields say otherwise."""
+    return View(**{"nodes": nodes, "generation": generation, "pending_s": NOW_S - 1, **fields})
+
+
+def ask(generation: Generation | None, *nodes: NodeDoc, settings: Settings = SETTINGS, **fields: Any) -> Decision:
+    return decide(view(generation, *nodes, **fields), NOW_S, settings)
+
+
+def announced(decision: Decision) -> Generation:
+    assert decision.generation is not None, decision.reason
+    assert decision.result is None
+    return decision.generation
+
+
+def ended(decision: Decision) -> Result:
+    assert decision.result is not None, decision.reason
+    assert decision.generation is None
+    return decision.result
+
+
+def assert_waits(decision: Decision, until_s: float | None = None) -> None:
+    assert decision.generation is None
+    assert decision.result is None
+    assert decision.wake_s == until_s
+
+
+class TestAssembly:
+    def test_the_maximum_of_nodes_starts_at_once(self) -> None:
+        first = announced(ask(None, node("a", epoch=0), node("b", epoch=0), changed_s=NOW_S))
+        assert (first.epoch, first.stage, first.cause, first.attempt) == (1, Stage.START, "start", 0)
+        assert first.ids == ("a/0", "b/0")
+        assert (first.master_addr, first.master_port) == ("host-a", 7)
+
+    def test_fewer_nodes_wait_for_the_last_call_and_then_start(self) -> None:
+        assert_waits(ask(None, node("a"), changed_s=NOW_S - 1.5), until_s=NOW_S + 0.5)
+        assert announced(ask(None, node("a"), changed_s=NOW_S - 2.0)).nodes == ("a",)
+
+    def test_each_node_that_comes_begins_the_last_call_anew(self) -> None:
+        three = replace(SETTINGS, max_nodes=3)
+        assert_waits(ask(None, node("a"), node("b"), changed_s=NOW_S, settings=three), until_s=NOW_S + 2.0)
+
+    def test_too_few_nodes_wait_for_the_join_time_and_then_fail_with_the_numbers(self) -> None:
+        two = replace(SETTINGS, min_nodes=2)
+        assert_waits(ask(None, node("a"), led_s=NOW_S - 599, settings=two), until_s=NOW_S + 1)
+        result = ended(ask(None, node("a"), led_s=NOW_S - 600, settings=two))
+        assert not result.succeeded
+        assert result.message == (
+            "only 1 of at least 2 nodes are here after 600 s; start more nodes, or raise --rdzv-conf join_timeout"
+        )
+
+    def test_ranks_follow_the_order_in_which_nodes_joined_then_the_slots(self) -> None:
+        late = replace(node("a", None, None), order=9)
+        early = replace(node("b", None, None), order=3)
+        assert announced(ask(None, late, early)).ids == ("b/0", "b/1", "a/0", "a/1")
+
+    def test_nodes_above_the_maximum_are_left_out(self) -> None:
+        assert announced(ask(None, node("a"), node("b"), node("c"))).nodes == ("a", "b")
+
+    def test_a_draining_node_is_left_out(self) -> None:
+        assert announced(ask(None, node("a", draining=True), node("b"))).nodes == ("b",)
+
+    def test_a_new_attempt_waits_until_each_node_has_ended_its_workers(self) -> None:
+        again = Generation(4, Stage.ASSEMBLE, attempt=2, restarts=1, cause="worker x died", cause_t=8.0)
+        assert_waits(ask(again, node("a", attempt=2), node("b", attempt=1)))
+        restarted = announced(ask(again, node("a", attempt=2), node("b", attempt=2)))
+        assert (restarted.epoch, restarted.stage, restarted.attempt, restarted.restarts) == (5, Stage.START, 2, 1)
+        assert (restarted.cause, restarted.cause_t) == ("worker x died", 8.0)
+
+    def test_a_new_attempt_has_no_last_call(self) -> None:
+        again = Generation(4, Stage.ASSEMBLE, attempt=1)
+        assert announced(ask(again, node("a", attempt=1), changed_s=NOW_S)).nodes == ("a",)
+
+
+class TestPlainScripts:
+    """No worker has called elaunch.init()."""
+
+    def fail(self, restarts: int, max_restarts: int | None, **fields: Any) -> Decision:
+        docs = node("a"), node("b", failed="worker b/0#0 exited with code 3", cause_t=9.0, **fields)
+        settings = replace(SETTINGS, max_restarts=max_restarts)
+        return ask(start("a", "b", restarts=restarts), *docs, settings=settings)
+
+    def test_running_workers_are_left_alone(self) -> None:
+        assert_waits(ask(start("a", "b"), node("a"), node("b")))
+
+    def test_a_failure_restarts_the_whole_and_is_counted(self) -> None:
+        again = announced(self.fail(restarts=1, max_restarts=2))
+        assert (again.epoch, again.stage, again.attempt, again.restarts) == (2, Stage.ASSEMBLE, 1, 2)
+        assert (again.cause, again.cause_t) == ("worker b/0#0 exited with code 3", 9.0)
+
+    def test_when_restarts_are_used_up_the_job_fails_and_says_how_many_there_were(self) -> None:
+        assert ended(self.fail(2, 2)) == Result(False, "worker b/0#0 exited with code 3 (after 2 of 2 restarts)")
+        assert ended(self.fail(0, None)).message.endswith("(after 0 of 0 restarts)")
+
+    def test_the_first_of_several_failures_is_the_cause(self) -> None:
+        docs = node("a", failed="late", cause_t=9.5), node("b", failed="early", cause_t=9.0)
+        assert announced(ask(start("a", "b"), *docs, settings=replace(SETTINGS, max_restarts=1))).cause == "early"
+
+    def test_a_failure_of_a_former_attempt_counts_no_more(self) -> None:
+        docs = node("a", attempt=1), node("b", attempt=0, failed="old")
+        assert_waits(ask(start("a", "b", attempt=1), *docs))
+
+    def test_a_lost_node_restarts_the_whole(self) -> None:
+        again = announced(ask(start("a", "b"), node("a"), settings=replace(SETTINGS, max_restarts=1)))
+        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, "node b was lost")
+
+    def test_a_new_node_restarts_the_whole_for_free_once_the_script_had_time_to_attach(self) -> None:
+        docs = node("a"), node("b")
+        assert_waits(ask(start("a"), *docs, generation_s=NOW_S - 9), until_s=NOW_S + 1)
+        again = announced(ask(start("a", restarts=1), *docs, generation_s=NOW_S - 10))
+        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, "node b joins")
+
+    def test_a_new_node_waits_where_the_job_is_full_or_some_node_has_finished(self) -> None:
+        assert_waits(ask(start("a"), node("a"), node("b"), settings=replace(SETTINGS, max_nodes=1)))
+        two = start("a", "b")
+        docs = node("a", finished=True), node("b"), node("c")
+        assert_waits(ask(two, *docs, settings=replace(SETTINGS, max_nodes=3)))
+
+    def test_a_draining_node_makes_the_others_start_again_without_it(self) -> None:
+        again = announced(ask(start("a", "b"), node("a"), node("b", draining=True)))
+        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 0, "node b leaves")
+
+    def test_the_job_has_succeeded_when_each_node_has_finished(self) -> None:
+        assert_waits(ask(start("a", "b"), node("a", finished=True), node("b")))
+        assert ended(ask(start("a", "b"), node("a", finished=True), node("b", finished=True))).succeeded
+
+    def test_nothing_is_decided_after_the_result(self) -> None:
+        over = ask(start("a"), node("a", failed="x"), result=Result(True))
+        assert over == Decision("the job is over")
+
+
+class TestFirstStep:
+    def test_all_workers_ready_begin_to_train_and_everybody_enters_at_once(self) -> None:
+        first = announced(ask(start("a", "b"), node("a", READY), node("b", READY)))
+        assert (first.epoch, first.stage, first.urgent, first.begun) == (2, Stage.TRAIN, 2, False)
+        assert first.workers == (member("a/0#0"), member("b/0#0"))
+
+    def test_ready_workers_wait_for_those_that_start(self) -> None:
+        docs = node("a", READY), node("b", STARTING)
+        assert_waits(ask(start("a", "b"), *docs, changed_s=NOW_S - 29), until_s=NOW_S + 1)
+
+    def test_and_for_nodes_that_have_not_yet_heard_of_the_start(self) -> None:
+        docs = node("a", READY), node("b", epoch=0)
+        assert_waits(ask(start("a", "b"), *docs, changed_s=NOW_S), until_s=NOW_S + 30)
+
+    def test_but_not_for_ever(self) -> None:
+        docs = node("a", READY), node("b", STARTING)
+        assert announced(ask(start("a", "b"), *docs, changed_s=NOW_S - 30)).ids == ("a/0#0",)
+
+    def test_they_wait_for_ever_where_they_are_below_the_minimum(self) -> None:
+        two = replace(SETTINGS, min_nodes=2)
+        assert_waits(ask(start("a", "b"), node("a", READY), node("b", STARTING), settings=two))
+
+    def test_a_worker_that_died_is_not_waited_for(self) -> None:
+        assert announced(ask(start("a"), node("a", READY, None))).ids == ("a/0#0",)
+
+    def test_when_every_worker_has_failed_for_good_the_job_fails_with_the_cause(self) -> None:
+        result = ended(ask(start("a"), node("a", failed="worker a/0#2 died", elastic=True)))
+        assert result == Result(False, "every worker failed before the first step: worker a/0#2 died")
+
+    def test_a_failure_that_leaves_too_few_nodes_fails_the_job_instead_of_letting_the_others_wait(self) -> None:
+        docs = node("a", READY), node("b", failed="worker b/0#2 died")
+        result = ended(ask(start("a", "b"), *docs, settings=replace(SETTINGS, min_nodes=2)))
+        assert not result.succeeded
+        assert "worker b/0#2 died" in result.message
+
+    def test_a_failure_that_leaves_enough_nodes_does_no_harm(self) -> None:
+        assert announced(ask(start("a", "b"), node("a", READY), node("b", failed="x"))).ids == ("a/0#0",)
+
+    def test_a_worker_that_is_to_be_started_again_is_waited_for(self) -> None:
+        assert_waits(ask(start("a"), node("a", elastic=True), changed_s=NOW_S), until_s=NOW_S + 600)
+
+    def test_a_node_that_came_late_replaces_a_lost_one_by_a_free_restart(self) -> None:
+        two = replace(SETTINGS, min_nodes=2)
+        again = announced(ask(start("a", "b"), node("a", READY), node("c"), settings=two))
+        assert (again.stage, again.attempt, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, 0, "node c joins")
+
+    def test_too_few_nodes_fail_after_the_join_time(self) -> None:
+        two = replace(SETTINGS, min_nodes=2)
+        docs = node("a", READY), node("b", finished=True)
+        assert_waits(ask(start("a", "b"), *docs, changed_s=NOW_S, settings=two), until_s=NOW_S + 600)
+        assert not ended(ask(start("a", "b"), *docs, changed_s=NOW_S - 600, settings=two)).succeeded
+
+    def test_workers_of_a_former_attempt_are_not_taken(self) -> None:
+        docs = node("a", READY, attempt=1), node("b", READY, attempt=0)
+        assert announced(ask(start("a", attempt=1), *docs)).ids == ("a/0#0",)
+
+
+class TestDeaths:
+    def test_a_death_waits_for_the_window_and_makes_one_urgent_generation(self) -> None:
+        docs = node("a", MEMBER), node("b", None, cause="worker b/0#0 was killed by SIGKILL", cause_t=77.0)
+        waits = ask(train("a/0#0", "b/0#0"), *docs, pending_s=None)
+        assert_waits(waits, until_s=NOW_S + 0.02)
+        assert waits.pending
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs, pending_s=NOW_S - 0.02))
+        assert (after.epoch, after.urgent, after.ids) == (6, 6, ("a/0#0",))
+        assert (after.cause, after.cause_t) == ("worker b/0#0 was killed by SIGKILL", 77.0)
+
+    def test_deaths_within_one_window_make_one_generation(self) -> None:
+        docs = node("a", MEMBER), node("b", None, cause="b died", cause_t=77.0), node("c", None, cause="c died")
+        after = announced(ask(train("a/0#0", "b/0#0", "c/0#0"), *docs))
+        assert after.ids == ("a/0#0",)
+        assert after.cause == "b died; c died"
+
+    def test_survivors_keep_their_order_and_joiners_follow(self) -> None:
+        docs = (
+            replace(node("a", MEMBER, READY), order=5),
+            replace(node("b", None), order=1),
+            replace(node("c", MEMBER), order=2),
+        )
+        after = announced(ask(train("c/0#0", "b/0#0", "a/0#0"), *docs))
+        assert after.ids == ("c/0#0", "a/0#0", "a/1#0")
+
+    def test_a_lost_node_takes_all_its_workers_with_it(self) -> None:
+        after = announced(ask(train("a/0#0", "b/0#0", "b/1#0"), node("a", MEMBER)))
+        assert (after.ids, after.urgent, after.cause) == (("a/0#0",), 6, "node b was lost")
+
+    def test_a_worker_that_its_peers_found_dead_is_lost_although_its_node_lists_it(self) -> None:
+        docs = node("a", MEMBER, gone=("b/0#0",)), node("b", MEMBER)
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.urgent, after.cause) == (("a/0#0",), 6, "worker b/0#0 cannot be reached")
+
+    def test_a_broken_link_between_the_living_makes_an_urgent_generation_of_the_same_members(self) -> None:
+        docs = node("a", MEMBER, reset_epoch=5), node("b", MEMBER)
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.urgent, after.cause) == (("a/0#0", "b/0#0"), 6, "a link was made anew")
+
+    def test_an_old_request_for_a_new_link_is_done_with(self) -> None:
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER, reset_epoch=4)))
+
+    def test_a_worker_that_exits_with_0_before_the_end_is_lost_like_any_other(self) -> None:
+        docs = node("a", MEMBER), node("b", None, finished=True, cause="worker b/0#0 exited with code 0", cause_t=1.0)
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.urgent) == (("a/0#0",), 6)
+
+    def test_without_changes_nothing_is_decided(self) -> None:
+        assert_waits(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), node("b", MEMBER)))
+
+
+class TestOutages:
+    def test_absence_is_in_doubt_for_the_time_of_a_lease_after_an_outage(self) -> None:
+        generation = train("a/0#0", "b/0#0")
+        assert_waits(ask(generation, node("a", MEMBER), outage_end_s=NOW_S - 4), until_s=NOW_S + 1)
+        assert announced(ask(generation, node("a", MEMBER), outage_end_s=NOW_S - 5)).ids == ("a/0#0",)
+
+    def test_a_death_that_its_node_reports_is_never_in_doubt(self) -> None:
+        docs = node("a", MEMBER), node("b", None)
+        after = announced(ask(train("a/0#0", "b/0#0", "c/0#0"), *docs, outage_end_s=NOW_S))
+        assert after.ids == ("a/0#0", "c/0#0")
+
+    def test_plain_jobs_doubt_too(self) -> None:
+        assert_waits(ask(start("a", "b"), node("a"), outage_end_s=NOW_S - 1))
+
+
+class TestJoins:
+    def test_a_ready_worker_joins_by_a_planned_generation(self) -> None:
+        after = announced(ask(train("a/0#0"), node("a", MEMBER), node("b", READY)))
+        assert (after.ids, after.urgent, after.cause) == (("a/0#0", "b/0#0"), 3, "b/0#0 joins")
+
+    def test_a_joiner_that_comes_with_a_death_makes_one_urgent_generation(self) -> None:
+        after = announced(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), node("b", None), node("c", READY)))
+        assert (after.ids, after.urgent) == (("a/0#0", "c/0#0"), 6)
+
+    def test_a_starting_worker_is_not_taken_in(self) -> None:
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER), node("b", STARTING)))
+
+    def test_a_member_that_is_not_in_the_generation_is_never_taken_in(self) -> None:
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER), node("b", MEMBER)))
+
+    def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER, gone=("b/0#0",)), node("b", READY)))
+
+    def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
+        docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)
+        assert_waits(ask(train("a/0#0", "b/0#0"), *docs))
+
+    def test_a_spare_takes_the_place_of_a_lost_node(self) -> None:
+        docs = node("a", MEMBER), node("c", READY)
+        assert announced(ask(train("a/0#0", "b/0#0"), *docs)).ids == ("a/0#0", "c/0#0")
+
+    def test_workers_of_a_former_attempt_do_not_join(self) -> None:
+        docs = node("a", MEMBER, attempt=1), node("b", READY, attempt=0)
+        assert_waits(ask(train("a/0#0", attempt=1), *docs))
+
+    def test_that_some_worker_has_held_the_state_is_remembered(self) -> None:
+        docs = node("a", READY), node("b", READY)
+        fresh = train("a/0#0", begun=False)
+        assert not announced(ask(fresh, *docs)).begun
+        assert announced(ask(fresh, *docs, begun=True)).begun
+
+
+class TestLeaving:
+    def test_workers_of_a_draining_node_leave_by_a_planned_generation(self) -> None:
+        docs = node("a", MEMBER), node("b", MEMBER, draining=True)
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), ("b/0#0",), 3)
+        assert after.cause == "node b leaves"
+
+    def test_they_are_listed_as_leaving_until_they_have_left(self) -> None:
+        docs = node("a", MEMBER), node("b", MEMBER, draining=True), node("c", READY)
+        told = train("a/0#0", leaving=("b/0#0",))
+        assert announced(ask(told, *docs)).leaving == ("b/0#0",)
+        assert announced(ask(told, docs[0], docs[2])).leaving == ()
+
+    def test_that_they_have_left_changes_nothing(self) -> None:
+        assert_waits(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER)))
+
+    def test_one_that_dies_before_it_could_leave_makes_an_urgent_generation(self) -> None:
+        after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, gone=("b/0#0",))))
+        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), (), 6)
+        assert after.cause == "worker b/0#0 died before it could leave"
+
+    def test_one_that_dies_before_it_was_told_to_leave_is_lost(self) -> None:
+        docs = node("a", MEMBER), node("b", None, draining=True)
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), (), 6)
+
+    def test_the_holders_of_the_state_stay_until_somebody_else_holds_it(self) -> None:
+        leaving, fresh = node("a", MEMBER, draining=True), node("b", READY)
+        both = announced(ask(train("a/0#0"), leaving, fresh))
+        assert (both.ids, both.leaving) == (("a/0#0", "b/0#0"), ())
+        assert_waits(ask(both, leaving, fresh))
+        after = announced(ask(both, leaving, node("b", MEMBER)))
+        assert (after.ids, after.leaving) == (("b/0#0",), ("a/0#0",))
+
+    def test_the_last_nodes_may_leave(self) -> None:
+        last = announced(ask(train("a/0#0"), node("a", MEMBER, draining=True)))
+        assert (last.ids, last.leaving, last.hold) == ((), ("a/0#0",), True)
+        assert_waits(ask(last, node("a", None, draining=True)))
+
+
+class TestHold:
+    TWO = replace(SETTINGS, min_nodes=2)
+
+    def test_below_the_minimum_the_survivors_are_told_to_wait(self) -> None:
+        after = announced(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), settings=self.TWO))
+        assert (after.ids, after.hold, after.urgent) == (("a/0#0",), True, 6)
+
+    def test_they_wait_for_the_join_time_and_then_the_job_fails(self) -> None:
+        held = train("a/0#0", hold=True)
+        assert_waits(
+            ask(held, node("a", MEMBER), generation_s=NOW_S - 599, settings=self.TWO),
+            until_s=NOW_S + 1,
+        )
+        result = ended(ask(held, node("a", MEMBER), generation_s=NOW_S - 600, settings=self.TWO))
+        assert "only 1 of at least 2 nodes" in result.message
+
+    def test_a_node_that_comes_ends_the_wait(self) -> None:
+        held = train("a/0#0", hold=True)
+        after = announced(ask(held, node("a", MEMBER), node("b", READY), settings=self.TWO))
+        assert (after.ids, after.hold) == (("a/0#0", "b/0#0"), False)
+
+    def test_a_node_that_only_starts_does_not(self) -> None:
+        held = train("a/0#0", hold=True)
+        decision = ask(held, node("a", MEMBER), node("b", STARTING), generation_s=NOW_S, settings=self.TWO)
+        assert_waits(decision, until_s=NOW_S + 600)
+
+
+class TestAllLost:
+    def test_the_job_fails_with_the_cause_and_advice(self) -> None:
+        result = ended(ask(train("a/0#0"), node("a", None, cause="worker a/0#0 was killed by SIGKILL")))
+        assert not result.succeeded
+        assert "worker a/0#0 was killed by SIGKILL" in result.message
+        assert "start the job again from your last checkpoint, or give --max-restarts" in result.message
+
+    def test_or_starts_again_where_restarts_are_left(self) -> None:
+        settings = replace(SETTINGS, max_restarts=2)
+        docs = node("a", None), node("b", None)
+        lost = train("a/0#0", "b/0#0", restarts=1)
+        again = announced(ask(lost, *docs, settings=settings))
+        assert (again.epoch, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 1, 2)
+        assert not again.begun
+        assert not ended(ask(replace(lost, restarts=2), *docs, settings=settings)).succeeded
+
+    def test_where_no_node_that_ran_it_is_left_it_begins_again_on_those_that_are_here(self) -> None:
+        for former in (train("a/0#0", "b/0#0", restarts=2, attempt=3), start("a", "b", epoch=5, restarts=2, attempt=3)):
+            again = announced(ask(former, node("c", took_part=False)))
+            assert (again.epoch, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 4, 0)
+            assert again.cause.endswith("it begins again on c")
+
+    def test_a_new_agent_under_the_name_of_a_lost_one_is_another_node(self) -> None:
+        again = announced(ask(train("a/0#0"), node("a", took_part=False)))
+        assert (again.stage, again.attempt) == (Stage.ASSEMBLE, 1)
+        # Before it has started the workers that a start asks for, it is the one that was asked.
+        assert_waits(ask(start("a"), node("a", took_part=False)))
+
+    def test_nodes_that_only_lost_the_store_have_the_time_of_a_lease_to_come_back(self) -> None:
+        docs = [node("c", took_part=False)]
+        assert_waits(ask(train("a/0#0"), *docs, led_s=NOW_S - 1), until_s=NOW_S + 4)
+        assert_waits(ask(train("a/0#0"), *docs, outage_end_s=NOW_S - 2), until_s=NOW_S + 3)
+        assert_waits(ask(train("a/0#0"), *docs, node("a", MEMBER), led_s=NOW_S - 1))
+
+    def test_a_joiner_without_state_cannot_save_the_job(self) -> None:
+        assert not ended(ask(train("a/0#0"), node("a", None), node("b", READY))).succeeded
+
+
+class TestTheEnd:
+    def test_one_that_has_finished_waits_for_the_others(self) -> None:
+        docs = node("a", DONE, finished=True), node("b", MEMBER)
+        assert_waits(ask(train("a/0#0", "b/0#0"), *docs))
+
+    def test_the_job_has_succeeded_when_every_node_has_finished(self) -> None:
+        docs = node("a", DONE, finished=True), node("b", DONE, finished=True)
+        assert ended(ask(train("a/0#0", "b/0#0"), *docs)) == Result(True, "all workers have finished")
+
+    def test_it_waits_for_the_processes_to_end(self) -> None:
+        assert_waits(ask(train("a/0#0", "b/0#0"), node("a", DONE, finished=True), node("b", DONE)))
+
+    def test_one_that_is_lost_when_no_other_still_runs_does_no_harm(self) -> None:
+        result = ended(ask(train("a/0#0", "b/0#0"), node("a", DONE, finished=True)))
+        assert result == Result(True, "all workers have finished; lost after the last step: b/0#0")
+
+    def test_one_that_is_lost_while_others_still_wait_for_it_makes_an_urgent_generation(self) -> None:
+        docs = node("a", DONE), node("b", MEMBER), node("c", None)
+        after = announced(ask(train("a/0#0", "b/0#0", "c/0#0"), *docs))
+        assert (after.ids, after.urgent, after.hold) == (("b/0#0",), 6, False)
+
+    def test_nobody_is_told_to_wait_for_nodes_once_some_have_finished(self) -> None:
+        docs = node("a", DONE, finished=True), node("b", MEMBER)
+        assert_waits(ask(train("b/0#0"), *docs, settings=replace(SETTINGS, min_nodes=2)))
+
+    def test_the_loss_of_all_others_does_no_harm_once_one_has_finished(self) -> None:
+        docs = node("a", DONE, finished=True), node("b", None)
+        assert ended(ask(train("b/0#0"), *docs)).succeeded
+
+    def test_a_member_that_still_needs_one_that_has_finished_gets_a_generation_without_it(self) -> None:
+        docs = node("a", DONE, finished=True), node("b", MEMBER, gone=("a/0#0",))
+        after = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (after.ids, after.urgent) == (("b/0#0",), 6)
+
+    def test_a_worker_that_finished_and_then_failed_fails_the_job(self) -> None:
+        docs = node("a", DONE, failed="worker a/0#0 exited with code 1"), node("b", DONE, finished=True)
+        assert ended(ask(train("a/0#0", "b/0#0"), *docs)) == Result(False, "worker a/0#0 exited with code 1")
+
+    @pytest.mark.parametrize("state", [STARTING, READY])
+    def test_a_joiner_does_not_hold_up_the_end(self, state: WorkerState) -> None:
+        docs = node("a", DONE, finished=True), node("b", state)
+        assert ended(ask(train("a/0#0"), *docs)).succeeded
+
+    def test_nobody_joins_at_the_end(self) -> None:
+        docs = node("a", DONE), node("b", MEMBER), node("c", READY)
+        three = replace(SETTINGS, max_nodes=3)
+        assert_waits(ask(train("a/0#0", "b/0#0"), *docs, settings=three))
+
+
+class TestEpochs:
+    def test_they_grow_beyond_all_that_any_node_remembers(self) -> None:
+        assert next_epoch(view(None)) == 1
+        assert next_epoch(view(train("a/0#0"), node("a", epoch=3))) == 6
+        assert next_epoch(view(train("a/0#0"), node("a", epoch=9))) == 10
+
+    def test_also_where_the_store_has_lost_its_data(self) -> None:
+        assert announced(ask(None, node("a", epoch=41), node("b", epoch=7))).epoch == 42
+
+
+states = st.sampled_from([*WorkerState, None])
+docs = st.lists(
+    st.builds(
+        lambda states, draining, finished, epoch, failed, reset, gone: (
+            states,
+            {
+                "draining": draining,
+                "finished": finished,
+                "epoch": epoch,
+                "failed": failed,
+                "reset_epoch": reset,
+                "gone": gone,
+            },
+        ),
+        st.lists(states, min_size=1, max_size=2),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 9),
+        st.sampled_from(["", "", "it failed"]),
+        st.sampled_from([0, 0, 5]),
+        st.sampled_from([(), (), ("a/0#0",), ("b/1#0",)]),
+    ),
+    max_size=4,
+)
+identities = st.sampled_from([f"{name}/{slot}#{n}" for name in "abcd" for slot in (0, 1) for n in (0, 1)])
+generations = st.none() | st.builds(
+    lambda ids, leaving, hold, stage: replace(
+        train(*ids, leaving=tuple(set(leaving) - set(ids)) if stage is Stage.TRAIN else (), hold=hold), stage=stage
+    ),
+    st.lists(identities, unique=True, max_size=5),
+    st.lists(identities, unique=True, max_size=2),
+    st.booleans(),
+    st.sampled_from(Stage),
+)
+
+
+@repeatable
+@given(
+    docs,
+    generations,
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.sampled_from([None, 0, 2]),
+    st.sampled_from([None, NOW_S - 1, NOW_S]),
+)
+def test_whatever_the_documents_say_a_generation_is_sound(
+    reports: list[tuple[list[WorkerState | None], dict[str, Any]]],
+    generation: Generation | None,
+    low: int,
+    more: int,
+    max_restarts: int | None,
+    since_s: float | None,
+) -> None:
+    nodes = tuple(node(name, *states, **fields) for name, (states, fields) in zip("abcd", reports))
+    settings = Settings(min_nodes=low, max_nodes=low + more, max_restarts=max_restarts)
+    seen = view(generation, *nodes, pending_s=since_s, outage_end_s=since_s)
+    decision = decide(seen, NOW_S, settings)
+    assert decision == decide(seen, NOW_S, settings)
+    assert decision.reason
+    assert decision.generation is None or decision.result is None
+    if decision.wake_s is not None:
+        assert decision.wake_s > NOW_S
+    if decision.generation is None:
+        return
+    after = decision.generation
+    assert after.epoch > max([0 if generation is None else generation.epoch, *(doc.epoch for doc in nodes)])
+    assert len(set(after.ids)) == len(after.ids)
+    assert not set(after.ids) & set(after.leaving)
+    assert after.urgent <= after.epoch
+    if generation is None:
+        return
+    assert after.urgent >= generation.urgent or after.stage is not Stage.TRAIN
+    if generation.stage is after.stage is Stage.TRAIN:
+        kept = [identity for identity in after.ids if identity in generation.ids]
+        assert kept == [identity for identity in generation.ids if identity in kept], "survivors keep their order"
+        new = set(after.ids) - set(generation.ids)
+        ready = {one.id for doc in nodes for one in doc.workers if one.state is READY}
+        assert new <= ready, "only workers that are ready join"
+        dropped = set(generation.ids) - set(after.ids) - set(after.leaving)
+        finished = {one.id for doc in nodes for one in doc.workers if one.state is DONE}
+        assert not dropped - finished or after.urgent == after.epoch, "a loss is urgent"

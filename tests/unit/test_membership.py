@@ -1,0 +1,173 @@
+"""The documents of a job: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaunch.errors import ProtocolError
+from elaunch.rendezvous.membership import (
+    Generation,
+    JobConfig,
+    NodeDoc,
+    NodeWorker,
+    Result,
+    Stage,
+    Worker,
+    WorkerState,
+    from_json,
+    to_json,
+    with_order,
+    worker_id,
+)
+
+repeatable = settings(deadline=None, derandomize=True)
+
+names = st.text(max_size=8)
+numbers = st.integers(0, 10**6)
+times = st.floats(0, 2e9)
+workers = st.builds(Worker, names, names, numbers, names)
+documents: dict[type[Any], st.SearchStrategy[Any]] = {
+    JobConfig: st.builds(JobConfig, numbers, numbers, st.none() | numbers, names),
+    NodeDoc: st.builds(
+        NodeDoc,
+        node=names,
+        host=names,
+        slots=numbers,
+        workers=st.lists(st.builds(NodeWorker, names, numbers, st.sampled_from(WorkerState), names)).map(tuple),
+        attempt=numbers,
+        elastic=st.booleans(),
+        draining=st.booleans(),
+        finished=st.booleans(),
+        failed=names,
+        cause=names,
+        cause_t=times,
+        gone=st.lists(names).map(tuple),
+        reset_epoch=numbers,
+        port=numbers,
+        epoch=numbers,
+    ),
+    Generation: st.builds(
+        Generation,
+        epoch=numbers,
+        stage=st.sampled_from(Stage),
+        workers=st.lists(workers).map(tuple),
+        attempt=numbers,
+        restarts=numbers,
+        cause=names,
+        cause_t=times,
+        urgent=numbers,
+        begun=st.booleans(),
+        hold=st.booleans(),
+        leaving=st.lists(names).map(tuple),
+        master_addr=names,
+        master_port=numbers,
+    ),
+    Result: st.builds(Result, st.booleans(), names),
+}
+GENERATION = Generation(
+    3, Stage.TRAIN, (Worker("a/0#0", "a", 0, "h:1"), Worker("b/0#0", "b", 0), Worker("a/1#2", "a", 1))
+)
+
+
+def changed(document: Any, **changes: Any) -> bytes:
+    return json.dumps({**json.loads(to_json(document)), **changes}).encode()
+
+
+@pytest.mark.parametrize("kind", documents)
+@repeatable
+@given(data=st.data())
+def test_a_document_is_read_as_it_was_written(kind: type[Any], data: st.DataObject) -> None:
+    document = data.draw(documents[kind])
+    read = from_json(kind, to_json(document))
+    assert read == document
+    assert type(read) is kind
+    assert hash(read) == hash(document)
+
+
+def test_what_is_read_has_the_types_that_were_written() -> None:
+    read = from_json(Generation, to_json(GENERATION))
+    assert read.stage is Stage.TRAIN
+    assert isinstance(read.workers[0], Worker)
+    assert isinstance(read.cause_t, float)
+
+
+def test_the_order_of_a_node_comes_from_the_store_and_is_not_written() -> None:
+    doc = with_order(NodeDoc("a", "h", 1), 17)
+    assert doc.order == 17
+    assert b"order" not in to_json(doc)
+    assert from_json(NodeDoc, to_json(doc)).order == 0
+
+
+@pytest.mark.parametrize("kind", documents)
+@repeatable
+@given(data=st.binary(max_size=60))
+def test_arbitrary_bytes_are_no_document(kind: type[Any], data: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"expected a {kind.__name__} document"):
+        from_json(kind, data)
+
+
+@pytest.mark.parametrize("data", [b"null", b"3", b'"x"', b"[]", b"{}", b'{"kind":"Result"}', b"[" * 100_000])
+def test_json_without_kind_and_version_is_no_document(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="expected a Result document"):
+        from_json(Result, data)
+
+
+def test_a_document_of_another_kind_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="expected JobConfig version 1, found Result version 1"):
+        from_json(JobConfig, to_json(Result(True)))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_a_document_of_another_version_is_refused_with_advice(version: Any) -> None:
+    with pytest.raises(ProtocolError, match="all nodes of a job must run the same version of elaunch"):
+        from_json(Result, changed(Result(True), v=version))
+
+
+@pytest.mark.parametrize(
+    ("document", "changes"),
+    [
+        (Result(True), {"succeeded": 1}),
+        (Result(True), {"succeeded": None}),
+        (Result(True), {"message": None}),
+        (Result(True), {"extra": 1}),
+        (JobConfig(1, 2, None), {"min_nodes": True}),
+        (JobConfig(1, 2, None), {"min_nodes": 1.5}),
+        (JobConfig(1, 2, None), {"max_restarts": "3"}),
+        (GENERATION, {"stage": "sleep"}),
+        (GENERATION, {"stage": []}),
+        (GENERATION, {"workers": {}}),
+        (GENERATION, {"workers": ["a/0#0"]}),
+        (GENERATION, {"workers": [{"id": "a/0#0", "node": "a"}]}),
+        (GENERATION, {"workers": [{"id": "a/0#0", "node": "a", "slot": 0, "rank": 0}]}),
+        (GENERATION, {"leaving": "a/0#0"}),
+        (GENERATION, {"leaving": [1]}),
+        (GENERATION, {"cause_t": "0"}),
+        (GENERATION, {"cause_t": True}),
+        (NodeDoc("a", "h", 1), {"workers": [{"id": "a/0#0", "slot": 0, "state": "idle"}]}),
+    ],
+)
+def test_unknown_missing_and_mistyped_fields_are_refused(document: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match=f"damaged {type(document).__name__} document"):
+        from_json(type(document), changed(document, **changes))
+
+
+def test_a_required_field_may_not_be_left_out() -> None:
+    body = json.loads(to_json(Result(True)))
+    del body["succeeded"]
+    with pytest.raises(ProtocolError, match=r"damaged Result document.*succeeded"):
+        from_json(Result, json.dumps(body).encode())
+
+
+def test_a_rank_is_a_position_in_the_generation() -> None:
+    assert GENERATION.ids == ("a/0#0", "b/0#0", "a/1#2")
+    assert [GENERATION.rank(worker) for worker in GENERATION.ids] == [0, 1, 2]
+    assert GENERATION.nodes == ("a", "b")
+
+
+def test_the_identity_of_a_worker_names_node_slot_and_incarnation() -> None:
+    assert worker_id("a", 1, 2) == "a/1#2"
