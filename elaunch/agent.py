@@ -1,0 +1,427 @@
+"""The agent: one process a node. A loop that observes, lets `lifecycle` decide, and acts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from elaunch.config import AgentConfig
+from elaunch.control import Connection, ControlServer
+from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
+from elaunch.errors import ElaunchError
+from elaunch.events import EventLog
+from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.outputs import Folders, Outputs
+from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.membership import Generation, JobConfig, Result, to_json
+from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.store import Store
+from elaunch.supervisor import Supervisor, command, fill, free_port, listen, worker_cpus, worker_devices, worker_env
+from elaunch.wire import (
+    Announce,
+    Attach,
+    Finished,
+    Leaving,
+    Message,
+    Progress,
+    Ready,
+    Report,
+    Settled,
+    Unreachable,
+    Welcome,
+)
+
+STOPPED_CHECK_S = 0.25
+STUCK_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # torchrun's; not set, a sleep in the kernel has no limit
+
+
+class Agent:
+    """Runs this node's workers until the job is over.
+
+    Args:
+        config: the settings.
+        open_store: connects to the rendezvous store.
+        supervisor: the nursery, forked before this process had threads.
+        host: the address at which workers of other nodes reach this node.
+        folders: where the streams of workers go; by default as the flags say.
+        hosts: other nodes use a store that ends with this agent.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        open_store: Callable[[], Store],
+        supervisor: Supervisor,
+        host: str,
+        folders: Folders | None = None,
+        hosts: bool = False,
+    ) -> None:
+        self._hosts = hosts
+        self._config = config
+        self._supervisor = supervisor
+        self._argv, self._program = command(config)
+        self._selector = selectors.DefaultSelector()
+        self._news: deque[tuple[Callable[[Lifecycle], list[Action]], Generation | None]] = deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._wake_read)
+        self._selector.register(supervisor.link, selectors.EVENT_READ, supervisor)
+        self._control = ControlServer(self._selector, self.say)
+        self._outputs = Outputs(config, folders)
+        self._cpus = worker_cpus(config)
+        self._devices = worker_devices(config)
+        supervisor.remove_at_the_end(self._control.directory)
+        self._watchdog: Watchdog | None = None
+        if is_enabled(os.environ):
+            self._watchdog = Watchdog(fifo_path(os.environ, self._control.directory))
+            self._selector.register(self._watchdog, selectors.EVENT_READ, self._watchdog)
+        self._door = listen(host)
+        self._selector.register(self._door, selectors.EVENT_READ, self._door)
+        self._events = EventLog(config.events, config.node, config.events_to_console)
+        self.token = ""
+        self._exit: Exit | None = None
+        self._quiet = False
+        self._signals: deque[int] = deque()
+        self._stopped_since: dict[str, float] = {}
+        self._stopped_check_s = 0.0
+        self._limits_s = {"T": config.conf.stop_timeout}
+        with contextlib.suppress(ValueError):
+            if (stuck_s := float(os.environ.get(STUCK_LIMIT, ""))) > 0:
+                self._limits_s["D"] = stuck_s
+        self._life = Lifecycle(
+            NodeSettings(
+                node=config.node,
+                host=host,
+                slots=config.nproc_per_node,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                max_restarts=config.max_restarts,
+                shutdown_s=config.shutdown_timeout,
+                role=config.role,
+                rank=config.node_rank,
+            ),
+            port=free_port(host),
+            door=f"{host}:{self._door.getsockname()[1]}",
+        )
+        self._attempt = 0
+        conf = config.conf
+        self._participant = Participant(
+            open_store,
+            config.job,
+            JobConfig(config.min_nodes, config.max_nodes, config.max_restarts),
+            Settings(
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                max_restarts=config.max_restarts,
+                last_call_s=conf.last_call_timeout,
+                join_s=conf.join_timeout,
+                attach_s=conf.attach_timeout,
+                ready_s=conf.ready_timeout,
+                lease_s=conf.lease_ttl,
+            ),
+            self._life.doc(),
+            _Listener(self),
+            connect_s=conf.connect_timeout,
+        )
+
+    def run(self) -> int:
+        """Run the node's part of the job.
+
+        Returns:
+            torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1.
+        """
+        handlers = {number: signal.signal(number, self._on_signal) for number in self._config.signals}
+        former_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._participant.start()
+        try:
+            while self._exit is None:
+                self._turn()
+            self._participant.publish(self._life.doc())
+        finally:
+            self._participant.stop(last=self._hosts and self._life.result is not None)
+            self._supervisor.close()
+            self._outputs.close()
+            self._control.close()
+            self._door.close()
+            self._events.close()
+            if self._watchdog is not None:
+                self._watchdog.close()
+            signal.set_wakeup_fd(former_wakeup)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self._exit.text:
+            self.say(self._exit.text)
+        # Not those of a node whose workers ended only because they were told to.
+        failures = list(self._life.failures.values()) if any(one.own for one in self._life.failures.values()) else []
+        self._outputs.report(failures, self._exit.code, self._exit.text)
+        return self._exit.code
+
+    # -- observe ------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        due_s = self._life.due_s()
+        wait_s = 1.0 if due_s is None else max(0.0, due_s - now_s)
+        if self._life.running:
+            wait_s = min(wait_s, max(0.0, self._stopped_check_s - now_s))
+        if self._watchdog is not None and (expiry_s := self._watchdog.due_s()) is not None:
+            wait_s = min(wait_s, max(0.0, expiry_s - time.time()))
+        self._quiet = True
+        for key, mask in self._selector.select(wait_s):
+            self._serve(key.data, mask)
+        self._check_timers()
+        if self._quiet and (due_s is None or time.monotonic() < due_s) and time.monotonic() < self._stopped_check_s:
+            return
+        while self._signals:
+            self._act(self._life.on_signal(self._signals.popleft(), time.monotonic()))
+        while self._news:
+            decide, generation = self._news.popleft()
+            actions = decide(self._life)
+            if generation is not None:
+                self._log(
+                    "generation", workers=list(generation.ids), cause=generation.cause, stage=generation.stage.value
+                )
+            self._act(actions)
+        self._act(self._life.on_time(time.monotonic()))
+        if time.monotonic() >= self._stopped_check_s:
+            self._check_stopped()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Report this node as it is now; with the report that it is ready for an attempt goes a port for that."""
+        if self._life.attempt != self._attempt:
+            self._attempt = self._life.attempt
+            self._life.port = free_port(self._life.settings.host)
+        self._participant.publish(self._life.doc())
+
+    def _serve(self, source: object, mask: int) -> None:
+        """Take what one descriptor brings. Lines for the event log, which come with every step, change nothing else."""
+        if not isinstance(source, Connection):
+            self._quiet = False
+        if source is self._wake_read:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        elif isinstance(source, Supervisor):
+            messages = source.receive()
+            if messages is None:
+                self._exit = Exit(1, "the process that holds this node's workers was killed, and the workers with it")
+                return
+            acts = [self._on_nursery(message) for message in messages]
+            self._publish()  # before all else, because the others wait for it, and at once for all that died together
+            for act in acts:
+                act()
+        elif isinstance(source, ControlServer):
+            source.accept()
+        elif isinstance(source, Watchdog):
+            for line in source.receive():
+                self.say(line)
+        elif isinstance(source, socket.socket):
+            with contextlib.suppress(OSError):
+                source.accept()[0].close()
+        elif isinstance(source, Connection):
+            if mask & selectors.EVENT_WRITE:
+                source.flush()
+            if mask & selectors.EVENT_READ:
+                for received in source.receive():
+                    self._on_message(source, received)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def post(self, decide: Callable[[Lifecycle], list[Action]], generation: Generation | None = None) -> None:
+        """Let the loop apply news; may be called from any thread."""
+        self._news.append((decide, generation))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _on_nursery(self, message: dict[str, Any]) -> Callable[[], None]:
+        """Take one message of the nursery; what is returned logs it and acts on it."""
+        if "started" in message:
+            self._life.on_started(message["started"], message["pid"])
+            return partial(self._log_worker, "worker_started", message["started"], message["pid"])
+        if "exited" in message:
+            worker, code, number = message["exited"], message["exitcode"], message["signal"]
+            ended = {"exitcode": code} if number is None else {"signal": number}
+            slot = self._life.find(worker)
+            has_error_file = code != 0 and self._outputs.has_error_file(worker)
+            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), has_error_file)
+
+            def act() -> None:
+                self._outputs.ended(worker)
+                if self._watchdog is not None:
+                    self._watchdog.forget(message["pid"])
+                local_rank = slot.index if slot else None
+                self._log(
+                    "worker_exited", t=message["t"], worker=worker, pid=message["pid"], local_rank=local_rank, **ended
+                )
+                self._act(actions)
+
+            return act
+        if message.get("warm") is False and message["error"]:
+            return partial(self.say, f"replacements start from nothing: {message['error']}")
+        return lambda: None
+
+    def _log_worker(self, kind: str, worker: str, pid: int) -> None:
+        slot = self._life.find(worker)
+        self._log(kind, worker=worker, pid=pid, local_rank=slot.index if slot else None)
+
+    def _on_message(self, connection: Connection, message: Message) -> None:
+        life, worker = self._life, connection.worker
+        if isinstance(message, Report):
+            self._log(message.kind, **message.fields)
+            return
+        self._quiet = False
+        if isinstance(message, Attach):
+            slot = life.find(worker)
+            if slot is None:
+                connection.close()
+                return
+            connection.send(Welcome(self.token, life.settings.host, life.settings.node, slot.index))
+            self._act(life.on_attach(worker))
+        elif isinstance(message, Ready):
+            life.on_ready(worker, message.address)
+        elif isinstance(message, Settled):
+            life.on_settled(worker)
+        elif isinstance(message, Progress):
+            life.on_progress(worker)
+        elif isinstance(message, Unreachable):
+            life.on_unreachable(message.epoch, message.peer, message.gone)
+            if message.gone:
+                self._participant.publish(life.doc())
+                self._participant.suspect_leader()
+        elif isinstance(message, Finished):
+            life.on_finished(worker)
+        elif isinstance(message, Leaving):
+            life.on_leaving(worker)
+
+    def _check_stopped(self) -> None:
+        """Find workers that are stopped (SIGSTOP), or stuck in the kernel: they would hold the others up for ever."""
+        now_s = time.monotonic()
+        self._stopped_check_s = now_s + STOPPED_CHECK_S
+        for slot in self._life.running:
+            state = _process_state(slot.pid) if slot.pid else ""
+            if state not in self._limits_s:
+                self._stopped_since.pop(slot.worker, None)
+                continue
+            since_s = self._stopped_since.setdefault(slot.worker, now_s)
+            stopped_s = now_s - since_s
+            if stopped_s >= self._limits_s[state]:
+                del self._stopped_since[slot.worker]
+                self._log("hang", worker=slot.worker, state=state, stopped_s=round(stopped_s, 3))
+                what = "stopped" if state == "T" else "in uninterruptible sleep"
+                self.say(f"worker {slot.worker} has been {what} for {stopped_s:.1f} s; it is killed")
+                self._act([Signal(slot.worker, signal.SIGKILL)])
+
+    def _check_timers(self) -> None:
+        """End workers that let a timer expire which they had set on themselves."""
+        if self._watchdog is None:
+            return
+        workers = {slot.pid: slot.worker for slot in self._life.running if slot.pid}
+        for expired in self._watchdog.expired(time.time()):
+            pid = worker_of(expired.pid, workers)
+            if pid is None or not expired.signal:
+                continue
+            worker = workers[pid]
+            self._log("hang", worker=worker, timer=expired.scope, pid=expired.pid)
+            name = signal_name(expired.signal)
+            self.say(f"worker {worker} let its timer {expired.scope!r} expire; it is ended by {name}")
+            self._act([Signal(worker, expired.signal)])
+
+    # -- act ----------------------------------------------------------------------------------------------------
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case Signal():
+                    self._supervisor.signal(action.worker, action.number)
+                case Tell():
+                    connection = self._control.connections.get(action.worker)
+                    if connection is not None:
+                        connection.send(Announce(to_json(action.generation).decode()))
+                case Warm():
+                    if self._config.warm and self._program is not None:
+                        env = {**os.environ}
+                        if self._config.nproc_per_node > 1:
+                            env.setdefault("OMP_NUM_THREADS", "1")
+                        self._supervisor.warm(env, self._config.preload)
+                case Say():
+                    self.say(action.text)
+                case Exit():
+                    self._exit = action
+
+    def _start(self, start: Start) -> None:
+        env = worker_env(self._config, start, self._control.path)
+        if self._watchdog is not None:
+            env[TIMER_FILE] = self._watchdog.path
+        env |= self._devices.get(start.slot, {})
+        try:
+            logs, more = self._outputs.prepare(start.worker, start.generation.attempt, start.slot, int(env["RANK"]))
+        except ElaunchError as error:
+            self.say(str(error))
+            self.post(lambda life: life.on_exit(start.worker, 1, None, time.time(), time.monotonic()))
+            return
+        argv = [fill(arg, start.slot) for arg in self._argv]
+        program = self._program if start.warm else None
+        if program is not None:
+            args = [fill(arg, start.slot) for arg in program["args"]]
+            program = {**program, "args": args}
+        self._supervisor.spawn(
+            start.worker, argv, {**env, **more}, program, logs.stdout, logs.stderr, self._cpus.get(start.slot)
+        )
+
+    def say(self, text: str) -> None:
+        """Tell the user, in a line; may be called from any thread."""
+        print(f"[elaunch {self._config.node}] {text}", file=sys.stderr, flush=True)
+
+    def _log(self, kind: str, t: float | None = None, **fields: Any) -> None:
+        generation = self._life.generation
+        epoch = fields.pop("epoch", generation.epoch if generation else 0)
+        self._events.write(kind, epoch, t, **fields)
+
+
+class _Listener:
+    """Turns the participant's news, which come from its thread, into work for the agent's loop."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def joined(self, config: JobConfig) -> None:
+        self._agent.token = config.token
+
+    def announced(self, generation: Generation) -> None:
+        self._agent.post(lambda life: life.on_generation(generation, time.monotonic()), generation)
+
+    def ended(self, result: Result) -> None:
+        self._agent.post(lambda life: life.on_result(result, time.monotonic()))
+
+    def waits(self, text: str) -> None:
+        self._agent.say(text)
+
+    def outage(self, why: str) -> None:
+        self._agent.say(f"the rendezvous store is away, training goes on without it: {why}")
+
+    def back(self, away_s: float) -> None:
+        self._agent.say(f"the rendezvous store is back after {away_s:.1f} s")
+
+    def refused(self, error: ElaunchError) -> None:
+        self._agent.post(lambda life: life.on_refused(str(error), time.monotonic()))
+
+
+def _process_state(pid: int) -> str:
+    """One letter, as in /proc/PID/stat; empty when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return ""

@@ -1,0 +1,356 @@
+"""The command `elaunch`: flags and PET_ variables into an AgentConfig, then one agent."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elaunch import __version__
+from elaunch.config import (
+    BACKENDS,
+    CONNECT_S,
+    ETCD_PORT,
+    HOSTED_PORT,
+    MASTER_PORT,
+    NUMA_MODES,
+    PRELOAD,
+    STATIC_SHIFT,
+    AgentConfig,
+    RendezvousConf,
+    join_endpoint,
+    parse_conf,
+    parse_endpoint,
+    parse_nnodes,
+    parse_nproc,
+    parse_signals,
+)
+from elaunch.errors import ElaunchError, UsageError
+from elaunch.launch import is_free_here, launch
+from elaunch.logs import LogSettings, parse_filters, parse_mask, parse_ranks
+
+FOREIGN = "foreign"  # a rendezvous of somebody else's
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
+
+    def flag(self, *names: str, in_environment: bool = True, **options: object) -> None:
+        long = next(name for name in names if name.startswith("--"))
+        dashed = long.removeprefix("--")
+        spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
+        dest = dashed.replace("-", "_")
+        value = os.environ.get(f"PET_{dest.upper()}") if in_environment else None
+        if value is not None:
+            options["default"] = value not in ("", "0", "false", "False") if "action" in options else value
+        self.add_argument(*spellings, dest=dest, **options)  # type: ignore[arg-type]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of elaunch."""
+    p = _Parser(
+        prog="elaunch",
+        description="Launch a training job whose surviving workers go on when its membership changes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--version", action="version", version=f"elaunch {__version__}")
+    p.flag("--nnodes", default="1:1", help="number of nodes, or MIN:MAX")
+    p.flag("--nproc-per-node", default="1", help="workers on this node: a number, cpu, gpu, xpu or auto")
+
+    p.flag(
+        "--rdzv-backend",
+        default="",
+        help="static: nodes meet at --master-addr and --master-port, each has its --node-rank; c10d: the first node "
+        "hosts the rendezvous at --rdzv-endpoint; etcd: the server there. Not given: etcd if there is an endpoint and "
+        "no --node-rank, else static",
+    )
+    p.flag("--rdzv-endpoint", default="", help="HOST:PORT of the rendezvous")
+    p.flag("--rdzv-id", default="none", help="name of the job; nodes of one job give the same")
+    p.flag("--rdzv-conf", default="", help="further settings: key=value,…")
+    p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
+    p.flag("--node-rank", default=None, type=int, help="static: rank of this node, 0 to N-1")
+    p.flag("--master-addr", default="127.0.0.1", help="static: address of node 0")
+    p.flag("--master-port", default=None, type=int, help=f"static: port on node 0; if not given, {MASTER_PORT}")
+    p.flag("--local-addr", default="", help="address of this node; default: the one on the route to the endpoint")
+    p.flag("--node-name", default="", help="name of this node in identities and logs, unique in the job")
+
+    p.flag(
+        "--max-restarts",
+        default=None,
+        type=int,
+        help="replacements of workers on a node, and restarts of the whole job after a failure that memory cannot "
+        "mend; not given: workers are replaced as long as steps commit between failures, and there is no restart",
+    )
+    p.flag("--monitor-interval", default=0.1, type=float, help="no effect: ends of workers are reported by the kernel")
+    p.flag(
+        "--start-method",
+        default="spawn",
+        choices=("spawn", "fork", "forkserver"),
+        help="no effect",
+    )
+    p.flag("--role", default="default", help="role of the workers of this node")
+    p.flag("--module", "-m", action="store_true", default=False, help="run the script as python -m does")
+    p.flag("--no-python", action="store_true", default=False, help="the script is a program, not a Python file")
+    p.flag("--run-path", action="store_true", default=False, help="run the script by runpy.run_path")
+    p.flag(
+        "--virtual-local-rank",
+        action="store_true",
+        default=False,
+        help="each worker sees its own device only, and LOCAL_RANK 0",
+    )
+    p.flag(
+        "--numa-binding",
+        default=None,
+        choices=NUMA_MODES,
+        in_environment=False,
+        help="bind each worker to the CPUs near its GPU",
+    )
+    p.flag("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="signals that end this node's workers")
+    p.flag("--shutdown-timeout", default=None, type=float, help="seconds between the signal and SIGKILL for workers")
+
+    p.flag("--log-dir", default=None, help="folder for log files; default: a fresh temporary one")
+    p.flag(
+        "--redirects",
+        "-r",
+        default="0",
+        help="streams that go into files: 0, 1 (stdout), 2 (stderr), 3, or rank:mask,…",
+    )
+    p.flag("--tee", "-t", default="0", help="the same, and to the console too")
+    p.flag("--local-ranks-filter", default="", help="local ranks whose streams the console shows")
+    p.flag("--duplicate-stdout-filters", default="", help="lines of tee'd stdout to duplicate: with one of these")
+    p.flag("--duplicate-stderr-filters", default="", help="the same for stderr; ,, is a comma")
+    p.flag("--logs-specs", default="", in_environment=False, help="name of a torchrun.logs_specs entry point")
+    p.flag("--event-log-handler", default="null", help="null, or console: events are printed to standard error")
+
+    p.add_argument(
+        "--events", default=os.environ.get("ELAUNCH_EVENTS"), help="append events to this file; %%n: the node"
+    )
+    p.add_argument(
+        "--preload",
+        default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
+        help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
+    )
+    p.add_argument("script", help="the training script, module or program")
+    p.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return p
+
+
+def parse(argv: Sequence[str] | None = None) -> AgentConfig:
+    """Read the command line and the environment.
+
+    Raises:
+        UsageError: a value cannot be used.
+        SystemExit: 2, from argparse, with the usage.
+    """
+    args = parser().parse_args(argv)
+    low, high = parse_nnodes(args.nnodes)
+    nproc = parse_nproc(str(args.nproc_per_node))
+    meeting = _meeting(args, low, high)
+    if not args.rdzv_id.isprintable() or not args.rdzv_id:
+        raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
+    if args.node_name and not re.fullmatch(r"[A-Za-z0-9._-]+", args.node_name):
+        raise UsageError(f"--node-name={args.node_name!r}: expected letters, digits, '.', '_' and '-'")
+    if args.module and args.no_python and not args.run_path:
+        raise UsageError("--module and --no-python exclude each other")
+    _seconds("--monitor-interval", args.monitor_interval)
+    timeout = args.shutdown_timeout
+    if timeout is None:
+        timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
+    preload = tuple(name for name in args.preload.split(",") if name)
+    job = _fresh_id() if meeting.backend == "standalone" and meeting.master is None else args.rdzv_id
+    return AgentConfig(
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=nproc,
+        backend=meeting.backend,
+        endpoint=meeting.endpoint,
+        job=job,
+        script=args.script,
+        script_args=tuple(args.script_args),
+        conf=meeting.conf,
+        max_restarts=None if args.max_restarts is None else _count("--max-restarts", args.max_restarts),
+        module=args.module and not args.run_path,
+        no_python=args.no_python and not args.run_path,
+        run_path=args.run_path,
+        local_addr=args.local_addr,
+        node=args.node_name or _node_name(standalone=meeting.backend == "standalone"),
+        node_rank=meeting.node_rank,
+        master=meeting.master,
+        role=args.role,
+        signals=parse_signals(args.signals_to_handle),
+        logs=_logs(args, job),
+        logs_specs=args.logs_specs,
+        numa_binding=args.numa_binding or "",
+        virtual_local_rank=args.virtual_local_rank,
+        events=args.events,
+        events_to_console=args.event_log_handler == "console",
+        warm=bool(preload),
+        preload=preload,
+        shutdown_timeout=_seconds("--shutdown-timeout", timeout),
+    )
+
+
+def _logs(args: argparse.Namespace, job: str) -> LogSettings:
+    return LogSettings(
+        log_dir=args.log_dir or None,
+        redirects=parse_mask("--redirects", args.redirects),
+        tee=parse_mask("--tee", args.tee),
+        local_ranks_filter=parse_ranks("--local-ranks-filter", args.local_ranks_filter),
+        duplicate_stdout_filters=parse_filters(args.duplicate_stdout_filters),
+        duplicate_stderr_filters=parse_filters(args.duplicate_stderr_filters),
+        role=args.role,
+        run_id=job,
+        prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        color="NO_COLOR" not in os.environ,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where and how the nodes meet; see `AgentConfig`."""
+
+    backend: str
+    endpoint: str
+    conf: RendezvousConf
+    node_rank: int = 0
+    master: tuple[str, int] | None = None
+
+
+def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
+    backend = args.rdzv_backend
+    if backend and backend not in BACKENDS:
+        from elaunch import plugins
+
+        if plugins.find(plugins.HANDLERS, backend) is None:
+            raise UsageError(
+                f"--rdzv-backend={backend}: expected one of {', '.join(BACKENDS)}, or the name of a "
+                f"{plugins.HANDLERS} entry point; etcd is spoken to as etcd v3"
+            )
+        return _Meeting(FOREIGN, "", RendezvousConf())
+    if args.standalone:
+        if high > 1:
+            raise UsageError(f"--standalone is for one node, not for --nnodes={args.nnodes}")
+        backend = "standalone"
+    backend = backend or _default_backend(args, high)
+    if backend == "static" and not args.rdzv_endpoint and args.master_port is None and high == 1:
+        backend = "standalone"
+    # torchrun's own defaults; with etcd, nodes that come later join the running job.
+    defaults = {"c10d": RendezvousConf(last_call_timeout=30.0), "static": RendezvousConf(join_timeout=0.0)}
+    conf = parse_conf(args.rdzv_conf, defaults.get(backend, RendezvousConf()))
+    alone = _Meeting("standalone", "", _reach(conf, CONNECT_S))
+    if backend == "standalone":
+        return alone
+    endpoint = args.rdzv_endpoint
+    if backend == "static":
+        return _static(args, low, high, replace(conf, join_timeout=conf.join_timeout or conf.timeout))
+    if backend == "c10d":
+        endpoint = endpoint or f"localhost:{HOSTED_PORT}"
+        name, port = parse_endpoint(endpoint, HOSTED_PORT)
+        if port:
+            return _Meeting("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
+        if high > 1:
+            raise UsageError(f"--rdzv-endpoint={endpoint}: port 0 is for one node, not for --nnodes={args.nnodes}")
+        return alone
+    if not endpoint:
+        raise UsageError(f"--rdzv-backend={backend} needs --rdzv-endpoint=HOST:PORT of an etcd server")
+    for member in endpoint.split(","):
+        parse_endpoint(member, ETCD_PORT)
+    return _Meeting("etcd", endpoint, _reach(conf, CONNECT_S))
+
+
+def _reach(conf: RendezvousConf, usual_s: float) -> RendezvousConf:
+    """With the time to connect that the user has given, else the usual one."""
+    return replace(conf, connect_timeout=conf.connect_timeout or usual_s)
+
+
+def _default_backend(args: argparse.Namespace, high: int) -> str:
+    """What torchrun would do by default, but for an endpoint at which an etcd may be."""
+    if not args.rdzv_endpoint or args.node_rank is not None:
+        return "static"
+    if high == 1 and "," not in args.rdzv_endpoint and is_free_here(*parse_endpoint(args.rdzv_endpoint, MASTER_PORT)):
+        return "static"  # the way to give a job on one machine a port of its own
+    return "etcd"
+
+
+def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf) -> _Meeting:
+    if low != high:
+        raise UsageError(
+            f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: "
+            "a static rendezvous has a fixed number of nodes"
+        )
+    if args.rdzv_endpoint:
+        name, port = parse_endpoint(args.rdzv_endpoint, MASTER_PORT)
+    else:
+        name, port = args.master_addr, MASTER_PORT if args.master_port is None else args.master_port
+        name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    rank = _count("--node-rank", args.node_rank or 0)
+    if rank >= high:
+        raise UsageError(f"--node-rank={rank}: expected 0 to {high - 1} with --nnodes={args.nnodes}")
+    if not 0 < port < 65536:
+        raise UsageError(f"--master-port={port}: expected a port, 1 to 65535")
+    if high == 1:
+        return _Meeting("standalone", "", _reach(conf, CONNECT_S), master=(name, port))
+    shifted = port - STATIC_SHIFT if port > STATIC_SHIFT + 1024 else port + STATIC_SHIFT
+    return _Meeting("static", join_endpoint(name, shifted), _reach(conf, conf.timeout), rank, (name, port))
+
+
+def _fresh_id() -> str:
+    """A random UUID, as torchrun names a job that needs no name; the module uuid takes longer to import."""
+    digits = secrets.token_hex(16)
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
+
+
+def _count(flag: str, text: object) -> int:
+    if not str(text).isdecimal():
+        raise UsageError(f"{flag}={text}: expected a number of at least 0")
+    return int(str(text))
+
+
+def _seconds(flag: str, text: str | float) -> float:
+    number = -1.0
+    with contextlib.suppress(ValueError):
+        number = float(text)
+    if not 0 <= number < float("inf"):
+        raise UsageError(f"{flag}={text}: expected a number of seconds")
+    return number
+
+
+def _node_name(standalone: bool) -> str:
+    """The host's name, with a suffix that tells agents of one machine apart, also over time."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname().split(".")[0]) or "node"
+    return "node0" if standalone else f"{host}-{secrets.token_hex(2)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command
+        line that cannot be read exits with 2 and the usage.
+    """
+    try:
+        config = parse(argv)
+    except UsageError as error:
+        return _refuse(error)
+    if config.backend == FOREIGN:
+        from elaunch.plugins import run_torchs_agent
+
+        run_torchs_agent(list(sys.argv[1:] if argv is None else argv))
+    try:
+        return launch(config)
+    except (ElaunchError, OSError) as error:
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    from elaunch.failures import record_own_error  # not needed, so not imported, by a job that starts
+
+    record_own_error(error)
+    print(f"elaunch: error: {error}", file=sys.stderr)
+    return 1

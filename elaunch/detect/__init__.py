@@ -1,0 +1,6 @@
+"""What tells the agent that a worker is in trouble before the worker ends.
+
+`watchdog` keeps the timers that workers set on themselves. The modules here observe and decide; the agent acts.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,716 @@
+"""The agent's decisions, a sentence for each transition."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from elaunch.lifecycle import (
+    BACKOFF_S,
+    FRUITLESS_LIMIT,
+    Action,
+    Exit,
+    Lifecycle,
+    NodeSettings,
+    Say,
+    Signal,
+    Start,
+    Tell,
+    Warm,
+)
+from elaunch.rendezvous.membership import Generation, Result, Stage, Worker, WorkerState
+
+A = TypeVar("A", bound=Action)
+NOW_S = 50.0
+T = 1700000000.0  # Unix time at which the kernel reported a death
+
+
+class Node:
+    """A lifecycle, and the words in which the tests drive it."""
+
+    def __init__(self, slots: int = 1, max_nodes: int = 2, max_restarts: int | None = None) -> None:
+        self.life = Lifecycle(
+            NodeSettings("a", "host-a", slots, 1, max_nodes, max_restarts, shutdown_s=30.0), port=4000
+        )
+        self.epoch = 0
+        self.actions: list[Action] = []
+        self.now_s = NOW_S
+
+    def generation(self, stage: Stage, *ids: str, **fields: Any) -> list[Action]:
+        self.epoch = fields.pop("epoch", self.epoch + 1)
+        workers = tuple(
+            Worker(identity, identity.partition("/")[0], int(identity.partition("/")[2].partition("#")[0]))
+            for identity in ids
+        )
+        values: dict[str, Any] = {"attempt": self.life.wanted_attempt, "cause": "start", **fields}
+        news = Generation(self.epoch, stage, workers, **values)
+        return self.does(self.life.on_generation(news, self.now_s))
+
+    def start(self, *places: str, **fields: Any) -> list[Action]:
+        """The job starts on these slots; by default on all of this node."""
+        mine = [f"a/{slot.index}" for slot in self.life.slots]
+        return self.generation(Stage.START, *(places or mine), **fields)
+
+    def train(self, *ids: str, **fields: Any) -> list[Action]:
+        return self.generation(Stage.TRAIN, *ids, **fields)
+
+    def does(self, actions: list[Action]) -> list[Action]:
+        self.actions = actions
+        return actions
+
+    def ready(self, *workers: str) -> None:
+        for worker in workers:
+            self.life.on_started(worker, 100)
+            self.life.on_attach(worker)
+            self.life.on_ready(worker, "host-a:9")
+
+    def settled(self, *workers: str) -> None:
+        for worker in workers:
+            self.life.on_settled(worker)
+
+    def dies(self, worker: str, number: int = signal.SIGKILL, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        return self.does(self.life.on_exit(worker, None, number, T, self.now_s))
+
+    def exits(self, worker: str, code: int) -> list[Action]:
+        return self.does(self.life.on_exit(worker, code, None, T, self.now_s))
+
+    def later(self, seconds: float) -> list[Action]:
+        self.now_s += seconds
+        return self.does(self.life.on_time(self.now_s))
+
+    def states(self) -> dict[str, WorkerState]:
+        return {worker.id: worker.state for worker in self.life.doc().workers}
+
+
+def only(kind: type[A], actions: list[Action]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def started(actions: list[Action]) -> list[str]:
+    return [action.worker for action in only(Start, actions)]
+
+
+def signalled(actions: list[Action]) -> list[tuple[str, int]]:
+    return [(action.worker, action.number) for action in only(Signal, actions)]
+
+
+def said(actions: list[Action]) -> str:
+    return "\n".join(action.text for action in only(Say, actions))
+
+
+def member_node(slots: int = 1, others: tuple[str, ...] = ("b/0#0",), **settings: Any) -> Node:
+    """A node whose workers are settled members of epoch 2, together with others."""
+    node = Node(slots, **settings)
+    node.start(*(f"a/{slot}" for slot in range(slots)), *(other.partition("#")[0] for other in others))
+    mine = [f"a/{slot}#0" for slot in range(slots)]
+    node.ready(*mine)
+    node.train(*mine, *others, urgent=2)
+    node.settled(*mine)
+    return node
+
+
+class TestStart:
+    def test_a_node_of_the_generation_starts_a_worker_in_each_slot(self) -> None:
+        node = Node(slots=2)
+        starts = only(Start, node.start("a/0", "a/1", "b/0"))
+        assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#0", False), (1, "a/1#0", False)]
+        assert starts[0].generation.ids == ("a/0", "a/1", "b/0")
+        assert node.states() == {"a/0#0": WorkerState.STARTING, "a/1#0": WorkerState.STARTING}
+
+    def test_a_spare_node_starts_nothing_and_says_why(self) -> None:
+        node = Node()
+        assert started(node.start("b/0", "c/0")) == []
+        assert said(node.actions) == "this node waits as a spare: the job has its 2 nodes"
+
+    def test_a_node_that_came_too_late_for_the_start_does_not_call_itself_a_spare(self) -> None:
+        node = Node()
+        assert started(node.start("b/0")) == []
+        assert said(node.actions) == "this node waits: the job has just started without it"
+
+    def test_an_old_generation_is_ignored(self) -> None:
+        node = member_node()
+        assert node.train("b/0#0", epoch=2) == []
+        assert node.train("b/0#0", epoch=1) == []
+        assert node.life.generation is not None
+        assert node.life.generation.epoch == 2
+
+    def test_the_first_report_names_the_node(self) -> None:
+        doc = Node(slots=2).life.doc()
+        assert (doc.node, doc.host, doc.slots, doc.port, doc.workers, doc.epoch) == ("a", "host-a", 2, 4000, (), 0)
+        assert not doc.elastic
+        assert not doc.finished
+
+
+class TestProgressOfAWorker:
+    def test_from_starting_over_ready_and_member_to_done(self) -> None:
+        node = Node()
+        life = node.life
+        node.start()
+        found = [node.states()["a/0#0"]]
+        life.on_attach("a/0#0")
+        assert life.doc().elastic
+        found.append(node.states()["a/0#0"])
+        life.on_ready("a/0#0", "host-a:9")
+        assert life.doc().workers[0].address == "host-a:9"
+        found.append(node.states()["a/0#0"])
+        node.train("a/0#0")
+        life.on_settled("a/0#0")
+        found.append(node.states()["a/0#0"])
+        life.on_finished("a/0#0")
+        found.append(node.states()["a/0#0"])
+        assert found == [
+            WorkerState.STARTING,
+            WorkerState.STARTING,
+            WorkerState.READY,
+            WorkerState.MEMBER,
+            WorkerState.DONE,
+        ]
+
+    def test_a_script_that_never_attaches_is_not_elastic(self) -> None:
+        node = Node()
+        node.start()
+        assert not node.life.doc().elastic
+
+    def test_steps_out_of_order_are_ignored(self) -> None:
+        node = Node()
+        node.start()
+        node.life.on_ready("a/0#0", "x")
+        node.life.on_settled("a/0#0")
+        assert node.states() == {"a/0#0": WorkerState.STARTING}
+
+    def test_messages_of_workers_that_are_gone_are_ignored(self) -> None:
+        node = member_node()
+        before = node.life.doc()
+        for report in (node.life.on_settled, node.life.on_progress, node.life.on_finished, node.life.on_leaving):
+            report("a/0#9")
+        node.life.on_ready("a/0#9", "x")
+        assert node.life.on_attach("a/0#9") == []
+        assert node.exits("a/0#9", 0) == []
+        assert node.life.doc() == before
+
+    def test_attached_workers_are_told_each_training_generation(self) -> None:
+        node = member_node()
+        tells = only(Tell, node.train("a/0#0", "b/0#0", "c/0#3", cause="c/0#3 joins"))
+        assert [(tell.worker, tell.generation.epoch) for tell in tells] == [("a/0#0", 3)]
+        assert said(node.actions) == "c/0#3 joins; 3 workers go on"
+
+    def test_one_that_attaches_later_is_told_the_present_one(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0")
+        node.dies("a/0#0")
+        tells = only(Tell, node.life.on_attach("a/0#1"))
+        assert [(tell.worker, tell.generation.epoch) for tell in tells] == [("a/0#1", 2)]
+
+    def test_a_worker_that_has_not_attached_is_told_nothing(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0")
+        node.dies("a/0#0")
+        assert only(Tell, node.train("b/0#0")) == []
+
+    def test_a_warm_parent_is_asked_for_once_a_worker_is_a_member(self) -> None:
+        node = Node()
+        node.start()
+        node.ready("a/0#0")
+        assert only(Warm, node.train("a/0#0")) == [Warm()]
+        assert only(Warm, node.train("a/0#0")) == []
+
+    def test_a_hold_is_explained_with_the_numbers(self) -> None:
+        node = Node()
+        node.start()
+        node.ready("a/0#0")
+        assert "1 of at least 1 nodes are left: the workers keep their state" in said(node.train("a/0#0", hold=True))
+
+
+class TestReplacement:
+    def test_a_member_that_dies_is_replaced_by_a_new_incarnation_from_the_warm_parent(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0")
+        starts = only(Start, node.dies("a/0#0"))
+        assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#1", True)]
+        assert said(node.actions) == "worker a/0#0 was killed by SIGKILL; a replacement starts"
+        doc = node.life.doc()
+        assert (doc.cause, doc.cause_t) == ("worker a/0#0 was killed by SIGKILL", T)
+        assert node.states() == {"a/0#1": WorkerState.STARTING}
+
+    def test_one_that_never_saw_a_step_commit_is_replaced_after_a_pause(self) -> None:
+        node = member_node()
+        assert started(node.dies("a/0#0")) == []
+        assert node.states() == {}
+        assert node.life.due_s() == node.now_s + BACKOFF_S[1]
+        assert started(node.later(BACKOFF_S[1] / 2)) == []
+        assert started(node.later(BACKOFF_S[1] / 2)) == ["a/0#1"]
+        assert node.life.due_s() is None
+
+    def test_a_slot_is_given_up_after_several_fruitless_deaths_in_a_row(self) -> None:
+        node = member_node()
+        for incarnation in range(FRUITLESS_LIMIT - 1):
+            node.dies(f"a/0#{incarnation}")
+            assert started(node.later(10)) == [f"a/0#{incarnation + 1}"]
+        node.exits(f"a/0#{FRUITLESS_LIMIT - 1}", 1)
+        assert "it is not replaced: 3 workers in a row died here before they saw a step commit" in said(node.actions)
+        assert started(node.later(1000)) == []
+        assert node.life.doc().failed == f"worker a/0#{FRUITLESS_LIMIT - 1} exited with code 1"
+        assert node.life.due_s() is None
+
+    def test_a_committed_step_makes_the_count_start_anew(self) -> None:
+        node = member_node()
+        for incarnation in range(3 * FRUITLESS_LIMIT):
+            node.ready(f"a/0#{incarnation}")
+            node.life.on_progress(f"a/0#{incarnation}")
+            assert started(node.dies(f"a/0#{incarnation}")) == [f"a/0#{incarnation + 1}"]
+
+    def test_max_restarts_bounds_the_replacements_of_the_node(self) -> None:
+        node = member_node(slots=2, max_restarts=1)
+        for worker in ("a/0#0", "a/1#0"):
+            node.life.on_progress(worker)
+        assert started(node.dies("a/0#0")) == ["a/0#1"]
+        assert started(node.dies("a/1#0")) == []
+        assert "it is not replaced: --max-restarts 1 is used up" in said(node.actions)
+        assert node.life.doc().failed == "", "the other slot still runs"
+        node.dies("a/0#1")
+        assert node.life.doc().failed == "worker a/0#1 was killed by SIGKILL"
+
+    def test_max_restarts_0_means_no_replacement(self) -> None:
+        node = member_node(max_restarts=0)
+        assert started(node.dies("a/0#0")) == []
+        assert node.life.doc().failed
+
+    def test_a_worker_that_exits_with_0_before_the_end_is_not_replaced(self) -> None:
+        node = member_node()
+        assert started(node.exits("a/0#0", 0)) == []
+        assert said(node.actions) == "worker a/0#0 exited with code 0 before the job's end"
+        assert started(node.train("b/0#0")) == []
+        doc = node.life.doc()
+        assert (doc.workers, doc.failed, doc.cause) == ((), "", "worker a/0#0 exited with code 0 before the job's end")
+
+    def test_nothing_is_started_where_a_worker_of_the_node_has_finished(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0")
+        node.life.on_finished("a/0#0")
+        assert started(node.dies("a/1#0")) == []
+        assert node.life.due_s() is None
+
+    def test_a_node_that_comes_to_a_training_job_fills_its_slots(self) -> None:
+        node = Node(slots=2)
+        starts = only(Start, node.train("b/0#0", epoch=9))
+        assert [(one.worker, one.warm) for one in starts] == [("a/0#8", True), ("a/1#8", True)]
+
+    def test_unless_the_job_has_all_its_nodes(self) -> None:
+        node = Node()
+        assert started(node.train("b/0#0", "c/0#0")) == []
+        assert started(node.train("b/0#0")) == ["a/0#1"]
+
+    def test_a_spare_with_a_replacement_due_is_not_woken_for_it(self) -> None:
+        node = member_node()
+        node.dies("a/0#0")
+        node.train("b/0#0", "c/0#0")
+        assert started(node.later(100)) == []
+        assert node.life.due_s() is None
+        assert started(node.train("b/0#0")) == ["a/0#1"]
+
+    def test_incarnations_are_never_used_again(self) -> None:
+        node = member_node(slots=2)
+        seen = {"a/0#0", "a/1#0"}
+        for _ in range(30):
+            for slot in node.life.slots:
+                node.ready(slot.worker)
+                node.life.on_progress(slot.worker)
+                for worker in started(node.dies(slot.worker)):
+                    assert worker not in seen
+                    seen.add(worker)
+        assert len(seen) == 62
+
+    def test_an_agent_started_again_does_not_use_the_names_of_its_predecessors_members(self) -> None:
+        first = member_node()
+        first.life.on_progress("a/0#0")
+        assert started(first.dies("a/0#0")) == ["a/0#1"]
+        # The death, the join of a/0#1 and its loss with the first agent are a generation each.
+        assert started(Node().train("b/0#0", epoch=5)) == ["a/0#4"]
+
+
+class TestBeforeTheFirstStep:
+    def test_a_worker_that_has_attached_is_replaced(self) -> None:
+        node = Node()
+        node.start()
+        node.life.on_attach("a/0#0")
+        node.exits("a/0#0", 1)
+        assert node.life.doc().failed == ""
+        assert node.life.due_s() == node.now_s + BACKOFF_S[1]
+        assert started(node.later(BACKOFF_S[1])) == ["a/0#1"]
+
+    def test_until_that_is_hopeless(self) -> None:
+        node = Node()
+        node.start()
+        for incarnation in range(FRUITLESS_LIMIT):
+            node.life.on_attach(f"a/0#{incarnation}")
+            node.exits(f"a/0#{incarnation}", 1)
+            node.later(100)
+        assert node.life.doc().failed == "worker a/0#2 exited with code 1"
+        assert node.life.due_s() is None
+
+    def test_a_worker_that_has_not_attached_is_left_to_the_job(self) -> None:
+        node = Node()
+        node.start()
+        assert started(node.exits("a/0#0", 3)) == []
+        doc = node.life.doc()
+        assert (doc.failed, doc.cause_t, doc.workers) == ("worker a/0#0 exited with code 3", T, ())
+        assert started(node.later(1000)) == []
+
+    def test_it_is_replaced_once_the_job_is_known_to_use_elaunch_and_then_nothing_has_failed(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        node.ready("a/1#0")
+        node.exits("a/0#0", 3)
+        assert started(node.train("a/1#0")) == ["a/0#1"]
+        assert node.life.doc().failed == ""
+
+    def test_a_node_fails_when_nothing_of_it_runs_or_will(self) -> None:
+        node = Node(slots=2, max_restarts=0)
+        node.start()
+        node.life.on_attach("a/1#0")
+        node.exits("a/0#0", 3)
+        node.exits("a/1#0", 4)
+        assert node.life.doc().failed == "worker a/1#0 exited with code 4"
+
+
+class TestPlainScripts:
+    def test_a_node_has_finished_when_each_worker_has_ended_with_0(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        assert node.exits("a/0#0", 0) == []
+        assert not node.life.doc().finished
+        assert node.exits("a/1#0", 0) == []
+        assert node.life.doc().finished
+
+    def test_a_node_with_a_failure_has_not_finished(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        node.exits("a/0#0", 0)
+        node.exits("a/1#0", 1)
+        assert not node.life.doc().finished
+
+    def test_a_death_by_an_unknown_signal_is_told_by_number(self) -> None:
+        node = Node()
+        node.start()
+        node.dies("a/0#0", number=63)
+        assert node.life.doc().failed == "worker a/0#0 was killed by signal 63"
+
+
+class TestAttempts:
+    def test_a_new_attempt_ends_all_workers_before_the_report_says_so(self) -> None:
+        node = Node(slots=2, max_restarts=3)
+        node.start()
+        node.exits("a/0#0", 1)
+        actions = node.generation(Stage.ASSEMBLE, attempt=1, cause="worker a/0#0 exited with code 1")
+        assert signalled(actions) == [("a/1#0", signal.SIGTERM)]
+        assert said(actions) == "worker a/0#0 exited with code 1: all workers are started again (attempt 1)"
+        assert node.life.doc().attempt == 0
+        assert started(node.dies("a/1#0", signal.SIGTERM)) == []
+        doc = node.life.doc()
+        assert (doc.attempt, doc.failed, doc.workers) == (1, "", ())
+
+    def test_then_all_start_with_new_names(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        node.exits("a/0#0", 1)
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.dies("a/1#0", signal.SIGTERM)
+        assert started(node.start()) == ["a/0#1", "a/1#1"]
+
+    def test_workers_that_ignore_sigterm_are_killed_after_the_shutdown_time(self) -> None:
+        node = Node()
+        node.start()
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        assert node.life.due_s() == NOW_S + 30
+        assert signalled(node.later(30)) == [("a/0#0", signal.SIGKILL)]
+        assert signalled(node.later(30)) == []
+
+    def test_workers_of_the_new_attempt_are_not_killed_for_those_of_the_old(self) -> None:
+        node = Node()
+        node.start()
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.dies("a/0#0", signal.SIGTERM)
+        node.start()
+        assert node.life.due_s() is None
+        assert node.later(1000) == []
+
+    def test_a_node_without_workers_is_at_once_ready_for_the_attempt(self) -> None:
+        node = Node()
+        # It has nothing to stop; its user still learns what it waits for.
+        assert said(node.generation(Stage.ASSEMBLE, attempt=1, cause="it begins again")) == "it begins again"
+        assert node.life.doc().attempt == 1
+        assert not node.life.doc().took_part
+
+    def test_a_node_that_was_absent_meanwhile_ends_its_old_workers_too(self) -> None:
+        node = Node()
+        node.start()
+        assert signalled(node.start("b/0", attempt=1)) == [("a/0#0", signal.SIGTERM)]
+        assert node.life.doc().attempt == 0
+        node.dies("a/0#0", signal.SIGTERM)
+        assert node.life.doc().attempt == 1
+
+    def test_an_agent_that_follows_a_lost_one_of_the_same_name_never_uses_its_workers_names(self) -> None:
+        node = Node()
+        actions = node.train("a/0#8", "b/0#0", epoch=5)
+        assert [action.worker for action in actions if isinstance(action, Start)] == ["a/0#9"]
+        assert not node.life.doc().took_part
+
+    def test_and_joins_again_with_new_ones(self) -> None:
+        node = member_node()
+        actions = node.train("b/0#5", attempt=1)
+        assert ("a/0#0", signal.SIGKILL) in signalled(actions)
+        assert started(node.later(1)) == [], "not before the old one has ended"
+        node.dies("a/0#0")
+        assert started(node.later(0)) == ["a/0#1"]
+
+    def test_a_node_that_is_new_takes_the_attempt_of_the_job(self) -> None:
+        node = Node()
+        node.train("b/0#5", attempt=3)
+        assert node.life.doc().attempt == 3
+
+    def test_slots_that_were_given_up_are_tried_again(self) -> None:
+        node = member_node()
+        for incarnation in range(FRUITLESS_LIMIT):
+            node.dies(f"a/0#{incarnation}")
+            node.later(100)
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        assert node.life.doc().failed == ""
+        assert started(node.start()) == ["a/0#3"]
+
+
+class TestGivenUpByPeers:
+    def test_a_member_that_the_others_go_on_without_is_killed(self) -> None:
+        node = member_node()
+        actions = node.train("b/0#0")
+        assert signalled(actions) == [("a/0#0", signal.SIGKILL)]
+        assert only(Tell, actions) == []
+        assert "worker a/0#0 was given up by its peers" in said(actions)
+
+    def test_one_that_is_to_leave_is_told_so_instead(self) -> None:
+        node = member_node()
+        actions = node.train("b/0#0", leaving=("a/0#0",))
+        assert signalled(actions) == []
+        assert [tell.worker for tell in only(Tell, actions)] == ["a/0#0"]
+
+    def test_one_that_waits_to_join_is_not(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0")
+        node.dies("a/0#0")
+        node.ready("a/0#1")
+        actions = node.train("b/0#0")
+        assert signalled(actions) == []
+        assert [tell.worker for tell in only(Tell, actions)] == ["a/0#1"]
+
+
+class TestUnreachablePeers:
+    def test_a_dead_peer_is_reported_until_it_is_no_member(self) -> None:
+        node = member_node()
+        node.life.on_unreachable(2, "b/0#0", gone=True)
+        node.life.on_unreachable(2, "b/0#0", gone=True)
+        assert node.life.doc().gone == ("b/0#0",)
+        node.train("a/0#0")
+        assert node.life.doc().gone == ()
+
+    def test_a_broken_link_to_a_living_one_asks_for_a_new_link(self) -> None:
+        node = member_node()
+        node.life.on_unreachable(2, "b/0#0", gone=False)
+        doc = node.life.doc()
+        assert (doc.gone, doc.reset_epoch) == ((), 2)
+
+    def test_reports_that_an_urgent_generation_has_settled_are_ignored(self) -> None:
+        node = member_node(others=("b/0#0", "c/0#0"), max_nodes=3)
+        node.train("a/0#0", "b/0#0", urgent=3)
+        node.life.on_unreachable(2, "b/0#0", gone=True)
+        node.life.on_unreachable(2, "b/0#0", gone=False)
+        doc = node.life.doc()
+        assert (doc.gone, doc.reset_epoch) == ((), 0)
+
+    def test_reports_of_an_older_generation_count_while_changes_are_planned(self) -> None:
+        node = member_node()
+        node.train("a/0#0", "b/0#0", "c/0#2", urgent=2)
+        node.life.on_unreachable(2, "b/0#0", gone=True)
+        assert node.life.doc().gone == ("b/0#0",)
+
+    def test_whether_a_worker_of_this_node_lives_the_agent_knows_best(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_unreachable(2, "a/1#0", gone=True)
+        assert node.life.doc().gone == ()
+
+    def test_one_that_finished_and_ended_here_is_gone_for_a_peer_that_still_needs_it(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_finished("a/1#0")
+        node.exits("a/1#0", 0)
+        node.life.on_unreachable(2, "a/1#0", gone=True)
+        assert node.life.doc().gone == ("a/1#0",)
+
+
+class TestTheEnd:
+    def test_done_workers_that_end_with_0_make_the_node_finished(self) -> None:
+        node = member_node(slots=2)
+        for worker in ("a/0#0", "a/1#0"):
+            node.life.on_finished(worker)
+            assert not node.life.doc().finished
+            node.exits(worker, 0)
+        assert node.life.doc().finished
+        assert set(node.states().values()) == {WorkerState.DONE}
+
+    def test_a_worker_that_has_not_joined_does_not_keep_the_node_from_finishing(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0")
+        node.dies("a/1#0")
+        node.life.on_finished("a/0#0")
+        node.exits("a/0#0", 0)
+        assert node.states()["a/1#1"] is WorkerState.STARTING
+        assert node.life.doc().finished
+
+    def test_an_exit_code_after_the_last_step_is_a_failure_and_nothing_is_replaced(self) -> None:
+        node = member_node()
+        node.life.on_finished("a/0#0")
+        assert started(node.exits("a/0#0", 4)) == []
+        doc = node.life.doc()
+        assert (doc.failed, doc.finished) == ("worker a/0#0 exited with code 4", False)
+
+    def test_success_ends_the_agent_with_0_once_its_workers_have_ended(self) -> None:
+        node = member_node()
+        node.life.on_finished("a/0#0")
+        assert node.does(node.life.on_result(Result(True, "all workers have finished"), NOW_S)) == []
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+
+    def test_success_kills_what_has_not_joined_and_starts_nothing_more(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0")
+        node.dies("a/1#0")
+        node.life.on_finished("a/0#0")
+        node.exits("a/0#0", 0)
+        assert signalled(node.life.on_result(Result(True), NOW_S)) == [("a/1#1", signal.SIGKILL)]
+        assert node.dies("a/1#1") == [Exit(0)]
+
+    def test_a_late_node_starts_nothing_more_after_success(self) -> None:
+        node = Node()
+        assert started(node.train("b/0#0")) == ["a/0#0"]
+        node.life.on_result(Result(True), NOW_S)
+        assert node.dies("a/0#0") == [Exit(0)]
+
+    def test_failure_stops_the_workers_and_ends_with_1_and_the_message(self) -> None:
+        node = member_node()
+        assert signalled(node.life.on_result(Result(False, "all were lost"), NOW_S)) == [("a/0#0", signal.SIGTERM)]
+        assert signalled(node.later(30)) == [("a/0#0", signal.SIGKILL)]
+        assert node.dies("a/0#0") == [Exit(1, "all were lost")]
+
+    @pytest.mark.parametrize(("succeeded", "code"), [(True, 0), (False, 1)])
+    def test_an_agent_without_workers_ends_at_once(self, succeeded: bool, code: int) -> None:
+        (end,) = Node().life.on_result(Result(succeeded, "why"), NOW_S)
+        assert isinstance(end, Exit)
+        assert (end.code, bool(end.text)) == (code, not succeeded)
+
+    def test_a_refused_node_ends_with_1_and_the_reason(self) -> None:
+        assert Node().life.on_refused("other settings", NOW_S) == [Exit(1, "other settings")]
+        node = member_node()
+        assert signalled(node.life.on_refused("other settings", NOW_S)) == [("a/0#0", signal.SIGTERM)]
+
+
+class TestSignals:
+    def test_sigterm_lets_the_members_of_a_training_node_leave(self) -> None:
+        node = member_node()
+        actions = node.does(node.life.on_signal(signal.SIGTERM, NOW_S))
+        assert signalled(actions) == []
+        assert "leave at the next step boundary; the others go on" in said(actions)
+        assert node.life.doc().draining
+        node.train("b/0#0", leaving=("a/0#0",))
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+        assert node.life.doc().gone == ()
+
+    def test_the_last_node_says_that_nobody_goes_on_and_ends_with_1(self) -> None:
+        node = member_node(others=())
+        assert "no other node is left to go on" in said(node.life.on_signal(signal.SIGTERM, NOW_S))
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == [Exit(1, "stopped by SIGTERM; the state in memory is gone")]
+
+    def test_draining_ends_workers_that_have_not_joined_and_replaces_nothing(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0")
+        node.dies("a/1#0")
+        assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/1#1", signal.SIGTERM)]
+        assert node.dies("a/1#1", signal.SIGTERM) == []
+        assert started(node.later(1)) == []
+        assert node.life.doc().gone == ()
+
+    @pytest.mark.parametrize("code", [0, 1])
+    def test_a_worker_that_ends_before_it_could_leave_is_reported_as_gone(self, code: int) -> None:
+        node = member_node(slots=2)
+        node.life.on_signal(signal.SIGTERM, NOW_S)
+        node.exits("a/0#0", code)
+        doc = node.life.doc()
+        assert doc.gone == ("a/0#0",)
+        assert doc.cause == f"worker a/0#0 exited with code {code} before the step boundary at which it was to leave"
+        assert said(node.actions) == doc.cause
+
+    def test_what_has_not_left_in_the_shutdown_time_is_killed(self) -> None:
+        node = member_node()
+        node.life.on_signal(signal.SIGTERM, NOW_S)
+        assert node.life.due_s() == NOW_S + 30
+        assert signalled(node.later(30)) == [("a/0#0", signal.SIGKILL)]
+
+    @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+    def test_a_second_signal_kills(self, second: signal.Signals) -> None:
+        node = member_node()
+        node.life.on_signal(signal.SIGTERM, NOW_S)
+        assert signalled(node.life.on_signal(second, NOW_S)) == [("a/0#0", signal.SIGKILL)]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+    def test_other_signals_stop_a_training_node_too(self, number: signal.Signals) -> None:
+        node = member_node()
+        assert signalled(node.life.on_signal(number, NOW_S)) == [("a/0#0", number)]
+        assert node.dies("a/0#0", signal.SIGTERM) == [Exit(1, f"stopped by {number.name}")]
+
+    def test_sigterm_stops_a_plain_job(self) -> None:
+        node = Node()
+        node.start()
+        assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/0#0", signal.SIGTERM)]
+        assert signalled(node.later(29)) == []
+        assert signalled(node.later(1)) == [("a/0#0", signal.SIGKILL)]
+        assert node.dies("a/0#0") == [Exit(1, "stopped by SIGTERM")]
+
+    def test_a_node_that_waits_ends_at_once(self) -> None:
+        assert Node().life.on_signal(signal.SIGTERM, NOW_S) == [Exit(1, "stopped by SIGTERM")]
+
+    def test_a_stopping_node_reacts_to_nothing_but_its_workers_ends(self) -> None:
+        node = member_node()
+        node.life.on_signal(signal.SIGINT, NOW_S)
+        assert node.train("b/0#0") == []
+        assert node.life.on_result(Result(True), NOW_S) == []
+        assert node.later(1) == []
+        assert node.dies("a/0#0") == [Exit(1, "stopped by SIGINT")]
+
+    def test_what_leaves_ends_by_itself_also_where_the_job_succeeds_meanwhile(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_signal(signal.SIGTERM, NOW_S)
+        node.life.on_leaving("a/0#0")
+        assert signalled(node.life.on_result(Result(True), NOW_S)) == []
+        node.exits("a/0#0", 0)
+        node.life.on_leaving("a/1#0")
+        assert signalled(node.later(30)) == [("a/1#0", signal.SIGKILL)]
+        assert node.dies("a/1#0") == [Exit(0)]
+
+    def test_a_result_ends_a_draining_node(self) -> None:
+        node = member_node()
+        node.life.on_signal(signal.SIGTERM, NOW_S)
+        assert signalled(node.life.on_result(Result(False, "lost"), NOW_S)) == [("a/0#0", signal.SIGTERM)]
+
+
+def test_the_report_carries_the_epoch_that_the_node_remembers() -> None:
+    node = member_node()
+    node.train("a/0#0", "b/0#0", epoch=17)
+    assert node.life.doc().epoch == 17
+
+
+def test_a_report_stays_the_same_while_nothing_happens() -> None:
+    node = member_node()
+    before = replace(node.life.doc())
+    node.later(1000)
+    assert node.life.doc() == before
