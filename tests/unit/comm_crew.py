@@ -1,0 +1,87 @@
+"""Several workers in one process: a fabric each, driven by threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from elaunch.workers.comm.fabric import Fabric
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def crew(size: int, connected: bool = True) -> Iterator[list[Fabric]]:
+    """`size` fabrics "a/0#0", "a/1#0", ..., linked in epoch 1 if `connected`."""
+    fabrics: list[Fabric] = []
+    try:
+        for index in range(size):
+            fabrics.append(Fabric(f"a/{index}#0", "secret"))
+        if connected:
+            connect_all(fabrics)
+        yield fabrics
+    finally:
+        for fabric in fabrics:
+            fabric.interrupt(1 << 60)
+            fabric.close()
+
+
+def addresses(fabrics: Sequence[Fabric]) -> dict[str, str]:
+    return {fabric.worker: fabric.address for fabric in fabrics}
+
+
+def connect_all(fabrics: Sequence[Fabric], epoch: int = 1) -> None:
+    members = addresses(fabrics)
+    each(lambda f: f.connect(members, epoch=epoch, timeout_s=PATIENCE_S), fabrics)
+
+
+class Task:
+    """A call in a thread; `result` waits for it and raises what it raised."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._value: object = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            self._value = call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self, patience_s: float = PATIENCE_S) -> object:
+        self._thread.join(patience_s)
+        assert not self._thread.is_alive(), "the call hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def together(calls: Sequence[Callable[[], T]], patience_s: float = PATIENCE_S) -> list[T]:
+    """Runs the calls at the same time; returns their results, or raises the first error."""
+    return [cast(T, task.result(patience_s)) for task in [Task(call) for call in calls]]
+
+
+def outcomes(calls: Sequence[Callable[[], object]]) -> list[BaseException | object]:
+    """Like `together`, with errors returned in the place of results."""
+    collected: list[BaseException | object] = []
+    for task in [Task(call) for call in calls]:
+        try:
+            collected.append(task.result())
+        except Exception as error:
+            collected.append(error)
+    return collected
+
+
+def each(call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+    """Like `map`, with all calls at the same time."""
+    return together([partial(call, *args) for args in zip(*arguments, strict=True)])

@@ -1,0 +1,366 @@
+"""Links: who gets one, what survives an interruption, and how a break shows."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from functools import partial
+
+import pytest
+
+from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.workers.comm import wire
+from elaunch.workers.comm.fabric import Fabric
+from tests.helpers import wait_until
+from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
+
+BIG_BYTES = 24 << 20
+
+
+def test_two_workers_exchange_parts_of_any_size() -> None:
+    sizes = [0, 1, 31, 32, 33, 4096, wire.SEGMENT_BYTES, wire.SEGMENT_BYTES + 1, BIG_BYTES]
+    with crew(2) as (a, b):
+        bodies = [random.Random(size).randbytes(size) for size in sizes]
+        got = [bytearray(size) for size in sizes]
+        together(
+            [
+                lambda: a.exchange(1, 1, sends=[(b.worker, i, memoryview(body)) for i, body in enumerate(bodies)]),
+                lambda: b.exchange(1, 1, receives=[(a.worker, i, memoryview(one)) for i, one in enumerate(got)]),
+            ]
+        )
+        assert got == bodies
+
+
+def test_a_bytearray_grows_to_whatever_comes() -> None:
+    with crew(2) as (a, b):
+        body, got = os.urandom(wire.SEGMENT_BYTES * 2 + 5), bytearray(b"before ")
+        together(
+            [
+                lambda: a.exchange(1, 1, sends=[(b.worker, 0, memoryview(body))]),
+                lambda: b.exchange(1, 1, receives=[(a.worker, 0, got)]),
+            ]
+        )
+        assert bytes(got) == b"before " + body
+
+
+def test_every_worker_gets_a_link_to_every_other() -> None:
+    with crew(6) as fabrics:
+        for fabric in fabrics:
+            assert set(fabric.peers) == {other.worker for other in fabrics} - {fabric.worker}
+
+
+def test_connect_raises_for_an_address_where_nobody_listens() -> None:
+    with crew(1) as (a,):
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            address = f"127.0.0.1:{gone.getsockname()[1]}"
+        with pytest.raises(LinkLost, match=r"gone/0#0.*refused"):
+            a.connect({"gone/0#0": address, a.worker: a.address}, epoch=1, timeout_s=PATIENCE_S)
+
+
+def test_connect_raises_for_a_member_that_does_not_dial_in() -> None:
+    with crew(1) as (a,), pytest.raises(LinkLost, match="no connection"):
+        a.connect({a.worker: a.address, "late/0#0": "127.0.0.1:1"}, epoch=1, timeout_s=0.01)
+
+
+def test_connect_is_interrupted_by_a_newer_generation() -> None:
+    with crew(1) as (a,):
+        members = {a.worker: a.address, "late/0#0": "127.0.0.1:1"}
+        task = Task(lambda: a.connect(members, epoch=1, timeout_s=PATIENCE_S))
+        a.interrupt(2)
+        with pytest.raises(GenerationChanged) as caught:
+            task.result()
+        assert caught.value.epoch == 2
+
+
+def test_connect_refuses_a_worker_that_answers_under_another_name() -> None:
+    with crew(2, connected=False) as (a, b), pytest.raises(LinkLost, match="answered at this address"):
+        b.connect({"other/0#0": a.address, b.worker: b.address}, epoch=1, timeout_s=PATIENCE_S)
+
+
+def test_a_wrong_token_is_refused_with_a_reason() -> None:
+    with crew(1) as (a,):
+        stranger = Fabric("b/0#0", "guess")
+        try:
+            with pytest.raises(LinkLost, match="wrong token"):
+                stranger.connect(addresses([a, stranger]), epoch=1, timeout_s=PATIENCE_S)
+            assert a.peers == ()
+        finally:
+            stranger.close()
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[]\n", b"x" * 5000, b'{"elaunch": 99}\n'])
+def test_the_door_survives_strangers(line: bytes) -> None:
+    with crew(2, connected=False) as (a, b):
+        host, port = a.address.split(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
+            stranger.sendall(line)
+            try:
+                while stranger.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+        connect_all([a, b])
+        assert a.peers == (b.worker,)
+
+
+def test_a_silent_stranger_delays_nobody() -> None:
+    with crew(2, connected=False) as (a, b):
+        host, port = a.address.split(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
+            stranger.sendall(b'{"elaunch"')
+            connect_all([a, b])
+            assert b.peers == (a.worker,)
+
+
+def test_workers_that_dial_each_other_end_up_with_one_working_link() -> None:
+    for _ in range(20):
+        with crew(2, connected=False) as (a, b):
+            # Each is the later one in the order that it was told.
+            orders = {a: addresses([b, a]), b: addresses([a, b])}
+            for fabric, members in orders.items():
+                fabric.prepare(members)
+            each(lambda f, m: f.connect(m, epoch=1, timeout_s=PATIENCE_S), list(orders), list(orders.values()))
+            swap(a, b, 1, 1)
+
+
+def swap(a: Fabric, b: Fabric, epoch: int, op: int, size: int = 100_000) -> None:
+    """Both send to each other at once, and each gets the other's bytes."""
+    bodies, got = [os.urandom(size), os.urandom(size)], [bytearray(size), bytearray(size)]
+    pair = ((a, b), (b, a))
+
+    def half(i: int) -> None:
+        me, peer = pair[i]
+        me.exchange(epoch, op, [(peer.worker, 0, memoryview(bodies[i]))], [(peer.worker, 0, memoryview(got[i]))])
+
+    together([lambda: half(0), lambda: half(1)])
+    assert [bytes(got[1]), bytes(got[0])] == bodies
+
+
+def test_probe_tells_the_living_from_the_dead_and_the_silent() -> None:
+    with crew(2) as (a, b), socket.create_server(("127.0.0.1", 0)) as mute:
+        assert a.probe(b.address, PATIENCE_S) == "alive"
+        assert a.probe(b.address, PATIENCE_S, b.worker) == "alive"
+        assert a.probe(b.address, PATIENCE_S, "b/9#9") == "refused"
+        assert a.probe(f"127.0.0.1:{mute.getsockname()[1]}", 0.01) == "silent"
+        address = b.address
+        b.close()
+        assert a.probe(address, PATIENCE_S) == "refused"
+        assert a.peers == (b.worker,)
+
+
+def test_retain_closes_the_links_to_all_others() -> None:
+    with crew(3) as (a, b, c):
+        a.retain([c.worker])
+        assert a.peers == (c.worker,)
+        with pytest.raises(LinkLost, match="closed by the peer"):
+            b.exchange(1, 1, receives=[(a.worker, 0, bytearray())])
+
+
+def test_an_exchange_with_a_worker_without_a_link_is_lost() -> None:
+    with crew(1) as (a,), pytest.raises(LinkLost, match="no link"):
+        a.exchange(1, 1, receives=[("z/0#0", 0, bytearray())])
+
+
+def test_interrupt_wakes_an_operation_of_an_older_epoch() -> None:
+    with crew(2) as (a, b):
+        task = Task(lambda: a.exchange(1, 1, receives=[(b.worker, 0, bytearray())]))
+        a.interrupt(5)
+        with pytest.raises(GenerationChanged) as caught:
+            task.result()
+        assert caught.value.epoch == 5
+
+
+def test_interrupt_stops_operations_of_older_epochs_that_start_later() -> None:
+    with crew(2) as (a, b):
+        a.interrupt(2)
+        with pytest.raises(GenerationChanged):
+            a.exchange(1, 1, sends=[(b.worker, 0, memoryview(b"x"))])
+
+
+def test_interrupt_never_touches_the_announced_epoch() -> None:
+    with crew(2) as (a, b):
+        got = bytearray()
+        task = Task(lambda: a.exchange(3, 1, receives=[(b.worker, 0, got)]))
+        for epoch in (1, 2, 3):
+            a.interrupt(epoch)
+        b.exchange(3, 1, sends=[(a.worker, 0, memoryview(b"still there"))])
+        task.result()
+        assert got == b"still there"
+
+
+def test_a_deadline_ends_the_wait_for_a_silent_peer() -> None:
+    with crew(2) as (a, b), pytest.raises(LinkLost, match=f"{b.worker}.*deadline"):
+        a.exchange(1, 1, receives=[(b.worker, 0, bytearray())], deadline_s=0.0)
+
+
+def test_frames_of_later_operations_and_epochs_wait_until_they_are_wanted() -> None:
+    with crew(2) as (a, b):
+        for epoch, op in ((1, 7), (2, 1)):
+            b.exchange(epoch, op, sends=[(a.worker, 0, memoryview(f"{epoch}.{op}".encode()))])
+        task = Task(lambda: a.exchange(1, 6, receives=[(b.worker, 0, bytearray())], deadline_s=0.0))
+        with pytest.raises(LinkLost, match="deadline"):
+            task.result()
+        for epoch, op in ((1, 7), (2, 1)):
+            got = bytearray()
+            a.exchange(epoch, op, receives=[(b.worker, 0, got)])
+            assert got == f"{epoch}.{op}".encode()
+
+
+def test_a_wait_on_a_parked_frame_ends_with_an_interruption() -> None:
+    with crew(2) as (a, b):
+        b.exchange(2, 1, sends=[(a.worker, 0, memoryview(b"new"))])
+        task = Task(lambda: a.exchange(1, 1, receives=[(b.worker, 0, bytearray())]))
+        a.interrupt(2)
+        with pytest.raises(GenerationChanged):
+            task.result()
+        got = bytearray()
+        a.exchange(2, 1, receives=[(b.worker, 0, got)])
+        assert got == b"new"
+
+
+def test_frames_of_older_epochs_are_discarded() -> None:
+    with crew(2) as (a, b):
+        b.exchange(1, 1, sends=[(a.worker, 0, memoryview(bytes(50_000)))])
+        b.exchange(2, 1, sends=[(a.worker, 0, memoryview(b"wanted"))])
+        got = bytearray()
+        a.exchange(2, 1, receives=[(b.worker, 0, got)])
+        assert got == b"wanted"
+
+
+@pytest.mark.parametrize(("op", "part", "size"), [(1, 0, 4), (2, 1, 4), (2, 0, 3), (2, 0, 5)])
+def test_a_frame_nobody_can_expect_breaks_the_link(op: int, part: int, size: int) -> None:
+    with crew(2) as (a, b):
+        b.exchange(1, op, sends=[(a.worker, part, memoryview(bytes(size)))])
+        with pytest.raises(LinkLost, match="protocol"):
+            a.exchange(1, 2, receives=[(b.worker, 0, memoryview(bytearray(4)))])
+
+
+def test_the_end_of_a_peer_is_seen_while_waiting_for_it() -> None:
+    with crew(3) as (a, b, c):
+        task = Task(lambda: a.exchange(1, 1, receives=[(b.worker, 0, bytearray()), (c.worker, 0, bytearray())]))
+        c.close()
+        with pytest.raises(LinkLost, match=c.worker):
+            task.result()
+
+
+def test_the_end_of_a_peer_is_seen_while_sending_to_it() -> None:
+    with crew(2) as (a, b):
+        task = Task(lambda: a.exchange(1, 1, sends=[(b.worker, 0, memoryview(bytes(BIG_BYTES)))]))
+        b.close()
+        with pytest.raises(LinkLost, match=b.worker):
+            task.result()
+
+
+def test_what_a_peer_sent_before_it_left_still_arrives() -> None:
+    with crew(2) as (a, b):
+        a.exchange(1, 1, sends=[(b.worker, 0, memoryview(b"never read"))])
+        b.exchange(1, 1, sends=[(a.worker, 0, memoryview(b"last words"))])
+        b.close()
+        got = bytearray()
+        a.exchange(1, 1, receives=[(b.worker, 0, got)])
+        assert got == b"last words"
+
+
+def test_a_link_that_was_reset_is_made_again() -> None:
+    with crew(2) as (a, b):
+        swap(a, b, 1, 1)
+        a.retain([])
+        wait_until(lambda: b._links[a.worker].hung_up(), PATIENCE_S, "the end of the old link")
+        connect_all([a, b], epoch=2)
+        swap(a, b, 2, 1)
+
+
+def test_a_joiner_is_linked_in_the_background_while_the_others_work() -> None:
+    with crew(3) as fabrics:
+        joiner = Fabric("b/0#0", "secret")
+        try:
+            members = addresses([*fabrics, joiner])
+            joiner.prepare(members)
+            for fabric in fabrics:
+                fabric.prepare(members)
+            op = 0
+            while len(joiner.peers) < 3 or any(joiner.worker not in fabric.peers for fabric in fabrics):
+                op += 1
+                swap(fabrics[0], fabrics[1], 1, op)
+            swap(fabrics[0], joiner, 2, 1)
+        finally:
+            joiner.close()
+
+
+def test_prepare_does_not_raise_for_a_dead_joiner() -> None:
+    with crew(2) as (a, b):
+        b.prepare({"dead/0#0": "127.0.0.1:1", b.worker: b.address})
+        wait_until(lambda: "dead/0#0" in b._failures, PATIENCE_S, "the dial to fail")
+        swap(a, b, 1, 1)
+
+
+def test_a_forked_child_does_not_keep_links_alive() -> None:
+    read, write = os.pipe()
+    with crew(2) as (a, b):
+        child = os.fork()
+        if child == 0:
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            b.close()
+            with pytest.raises(LinkLost, match="closed by the peer"):
+                a.exchange(1, 1, receives=[(b.worker, 0, bytearray())])
+            assert a.probe(b.address, PATIENCE_S) == "refused"
+        finally:
+            os.write(write, b"x")
+            os.waitpid(child, 0)
+            os.close(read)
+            os.close(write)
+
+
+def test_links_stay_usable_however_an_operation_was_interrupted() -> None:
+    chance = random.Random(11)
+    with crew(3) as fabrics:
+        checked = 0
+        for epoch in range(1, 301):
+            size = chance.choice([100, 70_000, 1_000_000, wire.SEGMENT_BYTES + 3])
+            absent = chance.choice([None, *fabrics])
+            bodies = {fabric.worker: chance.randbytes(size) for fabric in fabrics}
+            tasks = [Task(partial(all_to_all, f, epoch, bodies)) for f in fabrics if f is not absent]
+            interrupted = absent is not None or chance.random() < 0.5
+            if interrupted:
+                for _ in range(chance.randrange(4000)):
+                    pass
+                for fabric in chance.sample(fabrics, 3):
+                    fabric.interrupt(epoch + 1)
+            for task in tasks:
+                try:
+                    assert task.result() == [body for _, body in sorted(bodies.items())]
+                    checked += 1
+                except GenerationChanged:
+                    assert interrupted
+        assert checked > 100
+
+
+def all_to_all(me: Fabric, epoch: int, bodies: dict[str, bytes]) -> list[bytes]:
+    """Everybody's body, in the order of the names, as they came to `me`."""
+    got = {name: bytearray(len(body)) for name, body in bodies.items() if name != me.worker}
+    sends = [(peer, 0, memoryview(bodies[me.worker])) for peer in got]
+    me.exchange(epoch, 1, sends, [(peer, 0, memoryview(into)) for peer, into in got.items()])
+    arrived = {name: bytes(into) for name, into in got.items()}
+    return [body for _, body in sorted({**arrived, me.worker: bodies[me.worker]}.items())]
+
+
+def test_handshake_lines_are_checked() -> None:
+    assert wire.read_hello(wire.hello_line("s", wire.Hello("a/0#0", "probe")), "s") == wire.Hello("a/0#0", "probe")
+    for line in (b"{}\n", b"null\n", b"\xff\n", b'{"elaunch": 1, "token": "s"}\n'):
+        with pytest.raises(ProtocolError):
+            wire.read_hello(line, "s")
+    with pytest.raises(ProtocolError, match="no room"):
+        wire.read_ack(wire.refusal_line("no room"))
+    with pytest.raises(ProtocolError):
+        wire.unpack_header(bytes(wire.HEADER_BYTES))
+
+
+def test_errors_of_several_workers_name_the_one_that_left() -> None:
+    with crew(4) as fabrics:
+        *rest, leaver = fabrics
+        calls = [lambda f=f: f.exchange(1, 1, receives=[(leaver.worker, 0, bytearray())]) for f in rest]
+        leaver.close()
+        assert [getattr(error, "peer", error) for error in outcomes(calls)] == [leaver.worker] * 3

@@ -1,0 +1,225 @@
+"""Collectives among threads: right, in a fixed order of addition, the same on every member."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from elaunch.workers.comm import group as group_module
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import DIRECT_MEMBERS, SMALL_BYTES, Group, even_counts, neighbours
+from tests.unit.comm_crew import crew, each
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+LENGTHS = [0, 1, 3, 1000, 40_001]
+
+
+@pytest.fixture(scope="module")
+def fabrics() -> Iterator[list[Fabric]]:
+    """The fabrics of nine workers; each test uses them in epochs of its own."""
+    with crew(9) as made:
+        yield made
+
+
+@pytest.fixture(params=["direct", "ring"])
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with both algorithms, whatever the number of members."""
+    monkeypatch.setattr(group_module, "DIRECT_MEMBERS", 0 if request.param == "ring" else 1000)
+    return str(request.param)
+
+
+_epochs = iter(range(1, 1 << 30))
+
+
+def groups_of(fabrics: list[Fabric]) -> list[Group]:
+    epoch = next(_epochs)
+    return [Group(fabric, epoch, [one.worker for one in fabrics]) for fabric in fabrics]
+
+
+def inputs(size: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(size * 1_000_003 + length)
+    if dtype.is_floating_point:
+        return [torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+    return [torch.randint(0, 10, (length,), generator=generator).to(dtype) for _ in range(size)]
+
+
+def reference(tensors: list[Tensor], algorithm: str) -> Tensor:
+    """The twenty-line version: every element added one contribution after the other, in the order of the docstring."""
+    size = len(tensors)
+    counts = even_counts(len(tensors[0]), size)
+    chunks = []
+    for owner, pieces in enumerate(zip(*[tensor.split(counts) for tensor in tensors], strict=True)):
+        first = 0 if algorithm == "direct" else owner + 1
+        order = [(first + step) % size for step in range(size)]
+        total = pieces[order[0]].clone()
+        for member in order[1:]:
+            total = total + pieces[member]
+        chunks.append(total)
+    return torch.cat(chunks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_adds_in_the_documented_order(fabrics: list[Fabric], algorithm: str, dtype: torch.dtype) -> None:
+    for size in range(1, 10):
+        groups = groups_of(fabrics[:size])
+        for length in LENGTHS:
+            tensors = inputs(size, length, dtype)
+            expected = reference(tensors, algorithm)
+            each(Group.all_reduce, groups, tensors)
+            assert all(torch.equal(tensor, expected) for tensor in tensors), (size, length)
+
+
+def test_small_and_big_tensors_are_added_in_the_same_order(
+    fabrics: list[Fabric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for small_bytes in (0, SMALL_BYTES):
+        monkeypatch.setattr(group_module, "SMALL_BYTES", small_bytes)
+        tensors = inputs(5, 777, torch.float32)
+        groups = groups_of(fabrics[:5])
+        each(lambda g, t: g.all_reduce(t, 0.3), groups, tensors)
+        results += tensors
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_all_reduce_scales_once(fabrics: list[Fabric], algorithm: str) -> None:
+    for size in (1, 2, 4):
+        tensors = inputs(size, 40_001, torch.float32)
+        expected = reference(tensors, algorithm) * 0.1
+        groups = groups_of(fabrics[:size])
+        each(lambda g, t: g.all_reduce(t, 0.1), groups, tensors)
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("max", [3.0, 2.0]), ("min", [1.0, -1.0]), ("product", [6.0, -2.0]), ("sum", [6.0, 2.0])],
+)
+def test_other_reductions(
+    fabrics: list[Fabric], algorithm: str, reduction: group_module.Reduction, expected: list[float]
+) -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([3.0, -1.0])]
+    groups = groups_of(fabrics[:3])
+    each(lambda g, t: g.all_reduce(t, reduction=reduction), groups, tensors)
+    assert all(tensor.tolist() == expected for tensor in tensors)
+
+
+def test_seventeen_members_form_a_ring_with_two_links_each() -> None:
+    members = [f"a/{index}#0" for index in range(DIRECT_MEMBERS + 1)]
+    assert neighbours(members, "a/0#0") == ("a/1#0", members[-1])
+    assert neighbours(members, members[-1]) == ("a/0#0", members[-2])
+    with crew(len(members), connected=False) as fabrics:
+        by_name = {fabric.worker: fabric for fabric in fabrics}
+
+        def connect(fabric: Fabric) -> None:
+            near = {*neighbours(members, fabric.worker), fabric.worker}
+            fabric.connect({name: by_name[name].address for name in members if name in near}, epoch=1, timeout_s=60)
+
+        each(connect, fabrics)
+        groups = [Group(fabric, 1, members) for fabric in fabrics]
+        tensors = inputs(len(members), 40_001, torch.float32)
+        expected = reference(tensors, "ring")
+        each(Group.all_reduce, groups, tensors)
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
+        assert all(len(fabric.peers) == 2 for fabric in fabrics)
+
+
+def test_up_to_sixteen_members_everyone_is_a_neighbour() -> None:
+    members = [f"a/{index}#0" for index in range(DIRECT_MEMBERS)]
+    assert neighbours(members, members[3]) == tuple(member for member in members if member != members[3])
+    assert neighbours(members[:1], members[0]) == ()
+
+
+def test_reduce_scatter_and_all_gather_with_uneven_counts(fabrics: list[Fabric], algorithm: str) -> None:
+    counts = [5, 0, 70_000, 1]
+    groups = groups_of(fabrics[:4])
+    tensors = [torch.full((sum(counts),), float(member + 1)) for member in range(4)]
+
+    def run(group: Group, tensor: Tensor) -> Tensor:
+        own = group.reduce_scatter(tensor, counts, scale=0.5)
+        assert own.data_ptr() == tensor.split(counts)[group.rank].data_ptr() or not own.numel()
+        owned = own.clone()
+        own += group.rank
+        group.all_gather(tensor, counts)
+        return owned
+
+    owned = each(run, groups, tensors)
+    assert [len(own) for own in owned] == counts
+    assert all(bool((own == 5.0).all()) for own in owned)
+    expected = torch.cat([torch.full((count,), 5.0 + member) for member, count in enumerate(counts)])
+    assert all(torch.equal(tensor, expected) for tensor in tensors)
+
+
+def test_all_gather_bytes_returns_payloads_of_any_length(fabrics: list[Fabric], algorithm: str) -> None:
+    groups = groups_of(fabrics[:5])
+    payloads = [b"x" * length for length in (0, 1, 100, 100_000, 7)]
+    gathered = each(Group.all_gather_bytes, groups, payloads)
+    assert gathered == [payloads] * 5
+
+
+def test_broadcast_from_every_root(fabrics: list[Fabric], algorithm: str) -> None:
+    for size in (1, 2, 5):
+        for root in range(size):
+            groups = groups_of(fabrics[:size])
+            for length in (0, 1, 700, 600_000):
+                tensors = [torch.full((length,), float(member)) for member in range(size)]
+                each(Group.broadcast, groups, tensors, [root] * size)
+                assert all(bool((tensor == root).all()) for tensor in tensors)
+
+
+def test_send_and_receive_between_collectives(fabrics: list[Fabric]) -> None:
+    groups = groups_of(fabrics[:3])
+
+    def run(group: Group) -> list[float]:
+        group.barrier()
+        got = torch.zeros(2, 3)
+        if group.rank == 0:
+            group.send(torch.full((2, 3), 1.0), 2)
+            group.send(torch.full((2, 3), 2.0), 2)
+        elif group.rank == 2:
+            group.receive(got, 0)
+            other = torch.zeros(2, 3)
+            group.receive(other, 0)
+            got += 10 * other
+        total = torch.ones(1)
+        group.all_reduce(total)
+        return [float(got[1, 2]), float(total)]
+
+    assert each(run, groups) == [[0.0, 3.0], [0.0, 3.0], [21.0, 3.0]]
+
+
+def test_a_pair_exchanges_big_buffers_both_ways_at_once(fabrics: list[Fabric]) -> None:
+    groups = groups_of(fabrics[:2])
+    ours = [bytes([member + 1]) * (9 << 20) for member in range(2)]
+    got = [bytearray(9 << 20), bytearray()]
+    views = [memoryview(got[0]), got[1]]
+    each(
+        lambda g: g.exchange([(1 - g.rank, memoryview(ours[g.rank]))], [(1 - g.rank, views[g.rank])]),
+        groups,
+    )
+    assert got == [ours[1], ours[0]]
+
+
+def test_contributions_that_require_gradients_are_reduced_in_place(fabrics: list[Fabric]) -> None:
+    groups = groups_of(fabrics[:2])
+    tensors = [torch.ones(40_000, requires_grad=True) for _ in groups]
+    each(lambda g, t: g.all_reduce(t, 0.5), groups, tensors)
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_unsuitable_tensors_are_refused_with_their_shape(fabrics: list[Fabric]) -> None:
+    (group,) = groups_of(fabrics[:1])
+    with pytest.raises(ValueError, match=r"1-D contiguous.*\(2, 2\)"):
+        group.all_reduce(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="cannot be scaled"):
+        group.all_reduce(torch.ones(2, dtype=torch.int64), 0.5)
+    with pytest.raises(ValueError, match="do not cut 3 elements"):
+        group.all_gather(torch.ones(3), [1, 1])
+
+
+def test_a_worker_outside_the_members_has_no_group(fabrics: list[Fabric]) -> None:
+    with pytest.raises(ValueError, match="not in"):
+        Group(fabrics[0], 1, ["b/0#0"])

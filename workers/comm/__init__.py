@@ -1,0 +1,18 @@
+"""Communication between workers: links, groups over links, and the torch adapter.
+
+A *link* is one TCP connection to one peer. It is keyed by the peer's identity and outlives generations.
+
+    wire            what travels on a link: the handshake lines and the frame header
+    link            one connection: frames in, frames out, what an interrupted operation left half done
+    drive           the loop that moves an operation's bytes over links, in whichever thread runs it
+    door            the thread that accepts and dials connections
+    traffic         an operation that stays open: messages are posted over time, a thread moves them
+    fabric          all links of this worker, and the operations on them (`Fabric.exchange`, `Fabric.open`)
+    group           collectives of one generation, written over `exchange`, and `Group.open`
+    process_group   a `torch.distributed.ProcessGroup` over whatever group is current
+
+Use `Fabric`, `Group`, their `Traffic` and `ElasticProcessGroup`; the rest is theirs. Only `group` and `process_group`
+import torch.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,70 @@
+"""The loop that moves bytes: one for every operation, in whichever thread runs it."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Collection
+
+from elaunch.errors import LinkLost
+from elaunch.workers.comm.link import Link
+
+
+def drive(
+    links: Collection[Link],
+    wake: int,
+    woken: Callable[[], Collection[Link]],
+    is_open: Callable[[], bool] | None = None,
+    deadline_s: float | None = None,
+) -> None:
+    """Advances `links` until none of them wants anything and `is_open` (if given) says that nothing can follow.
+
+    Each write to the eventfd `wake` leads to a call of `woken`, which returns the links that were given something to
+    do, be they new ones. What it raises ends the loop, as do the errors of the links. Raises `LinkLost` when
+    `deadline_s`, a time of `time.monotonic`, passes.
+    """
+    active: dict[int, Link] = {}
+    for link in links:
+        link.advance()
+        if link.wants():
+            active[link.socket.fileno()] = link
+    if not active and is_open is None:
+        return
+    poll = select.poll()
+    # First, so that it is reported first: what was posted before bytes came is then known when they are read.
+    poll.register(wake, select.POLLIN)
+    masks = {descriptor: link.wants() for descriptor, link in active.items()}
+    for descriptor, mask in masks.items():
+        poll.register(descriptor, mask)
+    while active or (is_open is not None and is_open()):
+        wait_ms = None
+        if deadline_s is not None:
+            wait_ms = (deadline_s - time.monotonic()) * 1000
+            if wait_ms <= 0:
+                raise LinkLost(next(iter(active.values())).peer, "silent until the operation's deadline")
+        for ready, events in poll.poll(wait_ms):
+            changed: Collection[Link]
+            if ready == wake:
+                os.eventfd_read(wake)
+                changed = woken()
+                for link in changed:
+                    link.advance()
+            elif ready in active:
+                link = active[ready]
+                link.advance(events)
+                changed = (link,)
+            else:
+                # `woken` has just taken away what it wanted.
+                continue
+            for link in changed:
+                descriptor, mask = link.socket.fileno(), link.wants()
+                if mask == masks.get(descriptor, 0):
+                    continue
+                masks[descriptor] = mask
+                if mask:
+                    active[descriptor] = link
+                    poll.register(descriptor, mask)
+                else:
+                    poll.unregister(descriptor)
+                    del active[descriptor]

@@ -1,0 +1,295 @@
+"""All links of one worker, and the operations on them.
+
+    fabric = Fabric("a/0#0", token)
+    fabric.connect({"a/0#0": fabric.address, "a/1#0": "127.0.0.1:4711"}, epoch=1, timeout_s=10)
+    fabric.exchange(1, 0, sends=[("a/1#0", 0, view)], receives=[("a/1#0", 0, writable)])
+    with fabric.open(1, 1, peers=["a/1#0"]) as traffic:    # messages posted over time
+        traffic.send("a/1#0", 7, view)
+    fabric.interrupt(2)      # from any thread: whatever runs for an epoch below 2 raises GenerationChanged(2)
+    fabric.retain(survivors)
+
+Links belong to workers, not to generations: an interrupted operation leaves them usable, so that a generation change
+costs only the links it adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.workers.comm import wire
+from elaunch.workers.comm.door import Door, read_line, split_address
+from elaunch.workers.comm.drive import drive
+from elaunch.workers.comm.link import Destination, Link
+from elaunch.workers.comm.traffic import Traffic
+
+PREPARE_TIMEOUT_S = 10.0
+
+Send = tuple[str, int, memoryview]
+"""Peer, part, bytes."""
+
+Receive = tuple[str, int, Destination]
+"""Peer, part, where the bytes go: a view that is filled exactly, or a bytearray that grows to whatever comes."""
+
+
+class Fabric:
+    """The links of the worker `worker`, keyed by the peer's identity.
+
+    `exchange` and `open` may be called from any thread; one operation runs at a time, an open one until it is closed or
+    fails, and the others wait for it. `token` is the job's secret: a peer without it
+    gets no link. `host` is the address that peers dial; the port is free and found in `address`.
+    """
+
+    def __init__(self, worker: str, token: str, host: str = "127.0.0.1") -> None:
+        self.worker = worker
+        self._token = token
+        self._links: dict[str, Link] = {}
+        self._replaced: list[Link] = []
+        self._failures: dict[str, str] = {}
+        self._floor = 0
+        self._closing = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._running = threading.Lock()
+        self._opened: queue.SimpleQueue[Traffic | None] = queue.SimpleQueue()
+        self._driver: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._door = Door(worker, token, host, self._has, self._joined, self._failed)
+        self.address = self._door.address
+        _FABRICS.add(self)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The identities this worker has a link to, sorted."""
+        with self._changed:
+            return tuple(sorted(peer for peer, link in self._links.items() if link.broken is None))
+
+    def connect(self, members: Mapping[str, str], *, epoch: int, timeout_s: float) -> None:
+        """Returns once there is a working link to every member.
+
+        `members` maps identities to addresses in the order of the generation, this worker included. Of two workers
+        the later one in that order dials. Raises `LinkLost` for the first member that refuses or does not come within
+        `timeout_s`, and `GenerationChanged` when `interrupt` announces an epoch above `epoch`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            for link in self._links.values():
+                if link.peer in members and link.hung_up():
+                    link.fail("closed by the peer")
+            self._dial_missing(members, timeout_s)
+            while True:
+                if self._floor > epoch:
+                    raise GenerationChanged(self._floor)
+                missing = [peer for peer in members if peer != self.worker and not self._has(peer)]
+                if not missing:
+                    return
+                for peer in missing:
+                    if peer in self._failures:
+                        raise LinkLost(peer, f"cannot connect to {members[peer]}: {self._failures.pop(peer)}")
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise LinkLost(missing[0], f"no connection with {members[missing[0]]} within {timeout_s} s")
+                self._changed.wait(left_s)
+
+    def hung_up(self, peers: Collection[str]) -> tuple[str, ...]:
+        """Those of `peers` whose link to this worker has broken; in their order."""
+        with self._changed:
+            links = [self._links[peer] for peer in peers if peer in self._links]
+        return tuple(link.peer for link in links if link.hung_up())
+
+    def prepare(self, members: Mapping[str, str], timeout_s: float = PREPARE_TIMEOUT_S) -> None:
+        """Like `connect`, but in the background: it neither waits nor raises."""
+        with self._changed:
+            if not self._closing:
+                self._dial_missing(members, timeout_s)
+
+    def retain(self, workers: Collection[str]) -> None:
+        """Closes the links to everybody but `workers`. Waits until no operation runs."""
+        with self._running:
+            with self._changed:
+                closing = [self._links.pop(peer) for peer in list(self._links) if peer not in workers]
+                closing += self._replaced
+                self._replaced = []
+            for link in closing:
+                link.close()
+
+    def interrupt(self, epoch: int) -> None:
+        """From any thread: operations of epochs below `epoch`, under way or to come, raise `GenerationChanged`."""
+        with self._changed:
+            if epoch <= self._floor or self._closed:
+                return
+            self._floor = epoch
+            self._changed.notify_all()
+            os.eventfd_write(self._wake, 1)
+
+    def exchange(
+        self,
+        epoch: int,
+        op: int,
+        sends: Sequence[Send] = (),
+        receives: Sequence[Receive] = (),
+        deadline_s: float | None = None,
+    ) -> None:
+        """Moves all parts and returns when the last byte has left for, or arrived from, the kernel.
+
+        A peer's part is matched by (epoch, op, part). What it sends for older epochs is discarded, what it sends for
+        later operations waits. `deadline_s` is a time of `time.monotonic`. Raises `GenerationChanged` when interrupted,
+        `LinkLost` when a link that has something left to do breaks, lacks or passes the deadline.
+        """
+        with self._running:
+            self._begin(epoch)
+            links: dict[str, Link] = {}
+            try:
+                for peer, part, body in sends:
+                    self._link(peer, links).post_send(epoch, op, part, body)
+                for peer, part, destination in receives:
+                    self._link(peer, links).post_receive(epoch, op, part, destination)
+                drive(links.values(), self._wake, lambda: self._check(epoch), deadline_s=deadline_s)
+            finally:
+                for link in links.values():
+                    link.finish()
+
+    def open(self, epoch: int, op: int, peers: Collection[str] = ()) -> Traffic:
+        """Begins an operation to which parts are added while it runs; a thread of the fabric drives it.
+
+        It ends when the traffic is closed or fails; until then every `exchange` waits, also one of the same thread.
+        The links to those of `peers` that there are take part from the start: what they send is read, and their end is
+        seen at once. Other links do when the first part is sent or posted. No other operation of this epoch on these
+        links may have the number `op`: what comes for it is accepted whether anything was posted or not.
+        Raises `GenerationChanged` when interrupted before.
+        """
+        self._running.acquire()
+        try:
+            self._begin(epoch)
+            with self._changed:
+                links = [self._links[peer] for peer in peers if peer in self._links]
+            if self._driver is None:
+                self._driver = threading.Thread(target=self._drive_traffic, name="elaunch-traffic", daemon=True)
+                self._driver.start()
+            traffic = Traffic(epoch, op, links, self._find, self._wake, lambda: self._check(epoch))
+        except BaseException:
+            self._running.release()
+            raise
+        self._opened.put(traffic)
+        return traffic
+
+    def probe(self, address: str, timeout_s: float, peer: str | None = None) -> Literal["alive", "refused", "silent"]:
+        """Whether a worker of this job answers at `address` (and is `peer`, if given).
+
+        "refused": nobody listens there, or somebody else does. "silent": no answer within `timeout_s`; its process is
+        stopped or swamped, or the network is down.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            with socket.create_connection(split_address(address), timeout_s) as sock:
+                sock.sendall(wire.hello_line(self._token, wire.Hello(self.worker, "probe")))
+                line = b""
+                while not line.endswith(b"\n"):
+                    sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
+                    line += read_line(sock, len(line))
+                return "alive" if wire.read_ack(line) == peer or peer is None else "refused"
+        except (ConnectionError, ProtocolError):
+            return "refused"
+        except OSError:
+            return "silent"
+
+    def close(self) -> None:
+        """Closes the door and all links, in order: peers still get all that was sent. Waits until no operation runs."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        self._door.close()
+        self.retain(())
+        with self._running, self._changed:
+            self._closed = True
+            os.close(self._wake)
+        self._opened.put(None)
+        if self._driver is not None:
+            self._driver.join()
+
+    def _begin(self, epoch: int) -> None:
+        if self._closed:
+            raise RuntimeError(f"the fabric of {self.worker} is closed")
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        self._check(epoch)
+
+    def _check(self, epoch: int) -> Collection[Link]:
+        """Raises when interrupted; the links that got something to do by that: none."""
+        if self._floor > epoch:
+            raise GenerationChanged(self._floor)
+        return ()
+
+    def _link(self, peer: str, links: dict[str, Link]) -> Link:
+        link = links.get(peer)
+        if link is None:
+            link = links[peer] = self._find(peer)
+        return link
+
+    def _find(self, peer: str) -> Link:
+        link = self._links.get(peer)
+        if link is None:
+            raise LinkLost(peer, "there is no link to this worker; connect() makes it")
+        return link
+
+    def _drive_traffic(self) -> None:
+        while (traffic := self._opened.get()) is not None:
+            traffic.run()
+            self._running.release()
+
+    def _has(self, peer: str) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.broken is None
+
+    def _dial_missing(self, members: Mapping[str, str], timeout_s: float) -> None:
+        order = list(members)
+        if self.worker not in members:
+            raise ValueError(f"{self.worker} is not among the members {order}")
+        me = order.index(self.worker)
+        for place, peer in enumerate(order):
+            # A later member dials by itself, unless its link broke: then it may be dead, and only dialling shows that.
+            if place != me and not self._has(peer) and (place < me or peer in self._links):
+                self._failures.pop(peer, None)
+                self._door.dial(peer, members[peer], timeout_s)
+
+    def _joined(self, peer: str, sock: socket.socket) -> None:
+        with self._changed:
+            old = self._links.get(peer)
+            if old is not None:
+                # Whoever runs an exchange may hold the old one, so closing it is left to `retain`.
+                old.fail("replaced by a newer connection")
+                self._replaced.append(old)
+            self._links[peer] = Link(peer, sock)
+            self._changed.notify_all()
+
+    def _failed(self, peer: str, why: str) -> None:
+        with self._changed:
+            self._failures[peer] = why
+            self._changed.notify_all()
+
+    def _close_in_child(self) -> None:
+        self._door.close_in_child()
+        for link in (*self._links.values(), *self._replaced):
+            link.socket.close()
+
+
+_FABRICS: weakref.WeakSet[Fabric] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for fabric in list(_FABRICS):
+        fabric._close_in_child()
+
+
+# A forked child (a data loader's worker, say) would keep the connections open after its parent was killed, and peers
+# would not see the death.
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,0 +1,299 @@
+"""One connection to one peer: frames out, frames in.
+
+A link is driven by whoever runs the operation (`drive`); nothing in it blocks. Between operations it remembers at most
+three things: the rest of a frame that was partly sent, the rest of a body that nobody wants any more, and the header of
+a frame whose operation has not been posted yet (*parked*; its body stays in the kernel, which holds the sender back).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.workers.comm import wire
+
+HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+Destination = memoryview | bytearray
+"""A writable view that a part must fill exactly, or a bytearray that grows to whatever comes."""
+
+_DISCARD = memoryview(bytearray(1 << 18))
+"""Where unwanted bodies go; shared by all links, because nobody reads it."""
+
+
+class Link:
+    """A non-blocking socket that carries frames.
+
+    `post_send` and `post_receive` say what an operation needs, `advance` moves what can be moved now, and `finish`
+    follows however the operation ended. All but `finish` raise `LinkLost` when the connection is broken. `advance`
+    raises `GenerationChanged` when the peer, which still owes a part, has gone on to a newer generation.
+
+    Between `open` and `settle` an operation is open: parts that nobody has posted yet are accepted as well.
+    """
+
+    def __init__(self, peer: str, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.peer = peer
+        self.socket = sock
+        self.broken: str | None = None
+        # Outgoing: what an earlier operation still owes, the frame being sent, the frames after it.
+        self._owed: list[bytes | memoryview] = []
+        self._sending: list[bytes | memoryview] = []
+        self._begun = False
+        self._frames: deque[tuple[bytes, memoryview, Callable[[], None] | None]] = deque()
+        self._left: Callable[[], None] | None = None
+        # Incoming: the operation and its parts, the header, and where the body goes (None: it is discarded).
+        self._position = (0, 0)
+        self._wanted: dict[int, Destination] = {}
+        self._header = memoryview(bytearray(wire.HEADER_BYTES))
+        self._header_bytes = 0
+        self._frame: wire.Header | None = None
+        self._aimed = False
+        self._parked = False
+        self._target: memoryview | None = None
+        self._left_bytes = 0
+        # Of an open operation: parts that came, or are coming, before they were posted, and where they go in the end.
+        self._open = False
+        self._arrived: Callable[[int], None] | None = None
+        self._early: dict[int, bytearray] = {}
+        self._late: dict[int, Destination] = {}
+
+    def open(self, epoch: int, op: int, arrived: Callable[[int], None]) -> None:
+        """Begins an open operation: the link is read from now on. `arrived` gets the number of each complete part."""
+        self._check()
+        self._position = (epoch, op)
+        self._parked = False
+        self._open, self._arrived = True, arrived
+
+    def settle(self) -> None:
+        """Nothing more will be posted: the open operation ends like any other, with the last part posted until now."""
+        self._check()
+        self._open = False
+        unposted = sorted(self._early.keys() - self._late.keys())
+        if unposted:
+            raise self.fail(f"protocol: parts {unposted} of operation {self._position[1]} came, but were never posted")
+
+    def post_send(
+        self, epoch: int, op: int, part: int, body: memoryview, left: Callable[[], None] | None = None
+    ) -> None:
+        """Queues `body`, cut into frames, and calls `left` when the kernel has all of it.
+
+        The caller leaves it unchanged until then, or until the operation has ended.
+        """
+        self._check()
+        total = len(body)
+        for lo in range(0, max(total, 1), wire.SEGMENT_BYTES):
+            hi = min(lo + wire.SEGMENT_BYTES, total)
+            kind = wire.LAST if hi == total else wire.MORE
+            header = wire.pack_header(wire.Header(kind, part, epoch, op, hi - lo))
+            self._frames.append((header, body[lo:hi], left if hi == total else None))
+
+    def post_receive(self, epoch: int, op: int, part: int, destination: Destination) -> None:
+        """Says where the bytes of this part go when they come."""
+        self._check()
+        if part in self._early:
+            self._late[part] = destination
+            if part not in self._wanted:
+                self._hand_over(part)
+            return
+        assert part not in self._wanted, f"part {part} from {self.peer} is posted twice"
+        self._position = (epoch, op)
+        self._wanted[part] = destination
+        self._parked = False
+
+    def wants(self) -> int:
+        """The poll events that let this link go on; 0 when its share of the operation is done."""
+        receiving = self._open or bool(self._wanted)
+        if not (receiving or self._sending or self._frames):
+            return 0
+        events = select.POLLRDHUP
+        if self._sending or self._frames:
+            events |= select.POLLOUT
+        if receiving and not self._parked:
+            events |= select.POLLIN
+        return events
+
+    def advance(self, events: int = 0) -> None:
+        """Moves what the socket takes and gives now. `events` is what poll reported; 0 when it was not asked."""
+        self._check()
+        if self._sending or self._frames:
+            self._push()
+        if (self._wanted or self._open) and not self._parked:
+            self._pull()
+        elif events & HANG_UP and self.wants():
+            raise self.fail("closed by the peer")
+
+    def finish(self) -> None:
+        """Forgets the operation, keeping what the peer must still get and what it must still be relieved of."""
+        self._frames.clear()
+        if self._begun:
+            # The caller's buffer changes from here on, so the rest is copied.
+            self._owed = [b"".join(self._sending)]
+        self._sending, self._begun, self._left = [], False, None
+        self._wanted.clear()
+        self._target = None
+        self._open, self._arrived = False, None
+        self._early.clear()
+        self._late.clear()
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection, or it broke."""
+        if self.broken is not None:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return any(events & HANG_UP for _, events in poll.poll(0))
+
+    def fail(self, why: str) -> LinkLost:
+        """Severs the connection, which wakes whoever polls it; returns the error to raise."""
+        if self.broken is None:
+            self.broken = why
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+        return LinkLost(self.peer, self.broken)
+
+    def close(self) -> None:
+        """Leaves in order: the peer still gets all that was sent. Only while no operation runs."""
+        if self.broken is None:
+            self.broken = "closed by this worker"
+            # Closing over unread data would reset the connection and destroy what the peer has not read yet.
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_WR)
+                while self.socket.recv_into(_DISCARD):
+                    pass
+        self.socket.close()
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise LinkLost(self.peer, self.broken)
+
+    def _push(self) -> None:
+        while True:
+            if self._owed:
+                buffers = self._owed
+            else:
+                if not self._sending:
+                    if not self._frames:
+                        return
+                    header, body, self._left = self._frames.popleft()
+                    self._sending = [header, body]
+                buffers = self._sending
+            try:
+                sent = self.socket.sendmsg(buffers)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self.fail(error.strerror or str(error)) from None
+            while buffers and sent >= len(buffers[0]):
+                sent -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = memoryview(buffers[0])[sent:]
+            if buffers is self._sending:
+                self._begun = bool(buffers)
+                if self._left is not None and not buffers:
+                    self._left()
+                    self._left = None
+            if buffers:
+                return
+
+    def _pull(self) -> None:
+        if self._frame is None:
+            self._header_bytes += self._receive(self._header[self._header_bytes :])
+            if self._header_bytes < wire.HEADER_BYTES:
+                return
+            self._header_bytes = 0
+            try:
+                self._frame = wire.unpack_header(bytes(self._header))
+            except ProtocolError as error:
+                raise self.fail(str(error)) from None
+            self._left_bytes = self._frame.nbytes
+            self._aimed = False
+        if not self._aimed:
+            self._aim(self._frame)
+            if self._parked:
+                return
+        if self._left_bytes:
+            target = _DISCARD if self._target is None else self._target
+            got = self._receive(target[: self._left_bytes])
+            self._left_bytes -= got
+            if self._target is not None:
+                self._target = self._target[got:]
+        if not self._left_bytes:
+            self._complete(self._frame)
+
+    def _aim(self, frame: wire.Header) -> None:
+        """Decides where the body of a frame goes."""
+        epoch, op = self._position
+        if frame.epoch < epoch:
+            self._target, self._aimed = None, True
+            return
+        # In an open operation the peer may be done, and be in one whose number, from another group, is any.
+        if (frame.epoch, frame.op) > (epoch, op) or (self._open and frame.op != op):
+            self._parked = True
+            if frame.epoch > epoch:
+                # The peer has gone on to a newer generation: what is awaited here of the older one never comes.
+                raise GenerationChanged(frame.epoch)
+            return
+        destination = self._wanted.get(frame.part) if frame.op == op else None
+        if destination is None and self._open:
+            destination = self._early[frame.part] = self._wanted[frame.part] = bytearray()
+        if destination is None:
+            have = f"operation {frame.op} part {frame.part} of epoch {frame.epoch}"
+            raise self.fail(f"protocol: got {have}, expected operation {op} parts {sorted(self._wanted)}")
+        if isinstance(destination, bytearray):
+            size = len(destination)
+            destination.extend(bytes(frame.nbytes))
+            self._target = memoryview(destination)[size:]
+        else:
+            room = len(destination)
+            if frame.nbytes > room or (frame.kind == wire.LAST and frame.nbytes != room):
+                raise self._misfit(frame.part, frame.nbytes, room)
+            self._target = destination[: frame.nbytes]
+        self._aimed = True
+
+    def _complete(self, frame: wire.Header) -> None:
+        wanted, self._target, self._frame = self._target is not None, None, None
+        if not wanted:
+            return
+        destination = self._wanted[frame.part]
+        if frame.kind == wire.LAST:
+            del self._wanted[frame.part]
+            if frame.part not in self._early:
+                if self._arrived is not None:
+                    self._arrived(frame.part)
+            elif frame.part in self._late:
+                self._hand_over(frame.part)
+        elif isinstance(destination, memoryview):
+            self._wanted[frame.part] = destination[frame.nbytes :]
+
+    def _hand_over(self, part: int) -> None:
+        """Copies a part that had begun to come before it was posted."""
+        early, destination = self._early.pop(part), self._late.pop(part)
+        if isinstance(destination, bytearray):
+            destination += early
+        elif len(early) == len(destination):
+            destination[:] = early
+        else:
+            raise self._misfit(part, len(early), len(destination))
+        if self._arrived is not None:
+            self._arrived(part)
+
+    def _misfit(self, part: int, came: int, room: int) -> LinkLost:
+        return self.fail(f"protocol: part {part} of operation {self._position[1]}: {came} bytes came, {room} expected")
+
+    def _receive(self, target: memoryview) -> int:
+        try:
+            got = self.socket.recv_into(target)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self.fail(error.strerror or str(error)) from None
+        if got == 0:
+            raise self.fail("closed by the peer")
+        return got

@@ -1,0 +1,131 @@
+"""What travels on a link: three handshake lines, then frames.
+
+    dialler                                     acceptor
+      {"elaunch": 1, "token", "from", "for"}  ->
+                                              <-  {"worker"} or {"error"}
+      {"go": true}                            ->             only for a link, not for a probe
+      frames                                 <->             frames
+
+A link exists once the dialler has confirmed it, so a dial that was given up leaves nothing behind on the other side.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from elaunch.errors import ProtocolError
+
+VERSION = 1
+LINE_BYTES = 4096
+"""Upper bound of a handshake line, newline included."""
+
+SEGMENT_BYTES = 4 << 20
+"""A part is sent in frames of at most this size, which bounds what an interrupted operation still costs its links."""
+
+MORE, LAST = 1, 2
+"""Kinds of frame: further frames of this part follow, or not."""
+
+_MAGIC = b"eL"
+_HEADER = struct.Struct("<2sBBIQQQ")
+HEADER_BYTES = _HEADER.size
+
+Purpose = Literal["link", "probe"]
+
+
+class Header(NamedTuple):
+    """Announces `nbytes` of body that belong to (`epoch`, `op`, `part`)."""
+
+    kind: int
+    part: int
+    epoch: int
+    op: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The dialler's first line."""
+
+    worker: str
+    purpose: Purpose
+
+
+def pack_header(header: Header) -> bytes:
+    """The header's 32 bytes."""
+    return _HEADER.pack(_MAGIC, VERSION, *header)
+
+
+def unpack_header(data: bytes | bytearray) -> Header:
+    """Reads a header; raises `ProtocolError` when the bytes are not one."""
+    magic, version, kind, part, epoch, op, nbytes = _HEADER.unpack(data)
+    if magic != _MAGIC or version != VERSION or kind not in (MORE, LAST) or nbytes > SEGMENT_BYTES:
+        raise ProtocolError(f"not a frame of version {VERSION}: {bytes(data).hex()}")
+    return Header(kind, part, epoch, op, nbytes)
+
+
+def hello_line(token: str, hello: Hello) -> bytes:
+    """The dialler's first line."""
+    return _line({"elaunch": VERSION, "token": token, "from": hello.worker, "for": hello.purpose})
+
+
+def read_hello(line: bytes, token: str) -> Hello:
+    """Checks version and token of a dialler's first line; raises `ProtocolError` with a reason fit for the dialler."""
+    message = _object(line)
+    if message.get("elaunch") != VERSION:
+        raise ProtocolError(f"this worker speaks link protocol {VERSION}, not {message.get('elaunch')!r}")
+    if not hmac.compare_digest(str(message.get("token")).encode(), token.encode()):
+        raise ProtocolError("wrong token: this worker belongs to another job")
+    worker, purpose = message.get("from"), message.get("for")
+    if not isinstance(worker, str) or purpose not in ("link", "probe"):
+        raise ProtocolError(f"hello without a worker or purpose: from={worker!r} for={purpose!r}")
+    return Hello(worker, "link" if purpose == "link" else "probe")
+
+
+def ack_line(worker: str) -> bytes:
+    """The acceptor's answer: who it is."""
+    return _line({"worker": worker})
+
+
+def refusal_line(why: str) -> bytes:
+    """The acceptor's answer when it does not want the connection."""
+    return _line({"error": why[:1000]})
+
+
+def read_ack(line: bytes) -> str:
+    """The acceptor's identity; raises `ProtocolError` with its reason when it refused."""
+    message = _object(line)
+    if "error" in message:
+        raise ProtocolError(str(message["error"]))
+    worker = message.get("worker")
+    if not isinstance(worker, str):
+        raise ProtocolError(f"acknowledgement without a worker: {message!r}")
+    return worker
+
+
+def go_line() -> bytes:
+    """The dialler's confirmation."""
+    return _line({"go": True})
+
+
+def read_go(line: bytes) -> None:
+    """Raises `ProtocolError` unless the line confirms the link."""
+    if _object(line).get("go") is not True:
+        raise ProtocolError("expected the confirmation of a link")
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise ProtocolError(f"not a handshake line: {line[:80]!r}") from error
+    if not isinstance(message, dict):
+        raise ProtocolError(f"not a handshake line: {line[:80]!r}")
+    return message
