@@ -1,0 +1,236 @@
+"""Toy workers for test_control_simulation, which follow the rules of `elaunch.workers.hooks.Membership`.
+
+An urgent generation interrupts a step, a planned one is entered at the first step boundary at which all members know of
+it, and a step commits on all members or on none.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elaunch.rendezvous.membership import Generation, Stage
+
+if TYPE_CHECKING:
+    from tests.unit.control_world import Node, World
+
+STEP_S = 0.4
+Op = tuple[str, int]
+
+
+@dataclass
+class Worker:
+    """A training process, as `hooks.Membership` and a data-parallel session make it behave."""
+
+    world: World
+    node: Node
+    id: str
+    alive: bool = True
+    on_a_lost_machine: bool = False
+    registered: bool = False
+    newest: Generation | None = None
+    active: Generation | None = None
+    entering: bool = True
+    past: int = 0
+    waiting: bool = False
+    broke: bool = False
+    holds: bool = False
+    step: int = 0
+    entered: bool = False
+    at_op: Op | None = None
+    broken_links: set[frozenset[str]] = field(default_factory=set)
+    up_s: float = 0.0
+    down_s: float = 0.0
+
+    def generation(self) -> Generation:
+        assert self.active is not None
+        return self.active
+
+    def send_up(self, act: Callable[[], Any]) -> None:
+        """A message to the agent; they arrive in order."""
+        self.up_s = max(self.up_s, self.world.now_s + self.world.delay_s())
+        self.world.at(self.up_s - self.world.now_s, lambda: self.node.step(act))
+
+    def send_down(self, act: Callable[[], None]) -> None:
+        self.down_s = max(self.down_s, self.world.now_s + self.world.delay_s())
+        self.world.at(self.down_s - self.world.now_s, lambda: act() if self.alive else None)
+
+    def boot(self) -> None:
+        if not self.alive:
+            return
+        life, rng = self.node.life, self.world.rng
+        self.send_up(lambda: life.on_started(self.id, 1))
+        if not self.world.case.elastic:
+            self.world.at(self.world.case.steps * STEP_S, lambda: self.end(0, None))
+            return
+        attach_s = 0.2 + rng.random()
+        self.world.at(attach_s, lambda: self.send_up(lambda: life.on_attach(self.id) if self.alive else None))
+        self.world.at(attach_s + 0.2 + rng.random(), self.register)
+
+    def register(self) -> None:
+        if self.alive:
+            self.send_up(lambda: self.node.life.on_ready(self.id, f"{self.id}:1"))
+            self.registered = self.waiting = True
+            self.look_for_a_generation()
+
+    def hear(self, generation: Generation) -> None:
+        if generation.stage is not Stage.TRAIN or (self.newest and generation.epoch <= self.newest.epoch):
+            return
+        self.newest = generation
+        if self.waiting:
+            self.look_for_a_generation()
+        elif self.active is not None and (self.entering or generation.urgent > self.active.epoch):
+            self.interrupt(generation.epoch - 1)
+
+    def interrupt(self, past: int) -> None:
+        self.at_op = None
+        self.waiting, self.broke, self.past = True, False, max(past, self.generation().epoch)
+        self.look_for_a_generation()
+
+    def look_for_a_generation(self) -> None:
+        newest = self.newest
+        if newest is None or newest.epoch <= self.past or not self.registered:
+            return
+        if self.id not in newest.ids:
+            if self.active is not None:
+                self.leave(newest)
+                return
+        elif not newest.hold and (
+            self.active is None or self.entering or not self.broke or newest.urgent > self.active.epoch
+        ):
+            self.enter(newest)
+            return
+        self.past = newest.epoch
+
+    def enter(self, generation: Generation) -> None:
+        self.active, self.entering, self.waiting, self.broke = generation, True, False, False
+        self.broken_links = set()
+        self.world.look_around_all()
+        self.world.arrive(self, ("votes", 0), (self.step, self.entered, self.holds))
+
+    def leave(self, generation: Generation) -> None:
+        planned = self.id in generation.leaving
+        self.world.note(f"{self.id} leaves at step {self.step}")
+        self.waiting = False
+        self.send_up(lambda: self.node.life.on_leaving(self.id))
+        self.at_op, self.registered = None, False
+        self.world.at(self.world.delay_s(), lambda: self.end(0 if planned else 1, None))
+
+    def returning(self, epoch: int, op: Op, said: list[Any]) -> Callable[[], None]:
+        def go_on() -> None:
+            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+                self.at_op = None
+                after: dict[str, Callable[[list[Any]], None]] = {
+                    "votes": self.voted,
+                    "seal": self.sealed,
+                    "commit": self.commit,
+                    "finish": self.finished,
+                }
+                after[op[0]](said)
+
+        return go_on
+
+    def losing(self, epoch: int, op: Op, peer: str) -> Callable[[], None]:
+        def lose() -> None:
+            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+                self.at_op = None
+                self.waiting, self.broke, self.past = True, not self.entering, epoch
+                self.world.at(0.03, lambda: self.probe(epoch, peer))
+                self.look_for_a_generation()
+
+        return lose
+
+    def overtaken(self, epoch: int, op: Op, newer: int) -> Callable[[], None]:
+        def leave_step() -> None:
+            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+                self.interrupt(newer - 1)
+
+        return leave_step
+
+    def probe(self, epoch: int, peer: str) -> None:
+        """Tell the agent whether a lost peer is dead; a machine that is gone gives no answer."""
+        if not self.alive or not self.waiting or self.active is None or self.active.epoch != epoch:
+            return
+        lost = self.world.workers[peer]
+        if lost.on_a_lost_machine:
+            self.world.at(0.5, lambda: self.probe(epoch, peer))
+        else:
+            dead = not lost.alive
+            self.send_up(lambda: self.node.life.on_unreachable(epoch, peer, dead))
+
+    def voted(self, said: list[tuple[int, bool, bool]]) -> None:
+        generation = self.generation()
+        holders = [vote for vote in said if vote[2]]
+        if not holders and generation.begun:
+            self.world.note(f"{self.id}: no member of epoch {generation.epoch} holds the state")
+            self.end(1, None)
+            return
+        step = max((vote[0] for vote in holders), default=0)
+        for their_step, entered, _ in holders:
+            assert their_step == step or (their_step == step - 1 and entered), f"votes {said} of {show(generation)}"
+        self.step, self.entered = step, False
+        self.world.at(self.world.delay_s(), lambda: self.seal(generation.epoch))
+
+    def seal(self, epoch: int) -> None:
+        if self.alive and not self.waiting and self.active is not None and self.active.epoch == epoch:
+            self.world.arrive(self, ("seal", 0), None)
+
+    def sealed(self, said: list[None]) -> None:
+        self.entering, self.holds = False, True
+        self.send_up(lambda: self.node.life.on_settled(self.id))
+        newest = self.newest
+        if newest is not None and newest.urgent > self.generation().epoch:
+            self.interrupt(newest.epoch - 1)
+        else:
+            self.next_step()
+
+    def next_step(self) -> None:
+        epoch, step = self.generation().epoch, self.step
+        done = step >= self.world.case.steps
+        self.world.at(0.0 if done else STEP_S, lambda: self.barrier(epoch, step))
+
+    def barrier(self, epoch: int, step: int) -> None:
+        in_it = self.alive and self.active is not None and self.active.epoch == epoch
+        if in_it and self.step == step and not self.entering and not self.waiting and self.at_op is None:
+            assert self.newest is not None
+            self.entered = step < self.world.case.steps
+            self.world.arrive(self, ("commit" if self.entered else "finish", step), self.newest.epoch)
+
+    def commit(self, said: list[int]) -> None:
+        epoch = self.generation().epoch
+        self.world.committed(self.id, self.step, self.generation())
+        self.step, self.entered = self.step + 1, False
+        self.send_up(lambda: self.node.life.on_progress(self.id))
+        if len(set(said)) == 1 and said[0] > epoch:
+            self.interrupt(epoch)  # not an interruption: all change over at this boundary
+        else:
+            self.next_step()
+
+    def finished(self, said: list[int]) -> None:
+        self.send_up(lambda: self.node.life.on_finished(self.id))
+        self.registered = False
+        self.world.at(0.1, lambda: self.end(0, None))
+
+    def end(self, exitcode: int | None, number: int | None) -> None:
+        if not self.alive:
+            return
+        self.world.note(f"{self.id} ends: {exitcode if number is None else signal.Signals(number).name}")
+        self.alive, self.at_op = False, None
+        now_s = self.world.now_s
+        # Whatever it said before is read before its end is reported.
+        self.send_up(lambda: self.node.life.on_exit(self.id, exitcode, number, now_s, self.world.now_s))
+        self.world.look_around_all()
+
+    def vanish(self) -> None:
+        self.alive, self.on_a_lost_machine, self.at_op = False, True, None
+        self.world.look_around_all()
+
+
+def show(generation: Generation) -> str:
+    return (
+        f"epoch {generation.epoch} {generation.stage.value} [{' '.join(generation.ids)}] urgent={generation.urgent} "
+        f"attempt={generation.attempt}{' HOLD' if generation.hold else ''} leaving={list(generation.leaving)} "
+        f"({generation.cause})"
+    )

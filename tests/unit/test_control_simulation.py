@@ -1,0 +1,81 @@
+"""The control plane of whole jobs under random faults, in simulated time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elaunch.rendezvous.membership import Generation, Stage, from_json
+from tests.unit.control_worker import STEP_S, show
+from tests.unit.control_world import Case, World
+
+FAULTS_S = 25.0  # faults come until here
+BOUND_S = 75.0  # so long after the last fault a job has a result, or all its workers train
+TRACE_LINES = 120
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    max_nodes = rng.randint(1, 4)
+    return Case(
+        seed=seed,
+        nodes=max_nodes,
+        slots=rng.randint(1, 2),
+        min_nodes=rng.randint(1, max_nodes),
+        max_nodes=max_nodes,
+        max_restarts=rng.choice([None, None, None, 0, 2, 10]),
+        steps=rng.choice([20, 1000]),
+        faults=rng.choice([0, 1, 2, 4, 8]),
+        elastic=rng.random() < 0.85,
+    )
+
+
+def check_that_it_goes_on(world: World) -> None:
+    """What has to hold some time after the last fault."""
+    store, case = world.store, world.case
+    agents = [node for node in world.nodes.values() if not node.ended]
+    if not agents:
+        return
+    assert store.result is None, f"these have not heard of the result: {[node.name for node in agents]}"
+    assert store.generation, "no generation was ever agreed on"
+    generation = from_json(Generation, store.generation)
+    if not case.elastic:
+        assert generation.stage is Stage.START
+        return
+    assert generation.stage is Stage.TRAIN, f"nobody trains: {show(generation)}"
+    assert not generation.hold, "the job waits for nodes for ever"
+    members = {one for one in generation.ids if world.workers[one].alive}
+    assert members == set(generation.ids), f"dead members: {set(generation.ids) - members}"
+    for one in members:
+        worker = world.workers[one]
+        assert worker.active is not None, f"{one} has not entered any generation"
+        assert worker.active.epoch == generation.epoch, f"{one} is in epoch {worker.active.epoch}"
+        assert not worker.entering, f"{one} has not settled"
+    assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
+    for node in agents:
+        in_place = node.name in generation.nodes or len(generation.nodes) < case.max_nodes
+        for slot in node.life.slots:
+            if in_place and not (slot.given_up or slot.left or node.life.draining):
+                assert slot.worker in members, f"{slot.worker or node.name} is no member"
+
+
+def simulate(case: Case) -> World:
+    world = World(case)
+    try:
+        for _ in range(case.nodes):
+            world.at(world.rng.random() * 0.5, world.add_node)
+        for _ in range(case.faults):
+            world.at(world.rng.random() * FAULTS_S, world.fault)
+        world.run(100.0 + FAULTS_S + BOUND_S)
+        check_that_it_goes_on(world)
+    except AssertionError as error:
+        tail = "\n".join(world.trace[-TRACE_LINES:])
+        pytest.fail(f"{error}\n{case}\n{tail}", pytrace=False)
+    return world
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_a_job_goes_on_or_ends_whatever_happens_to_it(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        simulate(make_case(seed))

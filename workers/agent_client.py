@@ -1,0 +1,250 @@
+"""A worker's end of the channel to its agent, and its stand-in where there is no agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elaunch.errors import JobFailed, ProtocolError
+from elaunch.rendezvous.membership import Generation, Stage, Worker, from_json
+from elaunch.wire import (
+    Announce,
+    Attach,
+    LineBuffer,
+    Message,
+    Ready,
+    Welcome,
+    decode,
+    encode,
+)
+
+WELCOME_TIMEOUT_S = 30.0
+
+
+class Client(Protocol):
+    """What a session needs of its agent."""
+
+    worker: str
+    token: str
+    host: str
+    slot: int
+
+    def listen(self, heard: Callable[[Generation], None]) -> None: ...
+    def newest(self) -> Generation | None: ...
+    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None: ...
+    def ready(self, address: str) -> None: ...
+    def send(self, message: Message) -> None: ...
+    def close(self) -> None: ...
+
+
+class AgentClient:
+    """Talks to the agent over its control socket. Sends are queued and never block the training thread.
+
+    Raises:
+        JobFailed: the agent does not answer.
+    """
+
+    def __init__(self, path: str, worker: str) -> None:
+        self.worker = worker
+        self._heard: Callable[[Generation], None] = lambda generation: None
+        self._changed = threading.Condition()
+        self._newest: Generation | None = None
+        self._ended = False
+        self._outbox: deque[bytes] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lines = LineBuffer()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(WELCOME_TIMEOUT_S)
+        early: list[Message] = []
+        try:
+            self._socket.connect(path)
+            self._socket.sendall(encode(Attach(worker, os.getpid())))
+            while not early:
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise JobFailed(f"the agent does not know worker {worker}; was ELAUNCH_WORKER copied by hand?")
+                early.extend(decode(line) for line in self._lines.feed(data))
+        except OSError as error:
+            raise JobFailed(f"the agent at {path} does not answer: {error}") from error
+        welcome = early.pop(0)
+        assert isinstance(welcome, Welcome)
+        self.token, self.host, self.node, self.slot = welcome.token, welcome.host, welcome.node, welcome.slot
+        self._take(early)
+        self._socket.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="elaunch-agent-client", daemon=True)
+        self._thread.start()
+
+    def listen(self, heard: Callable[[Generation], None]) -> None:
+        """Call `heard`, from the client's thread, with each new training generation."""
+        self._heard = heard
+
+    def newest(self) -> Generation | None:
+        """The newest training generation that the agent has announced."""
+        return self._newest
+
+    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
+        """Wait for a training generation above `epoch`; None when none came in time.
+
+        Raises:
+            JobFailed: the agent has gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._epoch() > epoch, timeout_s)
+            if self._epoch() > epoch:
+                return self._newest
+            if self._ended:
+                raise JobFailed("the agent of this worker has gone")
+            return None
+
+    def ready(self, address: str) -> None:
+        self.send(Ready(address))
+
+    def send(self, message: Message) -> None:
+        self._outbox.append(encode(message))
+        os.eventfd_write(self._wake, 1)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Deliver what is queued, then hang up."""
+        end_s = time.monotonic() + timeout_s
+        while self._outbox and not self._ended and time.monotonic() < end_s:
+            time.sleep(0.001)
+        with self._changed:
+            self._ended = True
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _epoch(self) -> int:
+        return self._newest.epoch if self._newest is not None else 0
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        unsent = b""
+        while not self._ended:
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if unsent else 0))
+            for fd, events in poll.poll():
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                elif events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._receive()
+            while self._outbox or unsent:
+                unsent = unsent or self._outbox[0]
+                try:
+                    unsent = unsent[self._socket.send(unsent) :]
+                except BlockingIOError:
+                    break
+                except OSError:
+                    self._end()
+                    break
+                if not unsent:
+                    self._outbox.popleft()
+        self._socket.close()
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end()
+            return
+        try:
+            self._take([decode(line) for line in self._lines.feed(data)])
+        except ProtocolError:
+            self._end()
+
+    def _take(self, messages: list[Message]) -> None:
+        for message in messages:
+            if not isinstance(message, Announce):
+                continue
+            generation = from_json(Generation, message.generation.encode())
+            if generation.stage is Stage.TRAIN and generation.epoch > self._epoch():
+                with self._changed:
+                    self._newest = generation
+                    self._changed.notify_all()
+                self._heard(generation)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class StaticClient:
+    """A membership that never changes: under torchrun, or in a single process.
+
+    The workers find each other through the store that torchrun's variables name. A failure is an error, as it is for
+    any script under torchrun.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.slot = int(os.environ.get("LOCAL_RANK", "0"))
+        self.worker = f"rank/{self.rank}#0"
+        self.token = "static"
+        self.host = "127.0.0.1"
+        self._store: Any = None
+        self._generation: Generation | None = None
+        if self.size > 1:
+            self.host, self._store = _join_store(self.rank, self.size)
+
+    def listen(self, heard: Callable[[Generation], None]) -> None:
+        pass
+
+    def newest(self) -> Generation | None:
+        return self._generation
+
+    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
+        if self._generation is not None and self._generation.epoch > epoch:
+            return self._generation
+        if epoch > 0:
+            raise JobFailed("a worker was lost, and without elaunch there is nobody to go on with")
+        return None
+
+    def ready(self, address: str) -> None:
+        """Exchange addresses; then the one generation exists."""
+        addresses = [address]
+        if self._store is not None:
+            self._store.set(f"address/{self.rank}", address)
+            addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
+        workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
+        self._generation = Generation(1, Stage.TRAIN, workers, cause="start", urgent=1)
+
+    def send(self, message: Message) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _join_store(rank: int, size: int) -> tuple[str, Any]:
+    """The job's TCPStore, and this machine's address on the route to it."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(host, port, size, rank == 0 and not agent_store)
+    with socket.create_connection((host, port), 10) as probe:
+        own: str = probe.getsockname()[0]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return own, PrefixStore(f"elaunch/{attempt}", store)
+
+
+def connect() -> Client:
+    """The client that suits this process's environment."""
+    path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
+    if path and worker:
+        return AgentClient(path, worker)
+    return StaticClient()

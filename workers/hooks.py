@@ -1,0 +1,324 @@
+"""The hook protocol, and the recovery sequence that is written on it.
+
+    interruption -> newest generation -> links -> agreement -> plan -> transfer -> seal -> step retried
+
+A runtime (a data-parallel script's session, an engine, another framework) implements `Hooks`; `Membership` runs the
+sequence. Each phase may be interrupted by the next failure; then it starts over in the newer generation. What makes
+this safe is the vote (DESIGN section 6): a step counts as committed when any survivor passed its commit barrier, since
+nobody passes before all have complete gradients; else everybody drops it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
+from elaunch.rendezvous.membership import Generation
+from elaunch.wire import Report, Settled, Unreachable
+from elaunch.workers.agent_client import Client
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group, neighbours
+
+CONNECT_TIMEOUT_S = 10.0
+PROBE_DELAY_S = 0.03  # the death of a process usually comes as a generation within this time
+PROBE_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a worker brings into an agreement.
+
+    Attributes:
+        step: number of steps it has committed.
+        entered: it has complete gradients of one more step and waited at that step's barrier.
+        holds: it holds the state of the job.
+    """
+
+    step: int = 0
+    entered: bool = False
+    holds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from the votes; the same for everybody.
+
+    Attributes:
+        step: number of committed steps from now on.
+        committing: members that still have to apply the step they hold gradients of.
+        sources: members that hold the state.
+        receivers: members that need it.
+        fresh: nobody holds state yet; the first member's initial values count.
+    """
+
+    step: int
+    committing: tuple[int, ...]
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+    fresh: bool = False
+
+
+def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
+    """Settle the step in flight.
+
+    Args:
+        votes: of the members, in their order.
+        begun: whether the job is known to have had state; then a holder must be among the voters.
+
+    Raises:
+        StateError: the state is lost, or the votes contradict the protocol.
+    """
+    members = range(len(votes))
+    holders = [member for member in members if votes[member].holds]
+    if not holders:
+        if begun:
+            raise StateError("no surviving worker holds the state of the job; start it again from the last checkpoint")
+        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True)
+    step = max(votes[member].step for member in holders)
+    behind = tuple(member for member in holders if votes[member].step < step)
+    for member in behind:
+        if votes[member].step != step - 1 or not votes[member].entered:
+            raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
+    receivers = tuple(member for member in members if not votes[member].holds)
+    return Verdict(step, behind, tuple(holders), receivers)
+
+
+class Left(ElaunchError):
+    """This worker is no member any more: its node drains, or its peers gave it up."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(f"generation {generation.epoch} goes on without this worker")
+        self.generation = generation
+
+
+class Hooks(Protocol):
+    """What a training runtime offers, so that it can be recovered, re-planned and moved. All run in its own thread."""
+
+    def vote(self) -> Vote:
+        """Say how far it is."""
+
+    def pause(self) -> None:
+        """Stop all communication of the generation left behind; nothing of it runs when this returns."""
+
+    def agreed(self, generation: Generation, verdict: Verdict) -> None:
+        """Take note of the agreement; the sequence may be interrupted after it, and then there is another one."""
+
+    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
+        """Choose how the members go on; return the fields of the `decision` event, if there is one."""
+
+    def transfer(self, group: Group, verdict: Verdict) -> int:
+        """Move the state from the sources to the receivers; return the bytes that all receivers got together."""
+
+    def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
+        """Go on with the next step after `verdict.step` as a member of this generation."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When the phases of the transition under way ended, in Unix seconds."""
+
+    cause: str = ""
+    begin_t: float = 0.0
+    heard_t: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes_moved: int = 0
+
+
+class Membership:
+    """One worker's place in the generations of its job.
+
+    `interrupted` may be read at any time; all else belongs to the training thread.
+    """
+
+    def __init__(self, client: Client, fabric: Fabric, hooks: Hooks) -> None:
+        self._client = client
+        self._fabric = fabric
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._active: Generation | None = None
+        self._entering = True
+        self._verdict: Verdict | None = None
+        self._group: Group | None = None
+        self._heard_t: dict[int, float] = {}
+        self._clock: _Clock | None = None
+        client.listen(self._heard)
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that this worker is a member of, or enters."""
+        assert self._active is not None, "no generation has been entered"
+        return self._active
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the step in flight cannot commit in its generation any more."""
+        newest = self._client.newest()
+        return newest is not None and self._active is not None and newest.urgent > self._active.epoch
+
+    def newest_epoch(self) -> int:
+        newest = self._client.newest()
+        return newest.epoch if newest is not None else 0
+
+    def _heard(self, generation: Generation) -> None:
+        """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
+        with self._lock:
+            self._heard_t[generation.epoch] = time.time()
+            active = self._active
+            must_leave = active is not None and (self._entering or generation.urgent > active.epoch)
+        if must_leave:
+            self._fabric.interrupt(generation.epoch)
+        if self._client.worker in generation.ids:
+            self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
+
+    def _peers(self, generation: Generation) -> dict[str, str]:
+        """Addresses of those that this worker needs links to, itself included, in the generation's order."""
+        near = {self._client.worker, *neighbours(generation.ids, self._client.worker)}
+        return {worker.id: worker.address for worker in generation.workers if worker.id in near}
+
+    # -- the sequence -------------------------------------------------------------------------------------------
+
+    def agree(self, error: StepInterrupted | None = None) -> Verdict:
+        """Enter the newest generation and settle the step in flight with its members.
+
+        Args:
+            error: what interrupted the step; None when the change is planned.
+        """
+        while True:
+            generation = self._next_generation(error)
+            try:
+                self._enter(generation)
+                assert self._verdict is not None
+                return self._verdict
+            except StepInterrupted as again:
+                error = again
+
+    def settle(self) -> None:
+        """Plan, move the state and seal the generation; agree again as often as that is interrupted."""
+        while self._entering:
+            if self._verdict is None:
+                self.agree()
+                continue
+            try:
+                self._seal()
+            except StepInterrupted as error:
+                self._verdict = None
+                self.agree(error)
+
+    def _enter(self, generation: Generation) -> None:
+        worker = self._client.worker
+        started_t = time.time()
+        with self._lock:
+            self._active, self._entering, self._verdict = generation, True, None
+        self._fabric.interrupt(generation.epoch)
+        self._hooks.pause()
+        if self._clock is None:
+            begin_t = generation.cause_t or self._heard_t.get(generation.epoch, started_t)
+            self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.epoch, started_t))
+        newest = self._client.newest()
+        if newest is not None and newest.epoch > generation.epoch:
+            raise GenerationChanged(newest.epoch)
+        if worker not in generation.ids:
+            raise Left(generation)
+        self._fabric.retain(generation.ids)
+        self._fabric.connect(self._peers(generation), epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
+        connected_t = time.time()
+        self._group = Group(self._fabric, generation.epoch, generation.ids)
+        mine = json.dumps(asdict(self._hooks.vote())).encode()
+        votes = [Vote(**json.loads(vote)) for vote in self._group.all_gather_bytes(mine)]
+        self._verdict = agree(votes, generation.begun)
+        self._hooks.agreed(generation, self._verdict)
+        self._clock.phases["connect_s"] = connected_t - started_t
+        self._clock.phases["agree_s"] = time.time() - connected_t + (started_t - self._clock.heard_t)
+
+    def _seal(self) -> None:
+        assert self._group is not None
+        assert self._verdict is not None
+        assert self._clock is not None
+        generation, group, verdict = self.generation, self._group, self._verdict
+        t0 = time.time()
+        decision = self._hooks.plan(generation, verdict)
+        t1 = time.time()
+        self._clock.bytes_moved += self._hooks.transfer(group, verdict) if verdict.receivers else 0
+        group.barrier()
+        t2 = time.time()
+        self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
+        self._hooks.resume(generation, group, verdict)
+        with self._lock:
+            self._entering = False
+            self._verdict = None
+        self._client.send(Settled(generation.epoch))
+        if group.rank == 0 and decision:
+            self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))
+
+    def committed(self) -> None:
+        """Tell that a step has committed: the transition before it, if any, is over."""
+        if self._entering:
+            return  # it committed by the agreement, and the transition goes on
+        clock, self._clock = self._clock, None
+        if clock is None or self._group is None or self._group.rank != 0:
+            return
+        now_t = time.time()
+        total_s = now_t - clock.begin_t
+        phases = {"detect_s": clock.heard_t - clock.begin_t, **clock.phases}
+        phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
+        self._client.send(
+            Report(
+                "transition",
+                {
+                    "epoch": self.generation.epoch,
+                    "cause": clock.cause,
+                    "bytes_moved": clock.bytes_moved,
+                    "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
+                    "total_s": round(total_s, 6),
+                },
+            )
+        )
+
+    # -- waiting for the generation to enter --------------------------------------------------------------------
+
+    def _next_generation(self, error: StepInterrupted | None) -> Generation:
+        """The newest generation that may be entered; waits for one, and finds out about a lost peer meanwhile."""
+        active = self._active
+        past = active.epoch if active is not None else 0
+        if isinstance(error, GenerationChanged):
+            past = max(past, error.epoch - 1)
+        reported = not isinstance(error, LinkLost)
+        timeout_s = PROBE_DELAY_S
+        while True:
+            newest = self._client.wait_beyond(past, timeout_s)
+            if newest is not None:
+                if self._client.worker not in newest.ids:
+                    if active is not None:
+                        return newest
+                elif not newest.hold and self._leads_out(newest, active, error):
+                    return newest
+                past = newest.epoch
+            if not reported:
+                assert isinstance(error, LinkLost)
+                reported = self._report(error, active)
+            timeout_s = PROBE_TIMEOUT_S
+
+    def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
+        """A planned change is no way out of a step that broke: other members may still wait in that step."""
+        broke = isinstance(error, LinkLost) and not self._entering
+        return active is None or not broke or newest.urgent > active.epoch
+
+    def _report(self, error: LinkLost, active: Generation | None) -> bool:
+        """Find out which lost peers are dead, and ask for a generation without them, or with new links to them.
+
+        The loss of a node breaks several links at once; all of them are told of together.
+        """
+        assert active is not None
+        addresses = {worker.id: worker.address for worker in active.workers}
+        told = False
+        for peer in dict.fromkeys((error.peer, *self._fabric.hung_up(active.ids))):
+            answer = self._fabric.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
+            if answer != "silent":
+                self._client.send(Unreachable(active.epoch, peer, gone=answer == "refused"))
+                told = True
+        return told

@@ -1,0 +1,66 @@
+"""Send the state of the job from the members that hold it to those that need it, memory to memory.
+
+Every source sends an even part of the bytes, straight from its tensors, to every receiver; what is not a tensor comes
+from the first source. Each part carries a checksum. This is the transfer for state that all members hold whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elaunch.errors import StateError
+from elaunch.workers.comm.group import Group
+from elaunch.workers.hooks import Verdict
+from elaunch.workers.state.codec import describe, restore
+from elaunch.workers.state.transfer import allocate, checksum, cut, stage, total_bytes, windows
+
+
+def move_state(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> tuple[int, int]:
+    """Take part in a transfer as what the verdict says this member is.
+
+    Returns:
+        The bytes of tensors that all receivers got together, and the step at which the state stands.
+
+    Raises:
+        StateError: the state does not fit this worker's objects, or arrived damaged.
+        StepInterrupted: a peer was lost, or the generation changed; registered objects of a receiver may be spoilt.
+    """
+    if group.rank in verdict.sources:
+        return _send(group, verdict, objects, step), step
+    return _receive(group, verdict, objects)
+
+
+def _send(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> int:
+    manifest, tensors = describe(objects)
+    total = total_bytes(tensors)
+    parts = {int(source): (start, stop) for source, start, stop in cut(total, [str(s) for s in verdict.sources])}
+    start, stop = parts.get(group.rank, (0, 0))
+    views = windows(stage(tensors, start, stop), start, stop)
+    head = json.dumps({"step": step, "total": total, "checksum": checksum(views)}).encode()
+    if group.rank == verdict.sources[0]:
+        head += b"\n" + json.dumps(manifest).encode()
+    outgoing = [memoryview(head), *views]
+    group.exchange([(receiver, view) for receiver in verdict.receivers for view in outgoing], [])
+    return total * len(verdict.receivers)
+
+
+def _receive(group: Group, verdict: Verdict, objects: Mapping[str, Any]) -> tuple[int, int]:
+    texts = [bytearray() for _ in verdict.sources]
+    group.exchange([], [(source, text) for source, text in zip(verdict.sources, texts, strict=True)])
+    first, _, body = bytes(texts[0]).partition(b"\n")
+    heads = [json.loads(first), *(json.loads(text) for text in texts[1:])]
+    if len({(head["step"], head["total"]) for head in heads}) > 1:
+        raise StateError(f"the members that hold the state differ in it: {heads}; this is a bug in elaunch")
+    manifest = json.loads(body)
+    step, total = heads[0]["step"], heads[0]["total"]
+    tensors = allocate(manifest, into=objects)
+    parts = {int(source): (start, stop) for source, start, stop in cut(total, [str(s) for s in verdict.sources])}
+    incoming = {source: windows(tensors, *parts.get(source, (0, 0))) for source in verdict.sources}
+    group.exchange([], [(source, view) for source, views in incoming.items() for view in views])
+    for source, head in zip(verdict.sources, heads, strict=True):
+        if checksum(incoming[source]) != head["checksum"]:
+            raise StateError(f"the part of the state that {group.members[source]} sent arrived damaged")
+    restore(objects, manifest, tensors)
+    return total * len(verdict.receivers), step
