@@ -1,0 +1,74 @@
+"""Fixtures that every test has. None lets a process outlive its test, whether the test passed or not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port
+
+# Tests fork (subprocess) beside live gRPC channels, whose fork handlers would now and then kill the child before exec.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Several tests run at a time. Threads of OpenMP that wait for each other by spinning would then take minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores SIGINT for what runs in its background, and tests would hand that on to what they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Time for what is ending to be gone: workers whose agent was killed learn of it from the kernel.
+GRACE_S = 5.0
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_id() -> Iterator[str]:
+    """Marks what fixtures of a module or of the session start, and fails the run if any of it is left at its end."""
+    token = uuid.uuid4().hex
+    before = os.environ.get(TEST_ID)
+    os.environ[TEST_ID] = f"{token}/shared"
+    yield token
+    if before is None:
+        del os.environ[TEST_ID]
+    else:
+        os.environ[TEST_ID] = before
+    left = end_processes_left(token, frozenset(), GRACE_S)
+    if left:
+        pytest.fail("left behind by fixtures of a module or of the session, now killed:\n" + "\n".join(left))
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind(session_id: str) -> Iterator[str]:
+    """Kills what the test left running, orphans included, and fails it; gives the test's mark."""
+    token = f"{session_id}/{next(_numbers)}"
+    known = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    shared = os.environ[TEST_ID]
+    os.environ[TEST_ID] = token
+    yield token
+    os.environ[TEST_ID] = shared
+    left = end_processes_left(token, known, GRACE_S)
+    if left:
+        pytest.fail("the test left these processes behind, now killed:\n" + "\n".join(left))
+
+
+@pytest.fixture
+def spawn(tmp_path: Path, no_process_left_behind: str) -> Iterator[Spawner]:
+    """Starts processes, each in its own session with its log in `tmp_path`, and ends them after the test."""
+    spawner = Spawner(tmp_path)
+    yield spawner
+    spawner.end_all()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on; `tests.helpers.find_free_port` gives more."""
+    return find_free_port()

@@ -1,0 +1,154 @@
+"""A small model under any plan: one engine per worker in threads of this process, joined by real links."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.engine.engine import Engine, StepReport
+from elaunch.workers.plan.tiling import Plan
+from tests.unit.comm_crew import PATIENCE_S, addresses, together
+
+TRAIN_S = 250.0
+WIDTH, HEADS, LENGTH, WORDS = 16, 4, 5, 24
+
+
+class Words(nn.Module):
+    """(rows, LENGTH) numbers of words -> (rows, LENGTH, WIDTH)."""
+
+    placements: ClassVar = {"embedding.weight": Shard(0)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.dropout(self.embedding(words), 0.1, self.training)
+
+
+class Block(nn.Module):
+    """Attention and perceptron with dropout, cut by heads and features as Megatron does."""
+
+    placements: ClassVar = {
+        "qkv.weight": Shard(0),
+        "qkv.bias": Shard(0),
+        "out.weight": Shard(1),
+        "up.weight": Shard(0),
+        "up.bias": Shard(0),
+        "down.weight": Shard(1),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The features of a head are together, so a slice of the output features is whole heads.
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1)
+
+
+class Head(nn.Module):
+    """(rows, LENGTH, WIDTH) -> (rows, LENGTH, WORDS)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Sentences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sixty pairs of words and the words to predict."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        words = (torch.arange(LENGTH + 1) * (index + 1) + index // 7) % WORDS
+        return words[:-1], words[1:]
+
+
+def loss(logits: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), words.flatten())
+
+
+def model(n_layers: int) -> list[Any]:
+    """Any number of layers, from one."""
+    if n_layers == 1:
+        return [lambda: nn.Sequential(Words(), Head())]
+    return [Words, *[Block] * (n_layers - 2), Head]
+
+
+def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], dict[str, Tensor]]:
+    """The reports of each step, and the whole parameters at the end."""
+    fabrics = [Fabric(worker, "secret") for worker in plan.workers]
+    engines: list[Engine | None] = [None] * len(fabrics)
+    settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), **settings}
+    layers = settings.pop("layers", None) or model(plan.n_layers)
+    optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
+    loss_fn = settings.pop("loss_fn", loss)
+
+    def work(place: int) -> list[StepReport]:
+        fabric = fabrics[place]
+        try:
+            fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
+            group = Group(fabric, 1, plan.workers)
+            engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, group=group, **settings)
+            return [engine.train_step() for _ in range(steps)]
+        except BaseException:
+            # As when a process ends: the others must not wait for it.
+            fabric.interrupt(1 << 60)
+            fabric.close()
+            raise
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(5e-4)
+    try:
+        reports = together([partial(work, place) for place in range(len(fabrics))], TRAIN_S)
+    finally:
+        sys.setswitchinterval(interval_s)
+        for fabric in fabrics:
+            fabric.interrupt(1 << 60)
+            fabric.close()
+    assert all(report == reports[0] for report in reports)
+    return reports[0], whole([engine for engine in engines if engine is not None])
+
+
+def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
+    """The parameters of all layers, put together; all workers that hold the same part must have the same values."""
+    parts: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+    dims: dict[tuple[int, str], int] = {}
+    for engine in engines:
+        for (index, _), layer in engine.layers.items():
+            for name, value in layer.parameters.items():
+                placement = layer.spec.placements[name]
+                size, rank = (layer.membership.size, layer.membership.rank) if isinstance(placement, Shard) else (1, 0)
+                dims[index, name] = placement.dim if isinstance(placement, Shard) else 0
+                seen = parts.setdefault((index, name, size), {})
+                assert rank not in seen or torch.equal(seen[rank], value), f"{index}.{name} differs between workers"
+                seen[rank] = value.detach()
+    found: dict[str, Tensor] = {}
+    for (index, name, _), pieces in parts.items():
+        joined = torch.cat([pieces[rank] for rank in sorted(pieces)], dims[index, name])
+        known = found.setdefault(f"{index}.{name}", joined)
+        assert torch.equal(known, joined), f"{index}.{name} differs between tuples of different size"
+    return found

@@ -1,0 +1,163 @@
+"""What may import what, and what lands where when the package is built (the folders are linked, see setup.cfg)."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, child_environment
+
+# A plug-in that torchrun loads; nothing of elaunch imports it.
+FOR_TORCHRUN = "elaunch.rendezvous.torchrun"
+
+# The sub-packages of elaunch.workers that plan and predict only: they are used where there is no torch.
+PURE_WORKER_PACKAGES = ("plan", "policy", "simulate")
+
+LIMIT_S = 60
+
+# Imports the modules named by argv[2:] in turn; after each, looks for what it loaded of argv[1].
+IMPORT_AND_LOOK = """
+import importlib, sys
+forbidden = sys.argv[1].split(",")
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+    loaded = [name for name in forbidden if name in sys.modules]
+    if loaded:
+        sys.exit(f"importing {module} loads {', '.join(loaded)}")
+"""
+
+
+def package_files() -> Iterator[tuple[str, Path]]:
+    """Import name and file of every module of the package, as seen through the links."""
+    for folder, folders, files in os.walk(ROOT / "elaunch", followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for file in sorted(files):
+            if file.endswith(".py"):
+                path = Path(folder, file)
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def modules() -> list[str]:
+    """Everything that can be imported without running it."""
+    return [name for name, _ in package_files() if not name.endswith(".__main__")]
+
+
+def is_light(module: str) -> bool:
+    """Belongs to the control plane, to the rendezvous or to the planning half of the workers."""
+    if module == FOR_TORCHRUN:
+        return False
+    parts = module.split(".")
+    return parts[:2] != ["elaunch", "workers"] or len(parts) == 2 or parts[2] in PURE_WORKER_PACKAGES
+
+
+def import_in_fresh_interpreter(names: list[str], forbidden: list[str], cwd: Path) -> None:
+    run_python("-c", IMPORT_AND_LOOK, ",".join(forbidden), *names, cwd=cwd)
+
+
+def run_python(*arguments: str, cwd: Path) -> str:
+    """Standard output of this interpreter with the repository importable; its complaint fails the test."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr or done.stdout
+    return done.stdout
+
+
+def source_files() -> list[Path]:
+    return [
+        path
+        for folder in ("elaunch", "rendezvous", "workers", "tests", "examples", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Line, number of leading dots and dotted name of every import, wherever it stands in the file."""
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, 0, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.level, node.module or ""
+
+
+def test_the_links_make_both_folders_sub_packages() -> None:
+    for name in ("rendezvous", "workers"):
+        link = ROOT / "elaunch" / name
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../{name}"
+
+
+def test_importing_elaunch_loads_neither_torch_nor_grpc(tmp_path: Path) -> None:
+    import_in_fresh_interpreter(["elaunch"], ["torch", "numpy", "grpc", "google.protobuf"], tmp_path)
+
+
+def test_the_control_plane_the_rendezvous_and_the_planners_load_no_torch(tmp_path: Path) -> None:
+    import_in_fresh_interpreter([name for name in modules() if is_light(name)], ["torch"], tmp_path)
+
+
+def test_workers_load_no_etcd_client(tmp_path: Path) -> None:
+    workers = [name for name in modules() if name.startswith("elaunch.workers")]
+    import_in_fresh_interpreter(workers, ["grpc", "google.protobuf", "pyetcd"], tmp_path)
+
+
+def test_imports_are_absolute_and_use_the_names_that_are_installed() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {'.' * level}{name}"
+        for path in source_files()
+        for line, level, name in imports_of(path)
+        if level or name.split(".")[0] in ("rendezvous", "workers")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["rendezvous", "workers"])
+def test_a_users_own_package_of_the_same_name_is_what_the_user_gets(tmp_path: Path, name: str) -> None:
+    own = tmp_path / name / "__init__.py"
+    own.parent.mkdir()
+    own.write_text("")
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import {name}
+            import elaunch.{name}
+            print({name}.__file__, elaunch.{name}.__file__, sep="\\n")
+        """)
+    )
+    users, ours = run_python(str(script), cwd=tmp_path).splitlines()
+    assert Path(users) == own
+    assert Path(ours) == ROOT / "elaunch" / name / "__init__.py"
+
+
+def test_a_wheel_holds_every_module_once_and_only_under_elaunch(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for file in ("setup.cfg", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
+    (tree / "README.md").write_text("")
+    for folder in ("elaunch", "rendezvous", "workers"):
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    run_python("-c", build, cwd=tree)
+
+    (wheel,) = tmp_path.glob("elaunch-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    expected = [str(path.relative_to(ROOT)) for _, path in package_files()]
+    assert sorted(names) == sorted([*expected, "elaunch/py.typed"])

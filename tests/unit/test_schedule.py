@@ -1,0 +1,106 @@
+"""The order of a step: 1F1B where that is known, no deadlock and bounded memory everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+
+from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.plan.schedule import Action, in_flight_limits, schedule, timeline
+from elaunch.workers.plan.views import inputs, outputs
+from tests.unit.plan_strategies import valid_plans
+
+
+def one_f_one_b(stage: int, stages: int, n: int) -> list[str]:
+    """The twin: what each stage of a pipeline does, from the definition of 1F1B."""
+    warm_up = min(stages - 1 - stage, n)
+    order = [f"F{i}" for i in range(warm_up)]
+    for i in range(n - warm_up):
+        order += [f"F{warm_up + i}", f"B{i}"]
+    return order + [f"B{i}" for i in range(n - warm_up, n)]
+
+
+@pytest.mark.parametrize(("stages", "units"), [(1, 3), (2, 4), (4, 8), (4, 2), (5, 5), (8, 24)])
+def test_a_pipeline_does_1f1b(stages: int, units: int) -> None:
+    plan = symmetric([f"w{i}" for i in range(stages)], stages, 2 * units, 2, pp=stages)
+    order = schedule(plan).by_worker
+    for stage in range(stages):
+        assert [f"{action.kind}{action.micro_batch}" for action in order[f"w{stage}"]] == one_f_one_b(
+            stage, stages, units
+        )
+
+
+def test_the_limits_of_a_pipeline_are_those_of_1f1b() -> None:
+    assert in_flight_limits(symmetric(["a", "b", "c", "d"], 4, 16, 2, pp=4)) == (4, 3, 2, 1)
+
+
+def test_a_stage_that_takes_several_micro_batches_at_once_gets_them() -> None:
+    plan = Plan.parse(
+        """plan layers 2 batch 16 micro-batch 2 zero interleaved
+        layers 0:1 slots 0:16/2 workers a
+        layers 1:2 slots 0:8 8:16 workers b"""
+    )
+    assert in_flight_limits(plan) == (5, 1)
+    assert str(schedule(plan)).splitlines()[1] == "b F1.0 B1.0 F1.1 B1.1"
+
+
+def test_two_tiles_of_a_worker_share_their_limit_where_they_share_layers() -> None:
+    plan = Plan.parse(
+        """plan layers 2 batch 8 micro-batch 1 zero interleaved
+        layers 0:1 slots 0:6/1 workers a
+        layers 0:1 slots 6:8/1 workers a
+        layers 1:2 slots 0:8/1 workers b"""
+    )
+    assert most_in_flight(plan, schedule(plan).by_worker["a"], {0, 1}) == 2
+
+
+def test_a_tensor_parallel_pair_has_one_order() -> None:
+    order = schedule(symmetric(["a", "b", "c", "d"], 2, 8, 2, pp=2, tp=2)).by_worker
+    assert order["a"] == order["b"]
+    assert order["c"] == order["d"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(valid_plans(tp=(1, 2)))
+def test_every_action_comes_once_and_after_those_that_it_needs(plan: Plan) -> None:
+    order = schedule(plan)
+    place = {action: number for number, action in enumerate(order.sequence)}
+    assert len(place) == len(order.sequence) == 2 * sum(len(tile.micro_batches) for tile in plan.tiles)
+    for action in order.sequence:
+        tile, micro_batch = action.tile, action.micro_batch
+        if action.kind == "F":
+            needs = [Action("F", feed.tile, feed.micro_batch) for feed in inputs(plan)[tile][micro_batch]]
+        else:
+            needs = [Action("B", feed.tile, feed.micro_batch) for feed in outputs(plan)[tile][micro_batch]]
+            needs.append(Action("F", tile, micro_batch))
+        assert all(place[need] < place[action] for need in needs)
+    for worker, actions in order.by_worker.items():
+        assert list(actions) == sorted(actions, key=place.__getitem__)
+        assert {action.tile for action in actions} == set(plan.tiles_of(worker))
+
+
+def most_in_flight(plan: Plan, actions: Sequence[Action], tiles: set[int]) -> int:
+    now = most = 0
+    for action in actions:
+        if action.tile in tiles:
+            now += 1 if action.kind == "F" else -1
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("stages", "units"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_the_step_of_a_pipeline_takes_as_long_as_the_closed_form_says(stages: int, units: int) -> None:
+    # Chameleon eq. 9: (m + p - 1) times the forward and backward of a stage.
+    plan = symmetric([f"w{i}" for i in range(stages)], stages, units, 1, pp=stages)
+    found = timeline(plan, schedule(plan), lambda action: 1.0 if action.kind == "F" else 2.0)
+    assert found.step_s == 3.0 * (units + stages - 1)
+    assert found.bubble == pytest.approx((stages - 1) / (units + stages - 1))
+
+
+def test_transfers_lengthen_the_critical_path() -> None:
+    plan = symmetric(["a", "b"], 2, 1, 1, pp=2)
+    found = timeline(plan, schedule(plan), lambda action: 1.0, lambda source, target: 0.5)
+    assert found.step_s == 5.0
+    assert found.starts_s[Action("B", 0, 0)] == 4.0

@@ -1,0 +1,383 @@
+"""Runs one worker's part of a step: its actions in the order of the schedule, activations and gradients as messages.
+
+Nothing here waits for a send, and every receive is of a message whose sender does not wait for this worker (see
+`elaunch.workers.plan.schedule`), so a step ends or is interrupted.
+
+The gradient of a layer goes to the owners of its shards as soon as the last backward of the layer is over. Where the
+layers of a tile have different holders, so that their reductions would queue at some workers, they go out in the rounds
+of a greedy colouring (Chameleon IV-B): of one round no worker has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.errors import StateError
+from elaunch.workers.comm.group import memory
+from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.engine.layers import Draw, Layer, LayerSpec, Saved
+from elaunch.workers.engine.layout import Owned, StateLayout
+from elaunch.workers.engine.messages import GradientTerms, Kind, Rows, exchanges, tag
+from elaunch.workers.engine.sums import Node, TreeSum
+from elaunch.workers.plan.schedule import Action, schedule
+from elaunch.workers.plan.tiling import MicroBatch, Plan, n_rows
+from elaunch.workers.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
+
+LOOK_AHEAD = 2
+"""Messages of so many actions to come are received in the background."""
+
+SMALL_BYTES = 32 << 10
+"""Up to this size a sum over a tensor-parallel tuple takes one round instead of two."""
+
+LossFunction = Callable[[Tensor, Any], Tensor]
+Load = Callable[[MicroBatch], tuple[Tensor, Any]]
+"""Inputs and targets of some slots of the step under way, on this worker's device."""
+
+LayerKey = tuple[int, int]
+"""A layer and the number of one of the tuples that hold it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker has after its actions.
+
+    Attributes:
+        losses: (first slot, rows, mean loss over them) of each micro-batch that this worker reports.
+        gradients: of the shards that this worker owns, of the mean loss over the global batch.
+    """
+
+    losses: tuple[tuple[int, int, float], ...]
+    gradients: dict[Owned, Tensor]
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The gradients of one layer's parameters over this worker's micro-batches of the step."""
+
+    tree: TreeSum[list[Tensor]]
+    rest: list[Tensor] | None = None
+    left: int = 0
+
+
+class Executor:
+    """Executes the tiles of `worker` under `plan`.
+
+    Args:
+        plan: valid.
+        worker: whose part it is.
+        specs: of all layers.
+        layers: those of this worker, by layer and number of the tuple it belongs to.
+        layout: of gradients and optimizer states.
+        loss_fn: mean loss over the rows of (output, target).
+        seed: of the random numbers.
+        bitwise: whether gradients are summed in an order that does not depend on the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: str,
+        specs: Sequence[LayerSpec],
+        layers: Mapping[LayerKey, Layer],
+        layout: StateLayout,
+        loss_fn: LossFunction,
+        seed: int,
+        bitwise: bool,
+    ) -> None:
+        self._plan, self._worker, self._specs, self._layers = plan, worker, specs, layers
+        self._layout, self._loss_fn, self._seed, self._bitwise = layout, loss_fn, seed, bitwise
+        self.order = schedule(plan).by_worker[worker]
+        self._exchanges = exchanges(plan, worker)
+        self._terms = GradientTerms(plan, layout, bitwise)
+        self._owned = [shard for shard in layout.all_shards if layout.owner(shard) == worker]
+        parameters = (one for layer in layers.values() for one in layer.module.parameters())
+        self._device = next((one.device for one in parameters), torch.device("cpu"))
+        self._replica = {tile: self._replicas_of(tile) for tile in plan.tiles_of(worker)}
+        groups = gradient_groups(plan)
+        self._round = dict.fromkeys(range(plan.n_layers), 0)
+        for number, members in enumerate(rounds(groups)):
+            self._round |= {layer: number for group in members for layer in groups[group].layers}
+
+    def run(self, traffic: Traffic, step: int, load: Load, sums: Mapping[tuple[str, ...], TupleSum]) -> Outcome:
+        """Do all actions of step number `step`.
+
+        Raises:
+            StepInterrupted: a link broke, or the membership changes.
+            StateError: a layer or the loss does something that cannot be used.
+        """
+        return _Step(self, traffic, step, load, sums).run()
+
+    def _replicas_of(self, tile: int) -> dict[int, int]:
+        workers = self._plan.tiles[tile].workers
+        return {layer: self._layout.holders[layer].index(workers) for layer in self._plan.tiles[tile].layers}
+
+
+class TupleSum:
+    """Sums over the members of a tensor-parallel tuple, in the order of their ranks."""
+
+    def __init__(self, workers: tuple[str, ...], worker: str) -> None:
+        self._others = [other for other in workers if other != worker]
+        self._workers, self._rank = workers, workers.index(worker)
+        self._traffic: Traffic | None = None
+        self._number = 0
+
+    def begin(self, traffic: Traffic) -> None:
+        """Use the messages of this step."""
+        self._traffic, self._number = traffic, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum over all members, bitwise the same on each."""
+        host = x.detach().cpu().contiguous().view(-1)
+        if len(self._workers) == 2 or host.nbytes <= SMALL_BYTES:
+            parts = self._round([host] * len(self._workers), [host.numel()] * len(self._workers), host.dtype)
+            parts[self._rank] = host
+            return _added(parts).view(x.shape).to(x.device)
+        cuts = list(host.tensor_split(len(self._workers)))
+        counts = [cut.numel() for cut in cuts]
+        parts = self._round(cuts, [counts[self._rank]] * len(cuts), host.dtype)
+        parts[self._rank] = cuts[self._rank]
+        own = _added(parts)
+        wholes = self._round([own] * len(cuts), counts, host.dtype)
+        wholes[self._rank] = own
+        return torch.cat(wholes).view(x.shape).to(x.device)
+
+    def _round(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Send each member its tensor and receive one from each."""
+        traffic, part = self._traffic, tag(Kind.TENSOR, self._number)
+        assert traffic is not None
+        self._number += 1
+        found = [torch.empty(count, dtype=dtype) for count in incoming]
+        for rank, other in enumerate(self._workers):
+            if rank != self._rank:
+                traffic.post(other, part, memory(found[rank]))
+                traffic.send(other, part, memory(outgoing[rank]), outgoing[rank])
+        for other in self._others:
+            traffic.wait(other, part)
+        return found
+
+
+class _Step:
+    def __init__(
+        self, executor: Executor, traffic: Traffic, step: int, load: Load, sums: Mapping[tuple[str, ...], TupleSum]
+    ) -> None:
+        self._of, self._plan = executor, executor._plan
+        self._traffic, self._step, self._load = traffic, step, load
+        self._saved: dict[tuple[int, int], list[Saved]] = {}
+        self._dy: dict[tuple[int, int], Tensor] = {}
+        self._local: dict[int, Tensor] = {}
+        self._posted: dict[int, Tensor] = {}
+        self._losses: list[tuple[int, int, Tensor]] = []
+        self._sums: dict[LayerKey, _Sum] = {}
+        self._arriving: dict[tuple[Owned, int], Tensor] = {}
+        for tile, replicas in executor._replica.items():
+            for key in replicas.items():
+                entry = self._sums.setdefault(key, _Sum(TreeSum(self._plan.n_units, _add_all)))
+                entry.left += len(self._plan.tiles[tile].micro_batches)
+        for one in sums.values():
+            one.begin(traffic)
+
+    def run(self) -> Outcome:
+        self._post_gradients()
+        order = self._of.order
+        for place, action in enumerate(order):
+            for coming in order[place : place + LOOK_AHEAD + 1]:
+                self._post(coming)
+            (self._forward if action.kind == "F" else self._backward)(action)
+        gradients = {shard: self._total(shard) for shard in self._of._owned}
+        return Outcome(tuple((slot, rows, float(loss)) for slot, rows, loss in self._losses), gradients)
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        key = (action.tile, action.micro_batch)
+        tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
+        slots = tile.micro_batches[action.micro_batch]
+        first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
+        data = self._load(slots) if first or last else None
+        x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
+        saved = []
+        draw = self._draw(slots)
+        for layer in tile.layers:
+            x, kept = self._layer(action.tile, layer).forward(x, draw)
+            saved.append(kept)
+        self._saved[key] = saved
+        if last:
+            assert data is not None
+            self._dy[key] = self._loss(x, data[1], slots, reports=tile.workers[0] == self._of._worker)
+        self._hand_over(Kind.ACTIVATION, x, peers.y_to)
+
+    def _loss(self, y: Tensor, target: Any, slots: MicroBatch, reports: bool) -> Tensor:
+        """The gradient of the output, in units of a whole micro-batch's mean loss."""
+        leaf = y.detach().requires_grad_()
+        loss = self._of._loss_fn(leaf, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise StateError(f"loss_fn must return one number that depends on the output, got {loss!r}")
+        rows = n_rows(slots)
+        if reports:
+            self._losses.append((slots[0].start, rows, loss.detach()))
+        weight = rows / self._plan.micro_batch_size
+        (grad,) = torch.autograd.grad(loss if weight == 1 else loss * weight, leaf)
+        return grad
+
+    def _backward(self, action: Action) -> None:
+        key = (action.tile, action.micro_batch)
+        tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
+        slots = tile.micro_batches[action.micro_batch]
+        unit = unit_of(self._plan, slots) if self._of._bitwise else None
+        dy: Tensor | None = self._dy.pop(key, None)
+        if dy is None:
+            dy = self._collect(Kind.INPUT_GRADIENT, peers.dy_from)
+        draw, saved = self._draw(slots), self._saved.pop(key)
+        later: list[LayerKey] = []
+        for layer in reversed(tile.layers):
+            assert dy is not None, f"layer {layer + 1} gives no gradient to the one before it"
+            dy, grads = self._layer(action.tile, layer).backward(saved.pop(), dy, draw)
+            key = (layer, self._of._replica[action.tile][layer])
+            if self._add(key, unit, grads):
+                # The first round goes out while backward goes on.
+                (later.append if self._of._round[layer] else self._send_gradient)(key)
+        for key in sorted(later, key=lambda key: (self._of._round[key[0]], -key[0])):
+            self._send_gradient(key)
+        if peers.dx_to:
+            assert dy is not None
+            self._hand_over(Kind.INPUT_GRADIENT, dy, peers.dx_to)
+
+    def _layer(self, tile: int, layer: int) -> Layer:
+        return self._of._layers[layer, self._of._replica[tile][layer]]
+
+    def _draw(self, slots: MicroBatch) -> Draw:
+        plan = self._plan
+        return Draw(self._of._seed, self._step, rows_by_unit(plan, slots), plan.micro_batch_size)
+
+    # -- activations and their gradients --------------------------------------------------------------------------
+
+    def _post(self, action: Action) -> None:
+        """Have what this action needs received in the background."""
+        peers = self._of._exchanges[action.tile, action.micro_batch]
+        if action.kind == "F":
+            kind, rows, layer = Kind.ACTIVATION, peers.x_from, self._plan.tiles[action.tile].layers.start - 1
+        else:
+            kind, rows, layer = Kind.INPUT_GRADIENT, peers.dy_from, self._plan.tiles[action.tile].layers.stop - 1
+        away = [one for one in rows if one.peer != self._of._worker]
+        if not away or tag(kind, away[0].number) in self._posted:
+            return
+        shape, dtype = self._of._specs[layer].output
+        whole = torch.empty((sum(one.count for one in rows), *shape), dtype=dtype)
+        for one in away:
+            part = tag(kind, one.number)
+            self._posted[part] = whole
+            self._traffic.post(one.peer, part, memory(whole[one.first : one.first + one.count]))
+
+    def _collect(self, kind: Kind, rows: Sequence[Rows]) -> Tensor:
+        """Wait for the rows and put them together."""
+        whole: Tensor | None = None
+        for one in rows:
+            if one.peer != self._of._worker:
+                self._traffic.wait(one.peer, tag(kind, one.number))
+                whole = self._posted.pop(tag(kind, one.number))
+        local = [(one.first, self._local.pop(tag(kind, one.number))) for one in rows if one.peer == self._of._worker]
+        if whole is None:
+            return local[0][1] if len(local) == 1 else torch.cat([mine for _, mine in sorted(local, key=itemgetter(0))])
+        for first, mine in local:
+            whole[first : first + len(mine)] = mine
+        return whole.to(self._of._device)
+
+    def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows]) -> None:
+        if not rows:
+            return
+        host = whole if all(one.peer == self._of._worker for one in rows) else whole.contiguous().cpu()
+        for one in rows:
+            if one.peer == self._of._worker:
+                self._local[tag(kind, one.number)] = whole[one.first : one.first + one.count]
+            else:
+                part = host[one.first : one.first + one.count]
+                self._traffic.send(one.peer, tag(kind, one.number), memory(part), part)
+
+    # -- gradients of parameters ----------------------------------------------------------------------------------
+
+    def _add(self, key: LayerKey, unit: int | None, grads: list[Tensor]) -> bool:
+        """Add the gradients of a micro-batch; tell whether it was the last one here."""
+        entry = self._sums[key]
+        grads = [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
+        if unit is not None:
+            entry.tree.put(Node(0, unit), grads)
+        else:
+            entry.rest = grads if entry.rest is None else _add_all(entry.rest, grads)
+        entry.left -= 1
+        return not entry.left
+
+    def _send_gradient(self, key: LayerKey) -> None:
+        """All contributions of this worker to a layer's gradient are there: send them to those who own it."""
+        layout, worker = self._of._layout, self._of._worker
+        entry, (layer, replica) = self._sums[key], key
+        workers = layout.holders[layer][replica]
+        sums: list[tuple[Node | None, list[Tensor]]] = [*entry.tree.items()]
+        if entry.rest is not None:
+            sums.append((None, entry.rest))
+        names = list(self._of._layers[layer, replica].parameters)
+        numbers = [place for place, term in enumerate(self._of._terms.terms[layer]) if term.replica == replica]
+        flats: dict[tuple[int, int], Tensor] = {}
+        for shard in layout.shards(layer):
+            if layout.holder(shard, replica) != worker:
+                continue
+            for number, (_, grads) in zip(numbers, sums, strict=True):
+                flat = flats.get((shard.segment, number))
+                if flat is None:
+                    given = dict(zip(names, grads, strict=True))
+                    flat = flats[shard.segment, number] = layout.flatten(layer, shard.segment, workers, given).cpu()
+                part = flat[shard.start : shard.stop]
+                owner = layout.owner(shard)
+                if owner == worker:
+                    self._arriving[shard, number] = part
+                else:
+                    message = tag(Kind.GRADIENT, self._of._terms.number(shard, number))
+                    self._traffic.send(owner, message, memory(part), part)
+        entry.tree.clear()
+        entry.rest = None
+
+    def _post_gradients(self) -> None:
+        layout, terms = self._of._layout, self._of._terms
+        for shard in self._of._owned:
+            for number, term in enumerate(terms.terms[shard.layer]):
+                sender = layout.holder(shard, term.replica)
+                if sender != self._of._worker:
+                    part = torch.empty(shard.stop - shard.start, dtype=layout.sum_dtype(shard.layer))
+                    self._arriving[shard, number] = part
+                    self._traffic.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), memory(part))
+
+    def _total(self, shard: Owned) -> Tensor:
+        """The gradient of a shard: sums over whole units along the tree, then the rest in the order of the tuples."""
+        layout, terms = self._of._layout, self._of._terms
+        tree = TreeSum[Tensor](self._plan.n_units, Tensor.add_)
+        rest = []
+        for number, term in enumerate(terms.terms[shard.layer]):
+            sender = layout.holder(shard, term.replica)
+            if sender != self._of._worker:
+                self._traffic.wait(sender, tag(Kind.GRADIENT, terms.number(shard, number)))
+            part = self._arriving.pop((shard, number))
+            if term.node is None:
+                rest.append(part)
+            else:
+                tree.put(term.node, part)
+        whole = tree.total()
+        total = _added([*([] if whole is None else [whole]), *rest])
+        return total.mul_(self._plan.micro_batch_size / self._plan.global_batch_size)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the parts in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _add_all(some: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    """Not in place: autograd may give one tensor as the gradient of several things, or one whose elements overlap."""
+    return list(torch._foreach_add(some, more)) if some else []

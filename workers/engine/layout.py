@@ -1,0 +1,177 @@
+"""Where each gradient and each optimizer state lives: parameters of a layer as flat segments, cut into shards.
+
+A layer that somewhere is cut over up to G tensor-parallel members consists of G + 1 *segments*: what all members have
+alike, and G parts of what is cut. A tuple of k members holds G / k parts each, so tuples of different size share the
+finest cut. Each segment is a flat vector in which every parameter starts at a multiple of `ALIGN` elements, and is cut
+at such multiples into shards, one for each tuple that holds the layer (ElasWave 6.3). So an element lies at the same
+place of a vector register whoever owns it, and elementwise updates round alike under every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard as Cut
+
+from elaunch.errors import StateError
+from elaunch.workers.engine.layers import LayerSpec
+from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.plan.views import holders, optimizer_shards
+
+ALIGN = 64
+COMMON = -1
+"""The segment of what all members of a tuple have alike."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A parameter's place in a segment.
+
+    Attributes:
+        name: of the parameter, within its layer.
+        dim: along which it is cut; None in the common segment.
+        shape: of the fragment.
+        start: in the segment, in elements.
+    """
+
+    name: str
+    dim: int | None
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A flat vector of `elements` that holds the fragments."""
+
+    number: int
+    fragments: tuple[Fragment, ...]
+    elements: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A shard: elements [start, stop) of a segment of a layer, owned by tuple number `replica` of its holders."""
+
+    layer: int
+    segment: int
+    replica: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        part = "" if self.segment == COMMON else f" part {self.segment}"
+        return f"layer {self.layer}{part} [{self.start}:{self.stop}]"
+
+
+class StateLayout:
+    """Segments of all layers, who holds them, and who owns which shard; the same on every worker."""
+
+    def __init__(self, plan: Plan, specs: Sequence[LayerSpec]) -> None:
+        self.holders = holders(plan)
+        self.cuts = [math.lcm(*(len(workers) for workers in tuples)) for tuples in self.holders]
+        self._specs = specs
+        self._dtypes = [frozenset(spec.dtypes.values()) for spec in specs]
+        self.segments: list[dict[int, Segment]] = [
+            _segments(spec, cut) for spec, cut in zip(specs, self.cuts, strict=True)
+        ]
+        common = optimizer_shards(plan, [segments[COMMON].elements for segments in self.segments], ALIGN)
+        parts = optimizer_shards(
+            plan, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
+        )
+        self._shards = [
+            tuple(
+                Owned(layer, number, shard.replica, shard.start, shard.stop)
+                for number in segments
+                for shard in (common if number == COMMON else parts)[layer]
+            )
+            for layer, segments in enumerate(self.segments)
+        ]
+
+    def shards(self, layer: int) -> tuple[Owned, ...]:
+        """All shards of a layer, in the order of its segments and elements."""
+        return self._shards[layer]
+
+    @cached_property
+    def all_shards(self) -> tuple[Owned, ...]:
+        return tuple(shard for shards in self._shards for shard in shards)
+
+    def owner(self, shard: Owned) -> str:
+        """The worker that owns a shard."""
+        return self.holder(shard, shard.replica)
+
+    def holder(self, shard: Owned, replica: int) -> str:
+        """The member of a tuple that holds a shard's elements; of several, the first."""
+        workers = self.holders[shard.layer][replica]
+        return workers[0] if shard.segment == COMMON else workers[shard.segment // self._span(shard.layer, workers)]
+
+    def receivers(self, shard: Owned, replica: int) -> tuple[str, ...]:
+        """All members of a tuple that hold a shard's elements."""
+        return self.holders[shard.layer][replica] if shard.segment == COMMON else (self.holder(shard, replica),)
+
+    def sum_dtype(self, layer: int) -> torch.dtype:
+        """In which the gradients of a layer are summed and its optimizer computes: float32 at least."""
+        return torch.float64 if torch.float64 in self._dtypes[layer] else torch.float32
+
+    def wire_dtype(self, layer: int, segment: int) -> torch.dtype:
+        """In which the values of a segment travel: that of its parameters, if they have one."""
+        kinds = {self._specs[layer].dtypes[fragment.name] for fragment in self.segments[layer][segment].fragments}
+        return kinds.pop() if len(kinds) == 1 else self.sum_dtype(layer)
+
+    def flatten(self, layer: int, segment: int, workers: Sequence[str], parts: Mapping[str, Tensor]) -> Tensor:
+        """A segment as a flat vector, of what a member of `workers` has for each parameter of a layer."""
+        dtype = self.sum_dtype(layer)
+        found = self.segments[layer][segment]
+        device = next(iter(parts.values())).device if parts else None
+        flat = torch.zeros(found.elements, dtype=dtype, device=device)
+        for fragment in found.fragments:
+            part = self.view(parts[fragment.name], fragment, layer, segment, workers)
+            flat[fragment.start : fragment.stop].view(fragment.shape).copy_(part)
+        return flat
+
+    def view(self, tensor: Tensor, fragment: Fragment, layer: int, segment: int, workers: Sequence[str]) -> Tensor:
+        """The fragment of a parameter, given the part of the parameter that a member of `workers` holds."""
+        if fragment.dim is None:
+            return tensor
+        span = self._span(layer, workers)
+        return tensor.chunk(span, fragment.dim)[segment % span]
+
+    def _span(self, layer: int, workers: Sequence[str]) -> int:
+        """How many segments each member of the tuple holds."""
+        return self.cuts[layer] // len(workers)
+
+
+def _segments(spec: LayerSpec, cut: int) -> dict[int, Segment]:
+    common, parts = [], []
+    ends = [0, 0]
+    for name, shape in spec.shapes.items():
+        placement = spec.placements[name]
+        if cut > 1 and isinstance(placement, Cut):
+            if shape[placement.dim] % cut:
+                raise StateError(
+                    f"{spec.name}: {name} {tuple(shape)} is to be cut into {cut} along dimension {placement.dim}; "
+                    f"use tensor-parallel degrees whose least common multiple divides {shape[placement.dim]}"
+                )
+            part = tuple(size // cut if dim == placement.dim else size for dim, size in enumerate(shape))
+            parts.append(Fragment(name, placement.dim, part, ends[1]))
+            ends[1] = _aligned(parts[-1].stop)
+        else:
+            common.append(Fragment(name, None, tuple(shape), ends[0]))
+            ends[0] = _aligned(common[-1].stop)
+    segments = {COMMON: Segment(COMMON, tuple(common), ends[0])}
+    if parts:
+        segments |= {number: Segment(number, tuple(parts), ends[1]) for number in range(cut)}
+    return segments
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGN) * ALIGN

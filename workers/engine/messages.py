@@ -1,0 +1,158 @@
+"""What workers tell each other in a step: who sends which rows to whom, and under which number.
+
+All of it follows from the plan, so both ends of a message know its number, size and place without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+
+from elaunch.workers.engine.layout import Owned, StateLayout
+from elaunch.workers.engine.sums import Node, nodes
+from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.plan.views import Feed, holders, inputs, outputs, unit_of
+
+_NUMBERS = 1 << 28
+
+
+class Kind(IntEnum):
+    """Of message; each has numbers of its own."""
+
+    ACTIVATION = 0
+    INPUT_GRADIENT = 1
+    GRADIENT = 2
+    PARAMETER = 3
+    TENSOR = 4
+
+
+def tag(kind: Kind, number: int) -> int:
+    """The part under which a message travels (see `elaunch.workers.comm.traffic`)."""
+    assert number < _NUMBERS
+    return kind * _NUMBERS + number
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [first, first + count) of this worker's micro-batch that go to or come from `peer` under `number`."""
+
+    peer: str
+    number: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What one micro-batch of one tile exchanges with the tiles before and after it."""
+
+    x_from: tuple[Rows, ...]
+    y_to: tuple[Rows, ...]
+    dy_from: tuple[Rows, ...]
+    dx_to: tuple[Rows, ...]
+
+
+def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
+    """For each (tile, micro-batch) of `worker`, what it receives and sends.
+
+    Every member of a tensor-parallel tuple has the whole activation, so each member of the next tuple gets it from one
+    of them: from itself, if it belongs to both, else from the one of its own rank, modulo their number.
+    """
+    feeds, consumers = inputs(plan), outputs(plan)
+    first_number: dict[tuple[int, int, int, int], int] = {}
+    number = 0
+    for tile, of_tile in enumerate(feeds):
+        for micro_batch, of_micro_batch in enumerate(of_tile):
+            for feed in of_micro_batch:
+                first_number[tile, micro_batch, feed.tile, feed.micro_batch] = number
+                number += len(feed.runs)
+    found = {}
+    for tile in plan.tiles_of(worker):
+        mine = plan.tiles[tile].workers
+        for micro_batch in range(len(plan.tiles[tile].micro_batches)):
+            x_from: list[Rows] = []
+            y_to: list[Rows] = []
+            dy_from: list[Rows] = []
+            dx_to: list[Rows] = []
+            for feed in feeds[tile][micro_batch]:
+                theirs = plan.tiles[feed.tile].workers
+                start = first_number[tile, micro_batch, feed.tile, feed.micro_batch]
+                x_from += _rows(feed, start, (_source(theirs, worker, mine),))
+                dx_to += _rows(feed, start, [peer for peer in theirs if _source(mine, peer, theirs) == worker])
+            for feed in consumers[tile][micro_batch]:
+                theirs = plan.tiles[feed.tile].workers
+                start = first_number[feed.tile, feed.micro_batch, tile, micro_batch]
+                turned = Feed(
+                    feed.tile, feed.micro_batch, tuple((there, here, count) for here, there, count in feed.runs)
+                )
+                dy_from += _rows(turned, start, (_source(theirs, worker, mine),))
+                y_to += _rows(turned, start, [peer for peer in theirs if _source(mine, peer, theirs) == worker])
+            found[tile, micro_batch] = Exchanges(tuple(x_from), tuple(y_to), tuple(dy_from), tuple(dx_to))
+    return found
+
+
+def peers(plan: Plan, worker: str) -> frozenset[str]:
+    """The workers to which `worker` needs a link: those before and after it, and those that have layers of its own."""
+    found = {
+        rows.peer
+        for one in exchanges(plan, worker).values()
+        for rows in (*one.x_from, *one.y_to, *one.dy_from, *one.dx_to)
+    }
+    for tuples in holders(plan):
+        mine = any(worker in workers for workers in tuples)
+        found |= {other for workers in tuples for other in workers if mine}
+    return frozenset(found - {worker})
+
+
+def _rows(feed: Feed, start: int, peers: Sequence[str]) -> Iterator[Rows]:
+    for peer in peers:
+        for place, (_, here, count) in enumerate(feed.runs):
+            yield Rows(peer, start + place, here, count)
+
+
+def _source(sources: tuple[str, ...], receiver: str, receivers: tuple[str, ...]) -> str:
+    return receiver if receiver in sources else sources[receivers.index(receiver) % len(sources)]
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one holder of a layer contributes to its gradient: the sum below a node of the tree over the units.
+
+    `node` is None for the sum of all its micro-batches that are no whole unit.
+    """
+
+    replica: int
+    node: Node | None
+
+
+class GradientTerms:
+    """The terms of each layer's gradient, and the numbers under which they travel to the owners of its shards."""
+
+    def __init__(self, plan: Plan, layout: StateLayout, bitwise: bool) -> None:
+        self.terms = [
+            tuple(
+                Term(replica, node)
+                for replica, workers in enumerate(tuples)
+                for node in _nodes(plan, layer, workers, bitwise)
+            )
+            for layer, tuples in enumerate(layout.holders)
+        ]
+        counts = [len(self.terms[shard.layer]) for shard in layout.all_shards]
+        self._first = dict(zip(layout.all_shards, [0, *accumulate(counts)], strict=False))
+
+    def number(self, shard: Owned, term: int) -> int:
+        """Of the message that brings term number `term` of a layer's gradient to the owner of a shard."""
+        return self._first[shard] + term
+
+
+def _nodes(plan: Plan, layer: int, workers: tuple[str, ...], bitwise: bool) -> tuple[Node | None, ...]:
+    units = [
+        unit_of(plan, micro_batch) if bitwise else None
+        for tile in plan.tiles
+        if tile.workers == workers and layer in tile.layers
+        for micro_batch in tile.micro_batches
+    ]
+    whole = nodes(plan.n_units, [unit for unit in units if unit is not None])
+    return (*whole, None) if None in units else whole

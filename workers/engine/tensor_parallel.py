@@ -1,0 +1,203 @@
+"""Layers cut over the members of a tensor-parallel tuple, as Megatron does.
+
+A layer says how its parameters are cut by an attribute `placements`, a mapping from parameter names to
+`torch.distributed.tensor` placements; what it does not name is replicated:
+
+    class Block(nn.Module):
+        placements = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+`nn.Linear` with its weight at Shard(0) is column-parallel: its input is whole, its output features are this member's.
+With Shard(1) it is row-parallel: its input features are this member's, its output is the sum over the members, whole.
+`nn.Embedding` with Shard(0) holds this member's rows of the vocabulary; its output is whole. Between a column-parallel
+layer and the row-parallel one after it, the code of a layer sees fewer features, so it should ask for `-1` where it
+unflattens them. Layers with parameters of their own cut otherwise call `copy` and `reduce` themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from elaunch.errors import StateError
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A place in a tensor-parallel tuple: member `rank` of `size`, and the sum over the members."""
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: AllReduce | None = None
+
+
+_ALONE = Membership()
+_current = threading.local()
+
+
+def current() -> Membership:
+    """Where the layer that runs in this thread is placed."""
+    found: Membership = getattr(_current, "value", _ALONE)
+    return found
+
+
+@contextmanager
+def placed(membership: Membership) -> Iterator[None]:
+    """Layers that run inside are placed so."""
+    before = current()
+    _current.value = membership
+    try:
+        yield
+    finally:
+        _current.value = before
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.membership = current()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _sum(ctx.membership, grads[0])
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _sum(current(), x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def copy(x: Tensor) -> Tensor:
+    """Give each member the same tensor; in backward the members' gradients of it are summed."""
+    return x if current().size == 1 else _Copy.apply(x)  # type: ignore[no-untyped-call]
+
+
+def reduce(x: Tensor) -> Tensor:
+    """Sum the members' tensors; in backward each member gets the same gradient."""
+    return x if current().size == 1 else _Reduce.apply(x)  # type: ignore[no-untyped-call]
+
+
+def _sum(membership: Membership, x: Tensor) -> Tensor:
+    return x if membership.all_reduce is None else membership.all_reduce(x)
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer that computes this member's output features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(copy(input), self.weight, self.bias)
+
+
+class RowLinear(nn.Linear):
+    """A linear layer that gets this member's input features; the bias is added once, to the sum."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = reduce(F.linear(input, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding with this member's rows of the vocabulary."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        place = input - current().rank * rows
+        mine = (place >= 0) & (place < rows)
+        found = F.embedding(torch.where(mine, place, 0), self.weight)
+        return reduce(found * mine.unsqueeze(-1).to(found.dtype))
+
+
+def placements_of(layer: nn.Module, name: str) -> dict[str, Placement]:
+    """The placement of each parameter of a layer.
+
+    Args:
+        layer: with or without an attribute `placements`.
+        name: of the layer, for messages.
+
+    Raises:
+        StateError: a placement of something that is no parameter, or one that cannot be done.
+    """
+    declared: Mapping[str, Placement] = getattr(layer, "placements", {})
+    parameters = dict(layer.named_parameters())
+    for parameter, placement in declared.items():
+        if parameter not in parameters:
+            raise StateError(
+                f"{name} places {parameter!r}, which is none of its parameters: "
+                f"{', '.join(parameters) or 'it has none'}"
+            )
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        if (
+            not isinstance(placement, (Shard, Replicate))
+            or not -parameters[parameter].dim() <= dim < parameters[parameter].dim()
+        ):
+            raise StateError(
+                f"{name} places {parameter} {tuple(parameters[parameter].shape)} as {placement}; "
+                "Replicate() and Shard(dim) of one of its dimensions can be used"
+            )
+    found: dict[str, Placement] = {}
+    for parameter, value in parameters.items():
+        placement = declared.get(parameter, Replicate())
+        found[parameter] = Shard(placement.dim % value.dim()) if isinstance(placement, Shard) else placement
+    return found
+
+
+def cut(layer: nn.Module, placements: Mapping[str, Placement], rank: int, size: int, name: str) -> None:
+    """Leave only member `rank`'s part of each parameter, in place, and make the parts of the layer work together.
+
+    Raises:
+        StateError: a dimension does not divide by `size`, or a part of the layer is cut in a way it cannot work in.
+    """
+    if size == 1:
+        return
+    for parameter, placement in placements.items():
+        owner, _, attribute = parameter.rpartition(".")
+        module = layer.get_submodule(owner)
+        if not isinstance(placement, Shard):
+            continue
+        _adapt(module, attribute, placement.dim, f"{name}: {parameter}")
+        value = module.get_parameter(attribute)
+        if value.shape[placement.dim] % size:
+            raise StateError(
+                f"{name}: {parameter} {tuple(value.shape)} cannot be cut into {size} along dimension {placement.dim}; "
+                f"use a tensor-parallel degree that divides {value.shape[placement.dim]}"
+            )
+        value.data = value.data.chunk(size, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+    for module in layer.modules():
+        if isinstance(module, RowLinear) and module.bias is not None and module.bias.shape[0] != module.weight.shape[0]:
+            raise StateError(f"{name}: the bias of a row-parallel linear layer is added once; place it as Replicate()")
+        if (
+            isinstance(module, ColumnLinear)
+            and module.bias is not None
+            and module.bias.shape[0] != module.weight.shape[0]
+        ):
+            raise StateError(
+                f"{name}: the bias of a column-parallel linear layer is cut like its output; place it as Shard(0)"
+            )
+
+
+def _adapt(module: nn.Module, attribute: str, dim: int, what: str) -> None:
+    kinds: dict[tuple[type, str, int], type] = {
+        (nn.Linear, "weight", 0): ColumnLinear,
+        (nn.Linear, "weight", 1): RowLinear,
+        (nn.Embedding, "weight", 0): VocabularyEmbedding,
+    }
+    kind = kinds.get((type(module), attribute, dim))
+    if kind is not None:
+        module.__class__ = kind
+    elif type(module) is nn.Embedding:
+        raise StateError(f"{what}: an embedding can be cut along dimension 0, its vocabulary, only")
