@@ -1,0 +1,232 @@
+"""Several nodes and one etcd: nodes die, leave and come; the store goes away and comes back.
+
+`etcd` stands before `spawn` in the signatures, so that the agents end while the store still serves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.rendezvous.embedded import EmbeddedEtcd
+from tests.faults.test_workers import reference
+from tests.helpers import Spawner, wait_until
+from tests.jobs.watch import (
+    SCRIPT,
+    Node,
+    assert_gone,
+    assert_same,
+    digests,
+    elaunch,
+    kill_node,
+    losses,
+    wait_for,
+    wait_for_members,
+    wait_for_step,
+)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    server = EmbeddedEtcd(str(tmp_path / "etcd"))
+    server.start()
+    try:
+        server.wait_ready(20)
+        yield server
+    finally:
+        server.stop()
+
+
+class Cluster:
+    """Agents of one job on this machine."""
+
+    def __init__(
+        self, spawn: Spawner, folder: Path, etcd: EmbeddedEtcd, nnodes: str, *script: str, conf: str = ""
+    ) -> None:
+        self.spawn, self.folder = spawn, folder
+        self.script: list[str | Path] = [SCRIPT, *script]
+        # On a busy machine a script takes longer than usual to import torch; it must not be taken for a plain one.
+        conf = ",".join(filter(None, ["lease_ttl=2", "last_call_timeout=0", "attach_timeout=90", conf]))
+        self.flags = (f"--nnodes={nnodes}", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", f"--rdzv-conf={conf}")
+        self.nodes: list[Node] = []
+
+    def add(self, name: str, workers: int = 1, *flags: str) -> Node:
+        node = elaunch(
+            self.spawn,
+            self.folder,
+            *self.flags,
+            f"--nproc-per-node={workers}",
+            f"--node-name={name}",
+            *flags,
+            script=self.script,
+            name=name,
+        )
+        self.nodes.append(node)
+        return node
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_go_on_when_a_node_is_killed(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, victim: int
+) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    # With such a lease the run only ends in time if the broken links, and not the lease, show that the node is gone.
+    gate = tmp_path / "gate"
+    script = ("--steps", "40", "--gather", "3", "--hold", f"20:{gate}")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", *script, conf="lease_ttl=300")
+    first = cluster.add("a", 1)
+    wait_until(lambda: first.pids() or first.agent.process.poll() is not None, 30, "the first node's worker")
+    second = cluster.add("b", 2)
+    nodes = [first, second]
+    wait_for_members(nodes, 3)
+    killed, survivor = nodes[victim], nodes[1 - victim]
+    before = survivor.pids()
+    kill_node(killed)
+    gate.touch()
+    assert survivor.agent.wait(100) == 0, survivor.agent.tail()
+    assert set(before.values()) == set(survivor.all_pids())
+    assert_same(losses(nodes), expected, 1e-9)
+    assert digests(nodes) == samples
+
+
+def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "40", "--gather", "4")
+    for name in ("a", "b"):
+        cluster.add(name)
+    wait_for_members(cluster.nodes, 2)
+    pids = [node.pids() for node in cluster.nodes]
+    cluster.add("c", 2)
+    wait_for_members(cluster.nodes, 4)
+    for node, before in zip(cluster.nodes, pids, strict=False):
+        assert node.pids() == before
+    for node in cluster.nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    assert_same(losses(cluster.nodes), expected, 1e-9)
+    assert digests(cluster.nodes) == samples
+
+
+def test_sigterm_lets_a_node_leave_at_a_step_boundary(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    gate = tmp_path / "gate"
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "40", "--gather", "3", "--hold", f"20:{gate}")
+    leaving, staying = cluster.add("a", 2), cluster.add("b")
+    wait_for_members(cluster.nodes, 3)
+    leaving.agent.signal(signal.SIGTERM)
+    gate.touch()
+    assert leaving.agent.wait(30) == 0, leaving.agent.tail()
+    assert [event.get("exitcode") for event in leaving.events("worker_exited")] == [0, 0]
+    assert staying.agent.wait(100) == 0, staying.agent.tail()
+    assert_same(losses(cluster.nodes), expected, 1e-9)
+    assert digests(cluster.nodes) == samples
+    # No step was interrupted: none was begun twice, so no generation was urgent.
+    assert all("died" not in event["cause"] and "lost" not in event["cause"] for event in staying.events("generation"))
+
+
+def test_training_goes_on_while_the_store_is_away(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "4000", "--sleep", "0.02")
+    a, b = cluster.add("a", 2), cluster.add("b")
+    wait_for_members(cluster.nodes, 3)
+    generations = len(a.events("generation"))
+    pids = [node.pids() for node in cluster.nodes]
+    etcd.stop()
+    a.agent.wait_for_text("the rendezvous store is away", 30)
+    b.agent.wait_for_text("the rendezvous store is away", 30)
+    step = max(node.last_step() for node in cluster.nodes)
+    # Longer than the lease of two seconds.
+    wait_for_step(cluster.nodes, step + 60)
+    etcd.start()
+    etcd.wait_ready(20)
+    a.agent.wait_for_text("the rendezvous store is back", 30)
+    b.agent.wait_for_text("the rendezvous store is back", 30)
+    wait_for_step(cluster.nodes, max(node.last_step() for node in cluster.nodes) + 60)
+    assert len(a.events("generation")) == generations, "somebody was expelled"
+    assert [node.pids() for node in cluster.nodes] == pids
+    for node in cluster.nodes:
+        node.agent.signal(signal.SIGINT)
+    for node in cluster.nodes:
+        assert node.agent.wait(40) == 1
+
+
+def test_a_death_while_the_store_is_away_is_handled_when_it_is_back(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "4000", "--sleep", "0.004", "--crew", "3")
+    a, _b = cluster.add("a", 2), cluster.add("b")
+    wait_for_members(cluster.nodes, 3)
+    etcd.stop()
+    a.agent.wait_for_text("the rendezvous store is away", 30)
+    worker, pid = sorted(a.pids().items())[0]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(cluster.nodes, lambda: worker not in a.pids(), 30, "the death to be seen")
+    etcd.start()
+    etcd.wait_ready(20)
+    wait_for(cluster.nodes, lambda: worker not in a.members(), 30, "a generation without the dead worker")
+    wait_for_members(cluster.nodes, 3)
+    for node in cluster.nodes:
+        kill_node(node)
+
+
+def test_below_the_minimum_the_survivors_wait_with_their_state(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    gate = tmp_path / "gate"
+    cluster = Cluster(spawn, tmp_path, etcd, "2:3", "--steps", "40", "--hold", f"20:{gate}")
+    a, b = cluster.add("a"), cluster.add("b")
+    wait_for_members(cluster.nodes, 2)
+    survivor = a.pids()
+    kill_node(b)
+    gate.touch()
+    a.agent.wait_for_text("1 of at least 2 nodes are left", 30)
+    cluster.add("c")
+    assert a.agent.wait(100) == 0, a.agent.tail()
+    assert set(survivor.values()) == set(a.all_pids())
+    assert_same(losses(cluster.nodes), expected, 1e-9)
+    assert digests(cluster.nodes) == samples
+
+
+def test_below_the_minimum_for_too_long_the_job_fails_with_a_reason(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "2:2", "--steps", "4000", conf="join_timeout=3")
+    a, b = cluster.add("a"), cluster.add("b")
+    wait_for_members(cluster.nodes, 2)
+    kill_node(b)
+    assert a.agent.wait(60) == 1, a.agent.tail()
+    assert "only 1 of at least 2 nodes are here after 3 s" in a.agent.text()
+    assert_gone(a.all_pids())
+    late = cluster.add("c")
+    assert late.agent.wait(30) == 1
+    assert "job 'job' has ended with a failure (only 1 of" in late.agent.text()
+    assert late.all_pids() == []
+
+
+def test_the_first_node_may_host_the_rendezvous(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+    script = (SCRIPT, "--steps", "40", "--sleep", "0.004")
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
+    for node in nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    assert len(losses(nodes)) == 40
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_job_whose_every_node_was_lost_at_once_can_be_run_again(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, name: str
+) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "4000", "--sleep", "0.02")
+    a, b = cluster.add("a"), cluster.add("b")
+    wait_for_members(cluster.nodes, 2)
+    for node in (a, b):
+        kill_node(node)
+    # Started at once, so that the leases of the dead still run; once under a dead one's name.
+    after = Cluster(spawn, tmp_path / "again", etcd, "1:2", "--steps", "20")
+    after.folder.mkdir()
+    again = after.add(name)
+    assert again.agent.wait(60) == 0, again.agent.tail()
+    assert len(losses(again)) == 20

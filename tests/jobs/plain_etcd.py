@@ -1,0 +1,53 @@
+"""A real etcd for tests of the launcher, and its administrator's tool; this process itself never talks to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import LaunchError
+from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
+
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[EmbeddedEtcd]:
+    """Serve until the end of the block."""
+    server = EmbeddedEtcd(str(folder))
+    try:
+        for attempts_left in (2, 1, 0):
+            server.start()
+            try:
+                server.wait_ready(LIMIT_S)
+                break
+            except LaunchError:
+                # Where other tests have used grpc in this process, its fork handlers now and then kill the child.
+                if not attempts_left:
+                    raise
+                server.stop()
+        yield server
+    finally:
+        server.stop()
+
+
+def etcdctl(endpoint: str, *words: str) -> str:
+    """Run the tool, which lies beside the server; what it prints."""
+    program = Path(find_etcd()).with_name("etcdctl")
+    if not program.exists():
+        pytest.skip("needs the `etcdctl` program beside etcd")
+    done = subprocess.run(
+        [str(program), f"--endpoints={endpoint}", *words],
+        env=os.environ | {"ETCDCTL_API": "3"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

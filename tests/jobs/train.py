@@ -1,0 +1,202 @@
+"""A small training script as users write it, with dropout, AdamW and a schedule; it can hurt itself on request.
+
+`--die SLOT:STEP:PHASE` ends the first incarnation of a worker by SIGKILL in that step, at one of
+
+    compute   in the forward pass of its first micro-batch
+    reduce    after it has sent its part of the gradients, before it has the sum
+    enter     with complete gradients, before it speaks at the commit barrier
+    half      at the commit barrier, after it has spoken to the last of the others and to nobody else: that one passes
+    passed    right after it has passed the barrier, before its optimizer acts
+
+So that no test races the end of its job, `--crew` and `--gather` slow the steps while workers are missing, and `--hold`
+stops at a step until the test has done what it came for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import elaunch
+from elaunch.workers.comm.group import Group
+from tests.jobs import say
+
+
+class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Points of a smooth function, by index."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        point = torch.linspace(-1, 1, 12, dtype=self.dtype) * (1 + index / 500)
+        return point, point.sin().sum().reshape(1)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+class Pace:
+    """Keeps the job from running away from its test: see `--crew`, `--gather` and `--hold`."""
+
+    SLOW_S = 0.1
+    SLOWER_S = 1.0  # with few steps left, for who takes long to come on a busy machine
+    SLOW_STEPS = 15
+
+    def __init__(self, job: elaunch.Job, sleep_s: float, crew: int, gather: int, hold: str) -> None:
+        self.job, self.sleep_s, self.crew, self.gather = job, sleep_s, crew, gather
+        step, _, gate = hold.partition(":")
+        self.hold_step = int(step or 0)
+        self.gate = Path(gate) if gate else None
+        self.gathered_step: int | None = None
+
+    def before(self) -> None:
+        """Called before each micro-batch."""
+        if self.gathered_step is None and self.job.size >= self.gather:
+            self.gathered_step = self.job.step
+        # One step commits in the full membership before the hold: tests wait to see it.
+        if self.gathered_step is not None and self.job.step > max(self.gathered_step, self.hold_step - 1):
+            while self.gate is not None and not self.gate.exists():
+                time.sleep(0.005)
+
+    def after(self) -> None:
+        """Called after each micro-batch."""
+        if self.gathered_step is None:
+            time.sleep(self.SLOW_S if self.job.step < self.SLOW_STEPS else self.SLOWER_S)
+        else:
+            time.sleep(self.SLOW_S if self.job.size < self.crew else self.sleep_s)
+
+
+class Faults:
+    """Ends this process at the requested moments; counts on what each phase calls."""
+
+    def __init__(self, job: elaunch.Job, requests: list[str]) -> None:
+        self.job = job
+        self.plan: dict[int, str] = {}
+        slot = int(os.environ.get("LOCAL_RANK", "0"))
+        first = job.worker.endswith("#0")
+        for request in requests:
+            where, step, phase = request.split(":")
+            if int(where) == slot and first:
+                self.plan[int(step)] = phase
+        if self.plan:
+            self._wrap("all_gather_bytes", before="enter", after="passed")
+            self._wrap("all_gather", before="reduce", after="")
+
+    def due(self, phase: str) -> bool:
+        return self.plan.get(self.job.step) == phase
+
+    def _wrap(self, name: str, before: str, after: str) -> None:
+        original: Callable[..., object] = getattr(Group, name)
+
+        def call(group: Group, *args: Any, **kwargs: Any) -> object:
+            if before and self.due(before):
+                die()
+            if name == "all_gather_bytes" and self.due("half"):
+                listener = [member for member in group.members if member != self.job.worker][-1]
+                group.fabric.exchange(group.epoch, group._next_op(), [(listener, 0, memoryview(args[0]))])
+                die()
+            result = original(group, *args, **kwargs)
+            if after and self.due(after):
+                die()
+            return result
+
+        setattr(Group, name, call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--global-batch-size", type=int, default=24)
+    parser.add_argument("--micro-batch-size", type=int, default=3)
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds that a micro-batch takes besides")
+    parser.add_argument("--crew", type=int, default=0, help="with fewer members, micro-batches take 0.1 s each")
+    parser.add_argument("--gather", type=int, default=0, help="the same, until there were once so many members")
+    parser.add_argument(
+        "--hold", default="", help="STEP:FILE: once gathered, wait in this step or a later for the file"
+    )
+    parser.add_argument(
+        "--extras", action="store_true", help="a layer with buffers, and collectives of the script's own"
+    )
+    parser.add_argument("--die", action="append", default=[])
+    parser.add_argument("--fail-at", default="", help="SLOT:STEP at which a worker raises")
+    parser.add_argument("--break-at", default="", help="SLOT:STEP at which its backward raises, half of it reduced")
+    args = parser.parse_args()
+
+    job = elaunch.init()
+    faults = Faults(job, args.die)
+    pace = Pace(job, args.sleep, args.crew, args.gather, args.hold)
+    dtype = getattr(torch, args.dtype)
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Linear(12, args.width),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(args.width, args.width),
+        nn.GELU(),
+        nn.Dropout(0.2),
+    )
+    small = {"first_bucket_bytes": 1, "bucket_bytes": 1} if args.break_at else {}
+    norm_layer = nn.BatchNorm1d(args.width) if args.extras else nn.Identity()
+    model = job.wrap(nn.Sequential(net, norm_layer, nn.Linear(args.width, 1)).to(dtype), **small)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    job.register(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    def may_break(gradient: torch.Tensor) -> None:
+        if job.last_micro_batch and args.break_at == f"{os.environ.get('LOCAL_RANK', '0')}:{job.step}":
+            raise RuntimeError("the backward that breaks the script")
+
+    next(iter(model.parameters())).register_hook(may_break)
+    rows = set()
+    counted = 0.0
+    for points, values in job.batches(
+        Samples(dtype),
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        seed=7,
+        steps=args.steps,
+    ):
+        pace.before()
+        if faults.due("compute"):
+            die()
+        if args.fail_at == f"{os.environ.get('LOCAL_RANK', '0')}:{job.step}":
+            raise RuntimeError("the sample that breaks the script")
+        rows.add(len(points))
+        loss = (model(points) - values).square().mean()
+        loss.backward()
+        job.report(loss=loss)
+        pace.after()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        if args.extras and job.last_micro_batch:
+            ones = torch.ones(3000)
+            torch.distributed.all_reduce(ones, group=job.process_group)
+            counted = ones[0].item()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    norm = sum(parameter.detach().double().square().sum().item() for parameter in model.parameters())
+    if args.extras:
+        statistics = [round(buffer.double().sum().item(), 12) for buffer in model.buffers()]
+        say(f"extras {statistics} members {counted:g} of {job.size}")
+    rate = scheduler.get_last_lr()[0]
+    say(f"ended {job.worker} pid {os.getpid()} norm {norm:.15e} rate {rate:.6e} rows {sorted(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Start elaunch jobs in tests, and read what their event logs say."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import Spawned, Spawner, is_running, wait_until
+
+SCRIPT = Path(__file__).parent / "train.py"
+START_S = 90.0  # four imports of torch on two loaded cores
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Node:
+    """One agent, and its event log."""
+
+    agent: Spawned
+    log: Path
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """What it has logged so far, whole lines only."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_bytes().split(b"\n")[:-1]
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in (None, event["kind"])]
+
+    def pids(self) -> dict[str, int]:
+        """Workers of this node that were started and have not ended."""
+        started = {event["worker"]: event["pid"] for event in self.events("worker_started")}
+        for event in self.events("worker_exited"):
+            started.pop(event["worker"], None)
+        return started
+
+    def all_pids(self) -> list[int]:
+        return [event["pid"] for event in self.events("worker_started")]
+
+    def last_step(self) -> int:
+        return max((event["step"] for event in self.events("step")), default=-1)
+
+    def members(self) -> list[str]:
+        """The newest training generation that this agent has heard of."""
+        found: list[str] = []
+        for event in self.events("generation"):
+            if event["stage"] == "train":
+                found = event["workers"]
+        return found
+
+
+def elaunch(
+    spawn: Spawner, folder: Path, *flags: str, script: Sequence[str | Path] = (SCRIPT,), name: str = "n0"
+) -> Node:
+    """Start one agent with its event log in `folder`."""
+    log = folder / f"events-{name}.jsonl"
+    agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name)
+    return Node(agent, log)
+
+
+def wait_for(nodes: Node | Sequence[Node], condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Wait for a condition; fail with all logs, and at once if every agent has ended."""
+    many = [nodes] if isinstance(nodes, Node) else list(nodes)
+
+    def told() -> str:
+        return what + "\n" + "\n".join(node.agent.tail() for node in many)
+
+    def there() -> Any:
+        # Asked before the condition: what an agent logged last then counts.
+        ended = [node for node in many if node.agent.process.poll() is not None]
+        value = condition()
+        if not value and len(ended) == len(many):
+            pytest.fail(f"every agent has ended, without {told()}")
+        return value
+
+    return wait_until(there, timeout_s, told)
+
+
+def wait_for_step(nodes: Node | Sequence[Node], step: int, timeout_s: float = START_S) -> None:
+    """Wait until a step has committed, whichever agent logs it."""
+    many = [nodes] if isinstance(nodes, Node) else list(nodes)
+    wait_for(many, lambda: max(node.last_step() for node in many) >= step, timeout_s, f"step {step}")
+
+
+def wait_for_members(nodes: Node | Sequence[Node], count: int, timeout_s: float = START_S) -> None:
+    """Wait until steps commit with that many members."""
+    many = [nodes] if isinstance(nodes, Node) else list(nodes)
+
+    def there() -> bool:
+        steps = [event for node in many for event in node.events("step")]
+        latest = max(steps, key=lambda event: (event["step"], event["t"]), default=None)
+        announced = max((node.events("generation")[-1:] for node in many), key=lambda last: [e["epoch"] for e in last])
+        return (
+            latest is not None
+            and latest["members"] == count
+            and [len(event["workers"]) for event in announced] == [count]
+            and latest["epoch"] == announced[0]["epoch"]
+        )
+
+    wait_for(many, there, timeout_s, f"steps with {count} members")
+
+
+def losses(nodes: Node | Sequence[Node]) -> dict[int, float]:
+    """Loss by step; a step that was reported twice must have been the same one."""
+    many = [nodes] if isinstance(nodes, Node) else list(nodes)
+    found: dict[int, Event] = {}
+    for event in sorted((e for node in many for e in node.events("step")), key=lambda event: event["t"]):
+        before = found.get(event["step"])
+        if before is not None:
+            assert before["digest"] == event["digest"], f"step {event['step']} was done with other samples"
+            assert before["loss"] == event["loss"], f"step {event['step']} committed twice: {before} {event}"
+        found[event["step"]] = event
+    assert sorted(found) == list(range(len(found))), f"steps are missing: {sorted(found)}"
+    return {step: event["loss"] for step, event in found.items()}
+
+
+def digests(nodes: Node | Sequence[Node]) -> list[str]:
+    """Digest of the samples of each step, in order."""
+    many = [nodes] if isinstance(nodes, Node) else list(nodes)
+    found = {event["step"]: event["digest"] for node in many for event in node.events("step")}
+    return [found[step] for step in sorted(found)]
+
+
+def assert_same(found: dict[int, float], expected: dict[int, float], relative: float) -> None:
+    """Both runs have the same steps, and losses that differ by rounding only."""
+    assert len(found) == len(expected)
+    for step, loss in found.items():
+        assert abs(loss - expected[step]) <= relative * abs(expected[step]), (
+            f"step {step}: loss {loss!r}, undisturbed {expected[step]!r}"
+        )
+
+
+def kill_node(node: Node) -> None:
+    """End an agent as the loss of its machine would, and see that its workers go with it."""
+    node.agent.signal(signal.SIGKILL)
+    node.agent.wait(10)
+    assert_gone(node.all_pids())
+
+
+def assert_gone(pids: Sequence[int], timeout_s: float = 10.0) -> None:
+    """No process of these is left after a while."""
+    wait_until(lambda: not any(map(is_running, pids)), timeout_s, f"the end of {pids}")
