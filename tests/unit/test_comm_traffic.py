@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,6 +131,50 @@ def test_a_part_may_be_posted_while_it_comes() -> None:
             receiver.advance()
         assert (left, arrived) == ([9], [9])
         assert got == body
+
+
+def test_what_fits_leaves_without_the_driving_thread() -> None:
+    with link_pair() as (sender, receiver):
+        wake = os.eventfd(0, os.EFD_NONBLOCK)
+        try:
+            traffic = Traffic(1, 1, [sender], lambda peer: sender, wake, lambda: None)
+            got = bytearray(100)
+            receiver.open(1, 1, lambda part: None)
+            receiver.post_receive(1, 1, 9, memoryview(got))
+            receiver.settle()
+            body = os.urandom(100)
+            traffic.send("far", 9, memoryview(body))  # nobody drives it
+            deadline_s = time.monotonic() + PATIENCE_S
+            while receiver.wants():
+                assert time.monotonic() < deadline_s
+                receiver.advance()
+            assert got == body
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(wake)
+        finally:
+            os.close(wake)
+
+
+def test_many_threads_send_and_post_at_once() -> None:
+    n_threads, n_parts = 4, 25
+    chance = random.Random(5)
+    with crew(2) as fabrics:
+        bodies = [chance.randbytes(chance.choice([10, 70_000, 600_000])) for _ in range(n_threads * n_parts)]
+        got = [[bytearray(len(body)) for body in bodies] for _ in fabrics]
+        traffics = open_all(fabrics)
+
+        def work(me: int, thread: int) -> None:
+            peer = fabrics[1 - me].worker
+            parts = range(thread, len(bodies), n_threads)
+            for part in parts:
+                traffics[me].send(peer, part, memoryview(bodies[part]))
+                traffics[me].post(peer, part, memoryview(got[me][part]))
+            for part in parts:
+                traffics[me].wait(peer, part)
+
+        together([partial(work, me, thread) for me in range(2) for thread in range(n_threads)])
+        together([traffic.close for traffic in traffics])
+        assert got == [bodies, bodies]
 
 
 def test_flush_does_not_need_the_peer_to_post() -> None:

@@ -38,6 +38,11 @@ class Pair(Plain):
         return super().forward(x), x
 
 
+class InPlace(Plain):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.mul_(2))
+
+
 class Counts(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +101,7 @@ def engine(layers: list[Any], plan: Plan | None = None, **settings: Any) -> Engi
         (lambda: Plain(WIDTH + 1), r"layer 1 \(Plain\) cannot be run: layer 0 \(Words\) gives rows of shape \(5, 16\)"),
         (Summed, r"layer 1 \(Summed\) returns shape \(\) for 2 rows; the first dimension must be 2"),
         (Pair, r"layer 1 \(Pair\) returns tuple; a layer must return one tensor"),
+        (InPlace, r"layer 1 \(InPlace\) changes its input in place"),
         (Misplaced, r"layer 1 \(Misplaced\) places 'weight', which is none of its parameters: linear.weight, linear.b"),
         (Norm, r"layer 1 \(Norm\) has BatchNorm1d, whose statistics would depend .*; use LayerNorm"),
         (lambda: "a layer", r"layers\[1\] must be a function that makes an nn.Module; it returned str"),

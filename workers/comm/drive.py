@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from elaunch.errors import LinkLost
-from elaunch.workers.comm.link import Link
+
+
+class Line(Protocol):
+    """What the loop needs of a link: see `Link`."""
+
+    peer: str
+    socket: socket.socket
+
+    def advance(self, events: int = 0) -> None: ...
+
+    def wants(self) -> int: ...
 
 
 def drive(
-    links: Collection[Link],
+    links: Collection[Line],
     wake: int,
-    woken: Callable[[], Collection[Link]],
+    woken: Callable[[], Collection[Line]],
     is_open: Callable[[], bool] | None = None,
     deadline_s: float | None = None,
 ) -> None:
@@ -24,7 +36,7 @@ def drive(
     do, be they new ones. What it raises ends the loop, as do the errors of the links. Raises `LinkLost` when
     `deadline_s`, a time of `time.monotonic`, passes.
     """
-    active: dict[int, Link] = {}
+    active: dict[int, Line] = {}
     for link in links:
         link.advance()
         if link.wants():
@@ -44,7 +56,7 @@ def drive(
             if wait_ms <= 0:
                 raise LinkLost(next(iter(active.values())).peer, "silent until the operation's deadline")
         for ready, events in poll.poll(wait_ms):
-            changed: Collection[Link]
+            changed: Collection[Line]
             if ready == wake:
                 os.eventfd_read(wake)
                 changed = woken()

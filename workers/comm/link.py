@@ -121,13 +121,40 @@ class Link:
 
     def advance(self, events: int = 0) -> None:
         """Moves what the socket takes and gives now. `events` is what poll reported; 0 when it was not asked."""
-        self._check()
-        if self._sending or self._frames:
-            self._push()
+        self.push()
         if (self._wanted or self._open) and not self._parked:
             self._pull()
         elif events & HANG_UP and self.wants():
             raise self.fail("closed by the peer")
+
+    def push(self) -> None:
+        """Moves out what the socket takes now."""
+        self._check()
+        while self._sending or self._frames:
+            if self._owed:
+                buffers = self._owed
+            else:
+                if not self._sending:
+                    header, body, self._left = self._frames.popleft()
+                    self._sending = [header, body]
+                buffers = self._sending
+            try:
+                sent = self.socket.sendmsg(buffers)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self.fail(error.strerror or str(error)) from None
+            while buffers and sent >= len(buffers[0]):
+                sent -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = memoryview(buffers[0])[sent:]
+            if buffers is self._sending:
+                self._begun = bool(buffers)
+                if self._left is not None and not buffers:
+                    self._left()
+                    self._left = None
+            if buffers:
+                return
 
     def finish(self) -> None:
         """Forgets the operation, keeping what the peer must still get and what it must still be relieved of."""
@@ -172,35 +199,6 @@ class Link:
     def _check(self) -> None:
         if self.broken is not None:
             raise LinkLost(self.peer, self.broken)
-
-    def _push(self) -> None:
-        while True:
-            if self._owed:
-                buffers = self._owed
-            else:
-                if not self._sending:
-                    if not self._frames:
-                        return
-                    header, body, self._left = self._frames.popleft()
-                    self._sending = [header, body]
-                buffers = self._sending
-            try:
-                sent = self.socket.sendmsg(buffers)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise self.fail(error.strerror or str(error)) from None
-            while buffers and sent >= len(buffers[0]):
-                sent -= len(buffers.pop(0))
-            if buffers:
-                buffers[0] = memoryview(buffers[0])[sent:]
-            if buffers is self._sending:
-                self._begun = bool(buffers)
-                if self._left is not None and not buffers:
-                    self._left()
-                    self._left = None
-            if buffers:
-                return
 
     def _pull(self) -> None:
         if self._frame is None:

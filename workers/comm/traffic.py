@@ -6,24 +6,100 @@
         ...                                     # compute
         traffic.wait("a/1#0", 7)
 
-Users write orders, and the driving thread alone touches the links: it takes the orders whenever it is woken.
+Whoever sends gives the kernel what it takes at once, so that a message does not wait for another thread to be woken,
+and leaves the rest to the driving thread, which also reads. The two take turns at each link (`_Line`).
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 
+from elaunch.errors import LinkLost
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Link
 
 PARTS = 1 << 32
 """A part's number, which is all that tells the messages between two workers apart, is below this."""
 
-Order = Callable[[Link], None]
+
+class _Line:
+    """A link during one traffic, which the driving thread and those that send and post use in turns.
+
+    No other lock is taken while its own is held: `news`, which tells of parts that came or left, is called without.
+    """
+
+    def __init__(self, link: Link, epoch: int, op: int, news: Callable[[], None]) -> None:
+        self.peer, self.socket = link.peer, link.socket
+        self.arrived: set[int] = set()
+        self.n_left = 0
+        self._link, self._epoch, self._op, self._news = link, epoch, op, news
+        self._lock = threading.Lock()
+        self._moved = False
+        self._admitted = False
+        self._over = False
+
+    def post(self, part: int, destination: memoryview) -> None:
+        with self._lock:
+            self._link.post_receive(self._epoch, self._op, part, destination)
+
+    def queue(self, part: int, body: memoryview, keep: object) -> None:
+        with self._lock:
+            self._link.post_send(self._epoch, self._op, part, body, partial(self._has_left, keep))
+
+    def push(self) -> bool:
+        """Gives the kernel what it takes of all that is queued; returns whether some is left."""
+        with self._lock:
+            # The traffic may have ended meanwhile, and another operation use the link.
+            if self._over:
+                return False
+            self._link.push()
+            left = self._link.wants() & select.POLLOUT != 0
+        self.tell()
+        return left
+
+    def tell(self) -> None:
+        if self._moved:
+            self._moved = False
+            self._news()
+
+    # From here on: in the driving thread.
+
+    def admit(self) -> None:
+        """Reads the link from now on; once."""
+        with self._lock:
+            if not self._admitted:
+                self._admitted = True
+                self._link.open(self._epoch, self._op, self._has_arrived)
+
+    def advance(self, events: int = 0) -> None:
+        with self._lock:
+            self._link.advance(events)
+        self.tell()
+
+    def wants(self) -> int:
+        with self._lock:
+            return self._link.wants()
+
+    def settle(self) -> None:
+        with self._lock:
+            self._link.settle()
+
+    def finish(self) -> None:
+        with self._lock:
+            self._over = True
+            self._link.finish()
+
+    def _has_arrived(self, part: int) -> None:
+        self.arrived.add(part)
+        self._moved = True
+
+    def _has_left(self, keep: object) -> None:
+        self.n_left += 1
+        self._moved = True
 
 
 class Traffic:
@@ -49,9 +125,10 @@ class Traffic:
     ) -> None:
         self._epoch, self._op = epoch, op
         self._find, self._wake, self._check = find, wake, check
-        # Under this condition: what was ordered, and how it ended.
+        # Under this condition: what was sent and posted, where the driving thread has to look, and how it ended.
         self._changed = threading.Condition(threading.Lock())
-        self._orders: deque[tuple[Link, Order]] = deque()
+        self._lines = {link.peer: self._line(link) for link in links}
+        self._touched: dict[_Line, None] = {}
         self._posted: set[tuple[str, int]] = set()
         self._sent: set[tuple[str, int]] = set()
         self._waiting = 0
@@ -59,18 +136,15 @@ class Traffic:
         self._abandoned = False
         self._ended = False
         self._failure: BaseException | None = None
-        # Written by the driving thread only.
-        self._links = {link.peer: link for link in links}
+        # The driving thread's own.
         self._open = True
-        self._arrived: set[tuple[str, int]] = set()
-        self._left = 0
 
     def post(self, peer: str, part: int, destination: memoryview) -> None:
         """Says where the bytes of `part` from `peer` go; there must be exactly as many. Returns at once.
 
         Raises `LinkLost` when there is no link to `peer`, `ValueError` when this part has been posted before.
         """
-        self._order(self._posted, peer, part, lambda link: link.post_receive(self._epoch, self._op, part, destination))
+        self._take_on(self._posted, peer, part, lambda line: line.post(part, destination)).tell()
 
     def send(self, peer: str, part: int, body: memoryview, keep: object = None) -> None:
         """Sends `body` to `peer` as `part`. Returns at once; `body` must stay unchanged until it has left.
@@ -78,25 +152,32 @@ class Traffic:
         `keep` is any object to which a reference is held until then. Raises `LinkLost` when there is no link to `peer`,
         `ValueError` when this part has been sent before.
         """
-        left = partial(self._has_left, keep)
-        self._order(self._sent, peer, part, lambda link: link.post_send(self._epoch, self._op, part, body, left))
+        line = self._take_on(self._sent, peer, part, lambda line: line.queue(part, body, keep))
+        try:
+            left = line.push()
+        except LinkLost:
+            left = True
+        if left:
+            with self._changed:
+                self._look_at(line)
 
     def wait(self, peer: str, part: int) -> None:
         """Returns when `part` from `peer`, which has been posted, is complete."""
-        key = (peer, part)
-        if key in self._arrived and self._failure is None:
-            return
-        if key not in self._posted and self._failure is None:
-            raise ValueError(f"part {part} from {peer} is awaited but was never posted: post it first")
-        self._until(lambda: key in self._arrived)
+        if self._failure is None:
+            if self.arrived(peer, part):
+                return
+            if (peer, part) not in self._posted:
+                raise ValueError(f"part {part} from {peer} is awaited but was never posted: post it first")
+        self._until(lambda: self.arrived(peer, part))
 
     def arrived(self, peer: str, part: int) -> bool:
         """Whether `part` from `peer` has been posted and is complete; never raises."""
-        return (peer, part) in self._arrived
+        line = self._lines.get(peer)
+        return line is not None and part in line.arrived
 
     def flush(self) -> None:
         """Returns when all that was sent has left for the kernel."""
-        self._until(lambda: self._left == len(self._sent))
+        self._until(lambda: sum(line.n_left for line in self._lines.values()) == len(self._sent))
 
     def close(self) -> None:
         """Returns when all that was sent has left and all that was posted has come; then the operation is over.
@@ -129,20 +210,30 @@ class Traffic:
         """Drives the links until the traffic is closed or fails; the fabric's thread calls it, once."""
         failure: BaseException | None = None
         try:
-            for link in self._links.values():
-                self._admit(link)
-            drive(self._links.values(), self._wake, self._take, lambda: self._open)
+            lines = self._all()
+            for line in lines:
+                line.admit()
+            drive(lines, self._wake, self._woken, lambda: self._open)
         except BaseException as error:
             failure = error
         finally:
-            for link in self._links.values():
-                link.finish()
             with self._changed:
-                self._failure, self._ended = failure, True
-                self._orders.clear()
+                self._failure = failure
+            # Nothing is sent or posted any more.
+            for line in self._all():
+                line.finish()
+            with self._changed:
+                self._ended = True
                 self._changed.notify_all()
 
-    def _order(self, tags: set[tuple[str, int]], peer: str, part: int, order: Order) -> None:
+    def _line(self, link: Link) -> _Line:
+        return _Line(link, self._epoch, self._op, self._news)
+
+    def _all(self) -> list[_Line]:
+        with self._changed:
+            return list(self._lines.values())
+
+    def _take_on(self, tags: set[tuple[str, int]], peer: str, part: int, order: Callable[[_Line], None]) -> _Line:
         if not 0 <= part < PARTS:
             raise ValueError(f"part {part} to or from {peer} is not a number from 0 to {PARTS - 1}")
         with self._changed:
@@ -153,10 +244,22 @@ class Traffic:
             if (peer, part) in tags:
                 done = "sent to" if tags is self._sent else "posted from"
                 raise ValueError(f"part {part} is {done} {peer} twice: give each message of a traffic its own number")
-            link = self._links.get(peer) or self._find(peer)
+            line = self._lines.get(peer)
+            if line is None:
+                line = self._lines[peer] = self._line(self._find(peer))
+                self._look_at(line)
             tags.add((peer, part))
-            self._orders.append((link, order))
-            self._call()
+            try:
+                order(line)
+            except LinkLost:
+                # The driving thread finds the same, and ends the traffic by it.
+                self._look_at(line)
+        return line
+
+    def _look_at(self, line: _Line) -> None:
+        """Makes the driving thread see to a link; under the condition."""
+        self._touched[line] = None
+        self._call()
 
     def _call(self) -> None:
         """Makes the driving thread look; under the condition, since the eventfd may be gone after the end."""
@@ -179,43 +282,26 @@ class Traffic:
             self._call()
             self._changed.wait_for(lambda: self._ended)
 
-    # From here on: in the driving thread.
-
-    def _take(self) -> Collection[Link]:
-        """What `drive` calls when it was woken."""
-        self._check()
-        if self._abandoned:
-            raise RuntimeError(f"operation {self._op} of epoch {self._epoch} was given up after an error")
-        # Asked before the orders are taken: none follows it.
-        closing = self._closing and self._open
-        changed: dict[Link, None] = {}
-        while self._orders:
-            link, order = self._orders.popleft()
-            if link.peer not in self._links:
-                self._links[link.peer] = link
-                self._admit(link)
-            order(link)
-            changed[link] = None
-        if closing:
-            self._open = False
-            for link in self._links.values():
-                link.settle()
-            return self._links.values()
-        return changed.keys()
-
-    def _admit(self, link: Link) -> None:
-        link.open(self._epoch, self._op, partial(self._has_arrived, link.peer))
-
-    def _has_arrived(self, peer: str, part: int) -> None:
-        self._arrived.add((peer, part))
-        self._notify()
-
-    def _has_left(self, keep: object) -> None:
-        self._left += 1
-        self._notify()
-
-    def _notify(self) -> None:
+    def _news(self) -> None:
         # Whoever waits has counted itself before it looked, so an unlocked look is enough when nobody does.
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
+
+    def _woken(self) -> Collection[_Line]:
+        """In the driving thread: what `drive` calls when it was woken."""
+        self._check()
+        with self._changed:
+            if self._abandoned:
+                raise RuntimeError(f"operation {self._op} of epoch {self._epoch} was given up after an error")
+            touched, self._touched = self._touched, {}
+            closing = self._closing and self._open
+        for line in touched:
+            line.admit()
+        if not closing:
+            return touched.keys()
+        self._open = False
+        lines = self._all()
+        for line in lines:
+            line.settle()
+        return lines

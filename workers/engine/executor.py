@@ -21,7 +21,7 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.engine.layers import Draw, Layer, LayerSpec, Saved
+from elaunch.workers.engine.layers import Chain, Draw, Layer, LayerSpec, Saved
 from elaunch.workers.engine.layout import Owned, StateLayout
 from elaunch.workers.engine.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.engine.sums import Node, TreeSum
@@ -99,6 +99,9 @@ class Executor:
         parameters = (one for layer in layers.values() for one in layer.module.parameters())
         self._device = next((one.device for one in parameters), torch.device("cpu"))
         self._replica = {tile: self._replicas_of(tile) for tile in plan.tiles_of(worker)}
+        self._chains = {
+            tile: Chain([layers[key] for key in replicas.items()]) for tile, replicas in self._replica.items()
+        }
         groups = gradient_groups(plan)
         self._round = dict.fromkeys(range(plan.n_layers), 0)
         for number, members in enumerate(rounds(groups)):
@@ -201,12 +204,7 @@ class _Step:
         first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
         data = self._load(slots) if first or last else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
-        saved = []
-        draw = self._draw(slots)
-        for layer in tile.layers:
-            x, kept = self._layer(action.tile, layer).forward(x, draw)
-            saved.append(kept)
-        self._saved[key] = saved
+        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(slots))
         if last:
             assert data is not None
             self._dy[key] = self._loss(x, data[1], slots, reports=tile.workers[0] == self._of._worker)
@@ -233,23 +231,29 @@ class _Step:
         dy: Tensor | None = self._dy.pop(key, None)
         if dy is None:
             dy = self._collect(Kind.INPUT_GRADIENT, peers.dy_from)
-        draw, saved = self._draw(slots), self._saved.pop(key)
         later: list[LayerKey] = []
-        for layer in reversed(tile.layers):
-            assert dy is not None, f"layer {layer + 1} gives no gradient to the one before it"
-            dy, grads = self._layer(action.tile, layer).backward(saved.pop(), dy, draw)
+        held: list[list[Tensor]] = []
+
+        def add(layer: int, grads: list[Tensor]) -> None:
             key = (layer, self._of._replica[action.tile][layer])
             if self._add(key, unit, grads):
                 # The first round goes out while backward goes on.
                 (later.append if self._of._round[layer] else self._send_gradient)(key)
+
+        def done(layer: Layer, grads: list[Tensor]) -> None:
+            if peers.dx_to and layer.spec.index == tile.layers.start:
+                held.append(grads)
+            else:
+                add(layer.spec.index, grads)
+
+        dx = self._of._chains[action.tile].backward(self._saved.pop(key), dy, self._draw(slots), done)
+        if peers.dx_to:
+            # Others wait for this, and for the gradients of the first layer, which come with it, nobody does yet.
+            assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
+            self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to)
+            add(tile.layers.start, *held)
         for key in sorted(later, key=lambda key: (self._of._round[key[0]], -key[0])):
             self._send_gradient(key)
-        if peers.dx_to:
-            assert dy is not None
-            self._hand_over(Kind.INPUT_GRADIENT, dy, peers.dx_to)
-
-    def _layer(self, tile: int, layer: int) -> Layer:
-        return self._of._layers[layer, self._of._replica[tile][layer]]
 
     def _draw(self, slots: MicroBatch) -> Draw:
         plan = self._plan

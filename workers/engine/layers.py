@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,13 +110,16 @@ def _made(index: int, factory: Factory, dtype: torch.dtype | None) -> nn.Module:
 def _output(layer: nn.Module, inputs: Callable[[int], Tensor], name: str, given: str) -> tuple[torch.Size, torch.dtype]:
     found = []
     for rows in (2, 3):
+        given_rows = inputs(rows)
         try:
             with torch.no_grad():
-                output = layer(inputs(rows))
+                output = layer(given_rows)
         except StateError:
             raise
         except Exception as error:
             raise StateError(f"{name} cannot be run: {given}; {type(error).__name__}: {error}") from error
+        if given_rows._version:
+            raise StateError(f"{name} changes its input in place, which others still need; let it return a new tensor")
         if not isinstance(output, Tensor):
             raise StateError(f"{name} returns {type(output).__name__}; a layer must return one tensor (rows, …)")
         if output.dim() == 0 or output.shape[0] != rows:
@@ -128,14 +132,6 @@ def _output(layer: nn.Module, inputs: Callable[[int], Tensor], name: str, given:
             f"{name}: the shape of an output row depends on the number of rows: {found[0][0]}, {found[1][0]}"
         )
     return found[0]
-
-
-@dataclass(eq=False)
-class Saved:
-    """What the backward of one layer on one micro-batch needs."""
-
-    x: Tensor
-    y: Tensor | None
 
 
 @dataclass(eq=False)
@@ -157,48 +153,25 @@ class Layer:
 
     def __post_init__(self) -> None:
         self._buffers = dict(self.module.named_buffers())
+        self._grads: dict[int, Tensor] = {}
+        self._done: Callable[[list[Tensor]], None] | None = None
+        for place, parameter in enumerate(self.parameters.values()):
+            parameter.register_post_accumulate_grad_hook(partial(self._take, place))
 
-    def forward(self, x: Tensor, draw: Draw) -> tuple[Tensor, Saved]:
-        """Run on `x` (rows, …); the output is detached."""
-        if self.recompute:
-            with torch.no_grad():
-                y = self._run(x, draw)
-            return y, Saved(x, None)
-        leaf = _leaf(x)
-        y = self._run(leaf, draw)
-        return y.detach(), Saved(leaf, y)
-
-    def backward(self, saved: Saved, dy: Tensor, draw: Draw) -> tuple[Tensor | None, list[Tensor]]:
-        """Gradients of the input (None for one that has none) and of each of `parameters`, in their order."""
-        leaf, y = saved.x, saved.y
-        if y is None:
-            leaf = _leaf(leaf)
-            y = self._run(leaf, draw)
-        inputs = [*self.parameters.values()]
-        if leaf.requires_grad:
-            inputs.append(leaf)  # type: ignore[arg-type]
-        if not inputs or not y.requires_grad:
-            return None, [torch.zeros_like(parameter) for parameter in self.parameters.values()]
-        with tensor_parallel.placed(self.membership):
-            found = list(torch.autograd.grad(y, inputs, dy, allow_unused=True))
-        dx = found.pop() if leaf.requires_grad else None
-        if leaf.requires_grad and dx is None:
-            dx = torch.zeros_like(leaf)
-        return dx, [
-            torch.zeros_like(parameter) if grad is None else grad
-            for grad, parameter in zip(found, self.parameters.values(), strict=True)
-        ]
-
-    def _run(self, x: Tensor, draw: Draw) -> Tensor:
-        here = self.membership
-        # Parts of a micro-batch need the plain formula of attention, so whole ones have to draw the same numbers.
-        with (
-            tensor_parallel.placed(here),
-            math_attention(self.spec.trace, x.device),
-            draw.layer(self.spec, here.rank, here.size, x.device),
-        ):
-            versions = [buffer._version for buffer in self._buffers.values()]
+    def run(self, x: Tensor, draw: Draw) -> Tensor:
+        """The output for `x` (rows, …)."""
+        here, trace = self.membership, self.spec.trace
+        versions = [buffer._version for buffer in self._buffers.values()]
+        if here.size == 1 and not trace.ops and not trace.fused:
             y: Tensor = self.module(x)
+        else:
+            # Parts of a micro-batch need the plain formula of attention, so whole ones have to draw the same numbers.
+            with (
+                tensor_parallel.placed(here),
+                math_attention(trace, x.device),
+                draw.layer(self.spec, here.rank, here.size, x.device),
+            ):
+                y = self.module(x)
         if versions != [buffer._version for buffer in self._buffers.values()]:
             raise StateError(
                 f"{self.spec.name} changes a buffer in forward (of {', '.join(self._buffers)}); "
@@ -211,6 +184,105 @@ class Layer:
                 "tried on the meta device"
             )
         return y
+
+    def expect(self, done: Callable[[list[Tensor]], None]) -> None:
+        """Have `done` called with the gradients of `parameters`, in their order, as soon as a backward has them all."""
+        self._grads, self._done = {}, done
+
+    def settle(self) -> None:
+        """The backward is over: what has got no gradient has a zero one."""
+        if self._done is not None:
+            for place, parameter in enumerate(self.parameters.values()):
+                if place not in self._grads:
+                    self._grads[place] = torch.zeros_like(parameter)
+            self._finish()
+
+    def _take(self, place: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._grads[place], parameter.grad = parameter.grad, None
+        if len(self._grads) == len(self.parameters):
+            self._finish()
+
+    def _finish(self) -> None:
+        done, self._done = self._done, None
+        grads, self._grads = self._grads, {}
+        if done is not None:
+            done([grads[place] for place in range(len(self.parameters))])
+
+
+@dataclass(eq=False)
+class Saved:
+    """What the backward of one piece of a chain on one micro-batch needs."""
+
+    x: Tensor
+    y: Tensor | None
+
+
+class Chain:
+    """Consecutive layers of one tile. Those that keep their activations are differentiated at once, piece by piece.
+
+    A single backward for several layers costs less than one for each, and still each layer's gradients are handed on as
+    soon as they are complete.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._pieces: list[list[Layer]] = []
+        for layer in layers:
+            if layer.recompute or not self._pieces or self._pieces[-1][0].recompute:
+                self._pieces.append([])
+            self._pieces[-1].append(layer)
+
+    def forward(self, x: Tensor, draw: Draw) -> tuple[Tensor, list[Saved]]:
+        """The output for `x` (rows, …), detached, and what `backward` needs."""
+        kept = []
+        for piece in self._pieces:
+            if piece[0].recompute:
+                with torch.no_grad():
+                    y = piece[0].run(x, draw)
+                kept.append(Saved(x, None))
+            else:
+                leaf = _leaf(x)
+                y = _run(piece, leaf, draw)
+                kept.append(Saved(leaf, y))
+            x = y.detach()
+        return x, kept
+
+    def backward(
+        self, saved: list[Saved], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
+    ) -> Tensor | None:
+        """The gradient of the input; None for one that has none. `saved` is used up.
+
+        Args:
+            saved: from `forward`.
+            dy: gradient of the output.
+            draw: that of `forward`.
+            done: gets each layer with the gradients of its `parameters`, in their order, last layer first as a rule.
+        """
+        dx: Tensor | None = dy
+        for piece in reversed(self._pieces):
+            assert dx is not None, f"{piece[-1].spec.name}: the layer after it gives no gradient"
+            here = saved.pop()
+            leaf, y = here.x, here.y
+            if y is None:
+                leaf = _leaf(leaf)
+                y = _run(piece, leaf, draw)
+            for layer in piece:
+                layer.expect(partial(done, layer))
+            if y.requires_grad:
+                with tensor_parallel.placed(piece[0].membership):
+                    torch.autograd.backward(y, dx)
+            dx = leaf.grad
+            if dx is None and leaf.requires_grad:
+                dx = torch.zeros_like(leaf)
+            for layer in reversed(piece):
+                layer.settle()
+        return dx
+
+
+def _run(piece: Sequence[Layer], x: Tensor, draw: Draw) -> Tensor:
+    for layer in piece:
+        x = layer.run(x, draw)
+    return x
 
 
 @dataclass(frozen=True)
