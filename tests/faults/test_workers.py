@@ -120,6 +120,36 @@ def test_a_death_in_any_phase_of_a_step_changes_no_result(
     assert float(ending(node.agent.text())[0]) == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        ("1#0", "5:vote"),
+        ("0#0", "5:barrier"),
+        ("0#0", "6:moving"),
+        ("2#1", "0:receive"),
+        ("2#1", "0:barrier"),
+        ("1#0", "30:barrier"),  # at the end of the job
+    ],
+)
+def test_a_second_death_in_any_phase_of_a_transition_changes_no_result(
+    spawn: Spawner, tmp_path: Path, victim: str, moment: str
+) -> None:
+    arguments = ("--steps", "30")
+    expected, samples, norm = reference(spawn, tmp_path, *arguments)
+    script = (SCRIPT, *arguments, "--die", "2:5:compute", "--die", f"{victim}:{moment}", "--crew", "3")
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=script)
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    exits = {event["worker"]: event for event in node.events("worker_exited")}
+    for worker in ("node0/2#0", f"node0/{victim}"):
+        assert exits[worker].get("signal") == signal.SIGKILL
+        del exits[worker]
+    assert all(exits[f"node0/{slot}#0"].get("exitcode") == 0 for slot in (0, 1) if f"{slot}#0" != victim)
+    assert not any(event.get("exitcode") for event in exits.values()), node.agent.tail()
+    assert_same(losses(node), expected, 1e-9)
+    assert digests(node) == samples
+    assert all(float(each) == pytest.approx(float(norm), rel=1e-9) for each in ending(node.agent.text()))
+
+
 def test_deaths_at_the_same_moment_make_one_generation(spawn: Spawner, tmp_path: Path) -> None:
     node = elaunch(spawn, tmp_path, *FOUR, script=(SCRIPT, "--steps", "400", "--sleep", "0.004", "--crew", "4"))
     wait_for_step(node, 5)

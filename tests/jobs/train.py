@@ -1,12 +1,19 @@
 """A small training script as users write it, with dropout, AdamW and a schedule; it can hurt itself on request.
 
-`--die SLOT:STEP:PHASE` ends the first incarnation of a worker by SIGKILL in that step, at one of
+`--die SLOT:STEP:PHASE` ends the first worker of a slot (SLOT#N: its N-th replacement) by SIGKILL in that step, at
 
     compute   in the forward pass of its first micro-batch
     reduce    after it has sent its part of the gradients, before it has the sum
     enter     with complete gradients, before it speaks at the commit barrier
     half      at the commit barrier, after it has spoken to the last of the others and to nobody else: that one passes
     passed    right after it has passed the barrier, before its optimizer acts
+
+or, when that step or a later one is in flight, at
+
+    vote      as it is about to agree with the others on the step in flight
+    moving    when it has sent half of what it has to send of the state
+    receive   when it has heard of the state that is coming
+    barrier   before the barrier that ends a transition, or the job
 
 So that no test races the end of its job, `--crew` and `--gather` slow the steps while workers are missing, and `--hold`
 stops at a step until the test has done what it came for.
@@ -83,38 +90,63 @@ class Pace:
 class Faults:
     """Ends this process at the requested moments; counts on what each phase calls."""
 
+    OF_ONE_STEP = ("compute", "reduce", "enter", "half", "passed")
+
     def __init__(self, job: elaunch.Job, requests: list[str]) -> None:
         self.job = job
-        self.plan: dict[int, str] = {}
-        slot = int(os.environ.get("LOCAL_RANK", "0"))
-        first = job.worker.endswith("#0")
-        for request in requests:
-            where, step, phase = request.split(":")
-            if int(where) == slot and first:
-                self.plan[int(step)] = phase
-        if self.plan:
-            self._wrap("all_gather_bytes", before="enter", after="passed")
-            self._wrap("all_gather", before="reduce", after="")
+        slot, number = os.environ.get("LOCAL_RANK", "0"), job.worker.partition("#")[2]
+        names = {f"{slot}#{number}", slot} if number == "0" else {f"{slot}#{number}"}
+        asked = [request.split(":") for request in requests]
+        self.steps = {phase: int(step) for who, step, phase in asked if who in names}
+        if self.steps:
+            self._before(Group, "all_gather_bytes", "enter")
+            self._after(Group, "all_gather_bytes", "passed")
+            self._before(Group, "all_gather", "reduce")
+            self._before(Group, "barrier", "barrier")
+            self._before(elaunch.Job, "vote", "vote")
+            self._wrap(Group, "all_gather_bytes", self._speak_to_one)
+            self._wrap(Group, "exchange", self._move_in_part)
 
     def due(self, phase: str) -> bool:
-        return self.plan.get(self.job.step) == phase
+        step = self.steps.get(phase)
+        return step is not None and (step == self.job.step or (step < self.job.step and phase not in self.OF_ONE_STEP))
 
-    def _wrap(self, name: str, before: str, after: str) -> None:
-        original: Callable[..., object] = getattr(Group, name)
+    def _before(self, kind: type, name: str, phase: str) -> None:
+        def call(original: Callable[..., Any], *args: Any) -> Any:
+            if self.due(phase):
+                die()
+            return original(*args)
 
-        def call(group: Group, *args: Any, **kwargs: Any) -> object:
-            if before and self.due(before):
-                die()
-            if name == "all_gather_bytes" and self.due("half"):
-                listener = [member for member in group.members if member != self.job.worker][-1]
-                group.fabric.exchange(group.epoch, group._next_op(), [(listener, 0, memoryview(args[0]))])
-                die()
-            result = original(group, *args, **kwargs)
-            if after and self.due(after):
+        self._wrap(kind, name, call)
+
+    def _after(self, kind: type, name: str, phase: str) -> None:
+        def call(original: Callable[..., Any], *args: Any) -> Any:
+            result = original(*args)
+            if self.due(phase):
                 die()
             return result
 
-        setattr(Group, name, call)
+        self._wrap(kind, name, call)
+
+    def _speak_to_one(self, original: Callable[..., Any], group: Group, payload: bytes) -> Any:
+        if self.due("half"):
+            listener = [member for member in group.members if member != self.job.worker][-1]
+            group.fabric.exchange(group.epoch, group._next_op(), [(listener, 0, memoryview(payload))])
+            die()
+        return original(group, payload)
+
+    def _move_in_part(self, original: Callable[..., Any], group: Group, sends: list[Any], receives: list[Any]) -> Any:
+        if sends and self.due("moving"):
+            original(group, sends[: len(sends) // 2], [])
+            die()
+        result = original(group, sends, receives)
+        if receives and self.due("receive"):
+            die()
+        return result
+
+    def _wrap(self, kind: type, name: str, call: Callable[..., Any]) -> None:
+        original = getattr(kind, name)
+        setattr(kind, name, lambda *args: call(original, *args))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from elaunch.workers.engine.layout import Owned, StateLayout
 from elaunch.workers.engine.sums import Node, nodes
-from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.plan.tiling import Plan, Tile
 from elaunch.workers.plan.views import Feed, holders, inputs, outputs, unit_of
 
 _NUMBERS = 1 << 28
@@ -131,11 +131,14 @@ class GradientTerms:
     """The terms of each layer's gradient, and the numbers under which they travel to the owners of its shards."""
 
     def __init__(self, plan: Plan, layout: StateLayout, bitwise: bool) -> None:
+        tiles: dict[tuple[str, ...], list[Tile]] = {}
+        for tile in plan.tiles:
+            tiles.setdefault(tile.workers, []).append(tile)
         self.terms = [
             tuple(
                 Term(replica, node)
                 for replica, workers in enumerate(tuples)
-                for node in _nodes(plan, layer, workers, bitwise)
+                for node in _nodes(plan, layer, tiles[workers], bitwise)
             )
             for layer, tuples in enumerate(layout.holders)
         ]
@@ -147,11 +150,11 @@ class GradientTerms:
         return self._first[shard] + term
 
 
-def _nodes(plan: Plan, layer: int, workers: tuple[str, ...], bitwise: bool) -> tuple[Node | None, ...]:
+def _nodes(plan: Plan, layer: int, tiles: Sequence[Tile], bitwise: bool) -> tuple[Node | None, ...]:
     units = [
         unit_of(plan, micro_batch) if bitwise else None
-        for tile in plan.tiles
-        if tile.workers == workers and layer in tile.layers
+        for tile in tiles
+        if layer in tile.layers
         for micro_batch in tile.micro_batches
     ]
     whole = nodes(plan.n_units, [unit for unit in units if unit is not None])

@@ -51,11 +51,13 @@ class ZeroOptimizer:
         make_scheduler: MakeScheduler | None,
     ) -> None:
         self._layout, self._worker, self._layers = layout, worker, layers
+        held = {layer for layer, _ in layers}
+        self._numbered = [(number, shard) for number, shard in enumerate(layout.all_shards) if shard.layer in held]
         self.masters: dict[Owned, Tensor] = {}
         self._pieces: list[tuple[nn.Parameter, Owned, int, int]] = []
         named: list[tuple[str, nn.Parameter]] = []
         flats: dict[tuple[int, int, int], Tensor] = {}
-        for shard in layout.all_shards:
+        for _, shard in self._numbered:
             if layout.owner(shard) != worker:
                 continue
             key = (shard.layer, shard.segment, shard.replica)
@@ -115,7 +117,7 @@ class ZeroOptimizer:
         layout, worker = self._layout, self._worker
         incoming: dict[tuple[str, int], list[Tensor]] = {}
         flats: dict[tuple[int, int, int], Tensor] = {}
-        for number, shard in enumerate(layout.all_shards):
+        for number, shard in self._numbered:
             owner, part = layout.owner(shard), tag(Kind.PARAMETER, number)
             sent = self.masters[shard].to(self._dtype(shard)).cpu() if owner == worker else None
             told: set[str] = set()
