@@ -176,7 +176,7 @@ class Membership:
             self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
 
     def _peers(self, generation: Generation) -> dict[str, str]:
-        """Addresses of those that this worker needs links to, itself included, in the generation's order."""
+        """Addresses of those with whom the collectives go, itself included, in the generation's order."""
         near = {self._client.worker, *neighbours(generation.ids, self._client.worker)}
         return {worker.id: worker.address for worker in generation.workers if worker.id in near}
 
@@ -225,6 +225,7 @@ class Membership:
         if worker not in generation.ids:
             raise Left(generation)
         self._fabric.retain(generation.ids)
+        self._fabric.introduce({worker.id: worker.address for worker in generation.workers})
         self._fabric.connect(self._peers(generation), epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
         connected_t = time.time()
         self._group = Group(self._fabric, generation.epoch, generation.ids)

@@ -167,7 +167,7 @@ class HybridJob:
             self._client.close()
 
     def _connect(self, plan: Plan) -> None:
-        """Beside the links of the collectives, which in large groups are those to two neighbours only."""
+        """Beside the links of the collectives, which in large groups are those to a few members only."""
         generation = self._membership.generation
         wanted = peers(plan, self.worker) | {self.worker}
         addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}

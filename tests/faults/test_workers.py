@@ -240,6 +240,20 @@ def test_more_workers_than_micro_batches_share_what_there_is(spawn: Spawner, tmp
     assert [float(each) for each in ending(node.agent.text())] == pytest.approx([float(norm)] * 4, rel=1e-9)
 
 
+def test_members_without_links_to_all_others_recover_too(spawn: Spawner, tmp_path: Path) -> None:
+    """As from 17 members on: collectives in rings, and links for the state made when it moves."""
+    arguments = ("--steps", "30", "--width", "128")
+    expected, samples, norm = reference(spawn, tmp_path, *arguments)
+    script = (SCRIPT, *arguments, "--direct", "2", "--die", "2:5:reduce", "--die", "0:8:moving", "--crew", "6")
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=6", script=script)
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    assert not [event for event in node.events("worker_exited") if event.get("exitcode")], node.agent.tail()
+    assert not [event for event in node.events("generation") if "link" in event["cause"]]
+    assert_same(losses(node), expected, 1e-9)
+    assert digests(node) == samples
+    assert all(float(each) == pytest.approx(float(norm), rel=1e-9) for each in ending(node.agent.text()))
+
+
 def test_buffers_and_the_scripts_own_collectives_survive_a_change(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, "--steps", "30", "--extras", "--die", "0:6:reduce", "--die", "2:9:compute")
     node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", "--max-restarts", "0", script=script)

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 import elaunch
+from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
 from tests.jobs import say
 
@@ -166,10 +167,13 @@ def main() -> None:
         "--extras", action="store_true", help="a layer with buffers, and collectives of the script's own"
     )
     parser.add_argument("--die", action="append", default=[])
+    parser.add_argument("--direct", type=int, help="how many members may all have links to each other")
     parser.add_argument("--fail-at", default="", help="SLOT:STEP at which a worker raises")
     parser.add_argument("--break-at", default="", help="SLOT:STEP at which its backward raises, half of it reduced")
     args = parser.parse_args()
 
+    if args.direct:
+        group_module.DIRECT_MEMBERS = args.direct
     job = elaunch.init()
     faults = Faults(job, args.die)
     pace = Pace(job, args.sleep, args.crew, args.gather, args.hold)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from elaunch.errors import GenerationChanged
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import DIRECT_MEMBERS, SMALL_BYTES, Group, even_counts, neighbours
-from tests.unit.comm_crew import crew, each
+from tests.unit.comm_crew import Task, crew, each
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 LENGTHS = [0, 1, 3, 1000, 40_001]
@@ -107,10 +109,10 @@ def test_other_reductions(
     assert all(tensor.tolist() == expected for tensor in tensors)
 
 
-def test_seventeen_members_form_a_ring_with_two_links_each() -> None:
+def test_seventeen_members_need_eight_links_each_and_make_others_when_they_use_them() -> None:
     members = [f"a/{index}#0" for index in range(DIRECT_MEMBERS + 1)]
-    assert neighbours(members, "a/0#0") == ("a/1#0", members[-1])
-    assert neighbours(members, members[-1]) == ("a/0#0", members[-2])
+    assert neighbours(members, "a/0#0") == tuple(members[index] for index in (1, 2, 4, 8, 9, 13, 15, 16))
+    assert neighbours(members, members[-1]) == tuple(members[index] for index in (0, 1, 3, 7, 8, 12, 14, 15))
     with crew(len(members), connected=False) as fabrics:
         by_name = {fabric.worker: fabric for fabric in fabrics}
 
@@ -124,7 +126,40 @@ def test_seventeen_members_form_a_ring_with_two_links_each() -> None:
         expected = reference(tensors, "ring")
         each(Group.all_reduce, groups, tensors)
         assert all(torch.equal(tensor, expected) for tensor in tensors)
-        assert all(len(fabric.peers) == 2 for fabric in fabrics)
+        said = each(Group.all_gather_bytes, groups, [b"%d" % index for index in range(17)])
+        assert said == [[b"%d" % index for index in range(17)]] * 17
+        assert all(len(fabric.peers) == 8 for fabric in fabrics)
+
+        everybody = {name: by_name[name].address for name in members}
+        for fabric in fabrics:
+            fabric.introduce(everybody)
+        got = [[bytearray() for _ in members] for _ in members]
+
+        def all_to_all(group: Group) -> None:
+            others = [member for member in range(17) if member != group.rank]
+            group.exchange(
+                [(other, memoryview(b"%d to %d" % (group.rank, other))) for other in others],
+                [(other, got[group.rank][other]) for other in others],
+            )
+
+        each(all_to_all, groups)
+        assert all(got[to][of] == (b"%d to %d" % (of, to) if of != to else b"") for to in range(17) for of in range(17))
+        assert all(len(fabric.peers) == 16 for fabric in fabrics)
+
+
+def test_who_waits_for_a_link_hears_of_a_newer_generation() -> None:
+    with crew(2, connected=False) as (a, b):
+        a.introduce({a.worker: a.address, b.worker: b.address})
+        task = Task(lambda: a.exchange(1, 1, receives=[(b.worker, 0, bytearray())]))  # the later one, b, would dial
+        a.interrupt(2)
+        with pytest.raises(GenerationChanged):
+            task.result()
+
+
+def test_payloads_of_any_size_reach_all_members_of_any_group(fabrics: list[Fabric], algorithm: str) -> None:
+    for size in range(1, len(fabrics) + 1):
+        payloads = [os.urandom(17 * index % 5 * 40_000 + index) for index in range(size)]
+        assert each(Group.all_gather_bytes, groups_of(fabrics[:size]), payloads) == [payloads] * size
 
 
 def test_up_to_sixteen_members_everyone_is_a_neighbour() -> None:

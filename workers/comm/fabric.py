@@ -9,7 +9,7 @@
     fabric.retain(survivors)
 
 Links belong to workers, not to generations: an interrupted operation leaves them usable, so that a generation change
-costs only the links it adds.
+costs only the links it adds. Between workers that were introduced to each other an `exchange` makes the links it lacks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from elaunch.workers.comm.link import Destination, Link
 from elaunch.workers.comm.traffic import Traffic
 
 PREPARE_TIMEOUT_S = 10.0
+PATIENCE_S = 1e6
+"""For a peer that has yet to come to the exchange that needs the link: who is dead, the membership finds out."""
 
 Send = tuple[str, int, memoryview]
 """Peer, part, bytes."""
@@ -54,6 +56,7 @@ class Fabric:
         self._links: dict[str, Link] = {}
         self._replaced: list[Link] = []
         self._failures: dict[str, str] = {}
+        self._known: dict[str, str] = {}
         self._floor = 0
         self._closing = False
         self._closed = False
@@ -99,6 +102,11 @@ class Fabric:
                     raise LinkLost(missing[0], f"no connection with {members[missing[0]]} within {timeout_s} s")
                 self._changed.wait(left_s)
 
+    def introduce(self, members: Mapping[str, str]) -> None:
+        """Addresses of all members, in the order of their generation: where an `exchange` may need links to."""
+        with self._changed:
+            self._known = dict(members)
+
     def hung_up(self, peers: Collection[str]) -> tuple[str, ...]:
         """Those of `peers` whose link to this worker has broken; in their order."""
         with self._changed:
@@ -142,8 +150,9 @@ class Fabric:
 
         A peer's part is matched by (epoch, op, part). What it sends for older epochs is discarded, what it sends for
         later operations waits. `deadline_s` is a time of `time.monotonic`. Raises `GenerationChanged` when interrupted,
-        `LinkLost` when a link that has something left to do breaks, lacks or passes the deadline.
+        `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
         """
+        self._link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
         with self._running:
             self._begin(epoch)
             links: dict[str, Link] = {}
@@ -228,6 +237,14 @@ class Fabric:
         if self._floor > epoch:
             raise GenerationChanged(self._floor)
         return ()
+
+    def _link_up(self, peers: Collection[str], epoch: int) -> None:
+        """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here."""
+        if all(peer in self._links or peer not in self._known for peer in peers):
+            return
+        with self._changed:
+            members = {who: where for who, where in self._known.items() if who in peers or who == self.worker}
+        self.connect(members, epoch=epoch, timeout_s=PATIENCE_S)
 
     def _link(self, peer: str, links: dict[str, Link]) -> Link:
         link = links.get(peer)

@@ -4,8 +4,9 @@ Two algorithms behind one choice, made by the number of members:
 
 - *direct*: every pair has a link. Everyone sends chunk j to its owner j, the owner combines the contributions in member
   order and sends the result to all. Two rounds, and everybody waits for everybody, so a death is noticed at once.
-- *ring*: each worker has links to its two neighbours only, 2(n-1) steps. Chunk j starts at member j+1, goes round and
-  ends at its owner j: it is combined in the order j+1, j+2, ..., j (modulo n).
+- *ring*: each worker talks to its two neighbours only, 2(n-1) steps. Chunk j starts at member j+1, goes round and
+  ends at its owner j: it is combined in the order j+1, j+2, ..., j (modulo n). Small payloads and barriers do not go
+  round but double their distance: log2(n) rounds, to the members 1, 2, 4, ... places away (Bruck et al., 1997).
 
 Either way the order is fixed and each element is combined in one place, so the result does not depend on timing and is
 bitwise the same on all members.
@@ -34,6 +35,9 @@ SMALL_BYTES = 32 << 10
 BROADCAST_CHUNK_BYTES = 1 << 20
 """What a ring member passes on while it receives the next."""
 
+_SIZE_BYTES = 4
+"""Of a payload's length where several travel together."""
+
 Reduction = Literal["sum", "product", "max", "min"]
 Buffer = Tensor | memoryview | bytearray
 
@@ -49,9 +53,14 @@ def neighbours(members: Sequence[str], me: str) -> tuple[str, ...]:
     """The members to which `me` needs a link for the collectives of a group, in member order."""
     if len(members) <= DIRECT_MEMBERS:
         return tuple(member for member in members if member != me)
-    here = members.index(me)
-    beside = {(here - 1) % len(members), (here + 1) % len(members)}
-    return tuple(member for index, member in enumerate(members) if index in beside)
+    here, size = members.index(me), len(members)
+    near = {(here + sign * distance) % size for distance in _distances(size) for sign in (-1, 1)}
+    return tuple(member for index, member in enumerate(members) if index in near)
+
+
+def _distances(members: int) -> list[int]:
+    """1, 2, 4, ... below the number of members."""
+    return [1 << power for power in range((members - 1).bit_length())]
 
 
 def even_counts(elements: int, members: int) -> list[int]:
@@ -80,7 +89,7 @@ class Group:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def neighbours(self) -> tuple[str, ...]:
-        """The members to which the collectives need links."""
+        """The members to which the collectives have links from the start."""
         return neighbours(self.members, self.fabric.worker)
 
     def all_reduce(self, tensor: Tensor, scale: float | None = None, reduction: Reduction = "sum") -> None:
@@ -158,19 +167,34 @@ class Group:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every member's payload, in member order. For small ones; their lengths may differ."""
+        if not self._direct:
+            return self._gather_doubling(payload)
         gathered = [bytearray() for _ in self.members]
         gathered[self.rank] += payload
-        if self._direct:
-            view = memoryview(payload)
-            self._collective(
-                [(peer, 0, view) for peer in self._others], [(peer, 0, gathered[peer]) for peer in self._others]
-            )
-        else:
-            op = self._next_op()
-            for step in range(self.size - 1):
-                outgoing, incoming = (self.rank - step) % self.size, (self.rank - step - 1) % self.size
-                self._pass_on(op, step, memoryview(gathered[outgoing]), gathered[incoming])
+        view = memoryview(payload)
+        self._collective(
+            [(peer, 0, view) for peer in self._others], [(peer, 0, gathered[peer]) for peer in self._others]
+        )
         return [bytes(one) for one in gathered]
+
+    def _gather_doubling(self, payload: bytes) -> list[bytes]:
+        """After k rounds everyone has the payloads of the 2^k members that begin with itself."""
+        op, have = self._next_op(), [payload]
+        for turn, distance in enumerate(_distances(self.size)):
+            more = have[: self.size - distance]
+            sizes = b"".join(len(one).to_bytes(_SIZE_BYTES, "little") for one in more)
+            incoming = bytearray()
+            self.fabric.exchange(
+                self.epoch,
+                op,
+                [(self.members[self.rank - distance], turn, memoryview(sizes + b"".join(more)))],
+                [(self.members[(self.rank + distance) % self.size], turn, incoming)],
+            )
+            head = len(more) * _SIZE_BYTES
+            sizes, bodies = bytes(incoming[:head]), bytes(incoming[head:])
+            lengths = [int.from_bytes(sizes[at : at + _SIZE_BYTES], "little") for at in range(0, head, _SIZE_BYTES)]
+            have += [bodies[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+        return have[self.size - self.rank :] + have[: self.size - self.rank]
 
     def barrier(self) -> None:
         """Returns when every member has called it."""

@@ -237,7 +237,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Input j goes to member j, whose own goes to output j. Needs links to all members, also in a ring."""
+        """Input j goes to member j, whose own goes to output j. Makes links to all members, also in a ring."""
         group = self._group()
         received = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
         peers = [peer for peer in range(group.size) if peer != group.rank]
