@@ -84,6 +84,8 @@ class Fabric:
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
+            if self._closing:
+                raise RuntimeError(f"the fabric of {self.worker} is closed")
             for link in self._links.values():
                 if link.peer in members and link.hung_up():
                     link.fail("closed by the peer")
@@ -240,6 +242,7 @@ class Fabric:
 
     def _link_up(self, peers: Collection[str], epoch: int) -> None:
         """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here."""
+        self._check(epoch)
         if all(peer in self._links or peer not in self._known for peer in peers):
             return
         with self._changed:
