@@ -1,0 +1,141 @@
+"""The space of a job's state: all tensors unsharded, and which boxes of them a worker holds (DynaTran 4.1).
+
+What a plan makes a worker hold follows from the plan and the shapes alone, so every worker knows it of every other.
+Names: a parameter is `layers.3.mlp.weight`; all that the optimizer keeps for its elements, masters included, is
+`layers.3.mlp.weight@optimizer`, one item, since its parts always move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from elaunch.errors import StateError
+from elaunch.workers.engine.layers import LayerSpec
+from elaunch.workers.engine.layout import StateLayout
+from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.state.boxes import Box, of_interval, shift, subtract_all, whole
+
+Holdings = Mapping[str, Sequence[Box]]
+"""By name of an item: the disjoint boxes of it that a worker holds."""
+
+OPTIMIZER = "@optimizer"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, or several of the same shape that move together.
+
+    Attributes:
+        name: in the whole job.
+        shape: unsharded.
+        element_bytes: of one element, over all tensors of the item.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+
+
+def items_of_layers(specs: Sequence[LayerSpec], optimizer_bytes: int = 12) -> dict[str, Item]:
+    """All parameters of a model in layers and what the optimizer keeps of them, by name.
+
+    Args:
+        specs: of the layers.
+        optimizer_bytes: per element; 12 are a float32 master and two moments.
+    """
+    found = {}
+    for spec in specs:
+        for name, shape in spec.shapes.items():
+            path = f"layers.{spec.index}.{name}"
+            found[path] = Item(path, tuple(shape), spec.dtypes[name].itemsize)
+            found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), optimizer_bytes)
+    return found
+
+
+def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[str, tuple[Box, ...]]]:
+    """What each worker holds under a plan: its parts of its layers' parameters, and its optimizer shards."""
+    layout = StateLayout(plan, specs)
+    found: dict[str, dict[str, list[Box]]] = {worker: {} for worker in plan.workers}
+    for spec, tuples in zip(specs, layout.holders, strict=True):
+        for workers in tuples:
+            for rank, worker in enumerate(workers):
+                for name, shape in spec.shapes.items():
+                    box = _part(tuple(shape), spec.placements[name], rank, len(workers))
+                    # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
+                    boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
+                    boxes += subtract_all([box], boxes)
+    for shard in layout.all_shards:
+        mine = found[layout.owner(shard)]
+        for fragment in layout.segments[shard.layer][shard.segment].fragments:
+            start, stop = max(shard.start, fragment.start), min(shard.stop, fragment.stop)
+            offsets = [0] * len(fragment.shape)
+            if fragment.dim is not None:
+                offsets[fragment.dim] = shard.segment * fragment.shape[fragment.dim]
+            boxes = of_interval(fragment.shape, start - fragment.start, stop - fragment.start)
+            if boxes:
+                name = f"layers.{shard.layer}.{fragment.name}{OPTIMIZER}"
+                mine.setdefault(name, []).extend(shift(box, offsets) for box in boxes)
+    return {worker: {name: tuple(boxes) for name, boxes in items.items()} for worker, items in found.items()}
+
+
+def box_of_placements(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> Box:
+    """What one rank of a device mesh holds of a DTensor, by its placements; may be empty.
+
+    Also of FSDP2 over tensor parallelism, whose `_StridedShard` stands for "after `split_factor` parts of the mesh
+    dimensions to the right".
+
+    Args:
+        shape: of the whole tensor.
+        mesh: number of ranks along each dimension of the mesh.
+        placements: one for each of them.
+        coordinate: of the rank in the mesh.
+
+    Raises:
+        StateError: a placement that gives no box: a partial sum, or one that is not known.
+    """
+    box = list(whole(shape))
+    for mesh_dim in _order(mesh, placements):
+        placement = placements[mesh_dim]
+        dim = placement.dim % len(shape)  # type: ignore[attr-defined]
+        start, stop = box[dim]
+        # As torch.chunk does: all parts but the last ones have the same size.
+        size = -(-(stop - start) // mesh[mesh_dim])
+        first = min(start + coordinate[mesh_dim] * size, stop)
+        box[dim] = (first, min(first + size, stop))
+    return tuple(box)
+
+
+def _order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """The mesh dimensions that cut something, in the order in which they do."""
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(mesh))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        if not hasattr(placement, "dim"):
+            raise StateError(f"a tensor placed as {placement} has no region; redistribute it before it is registered")
+        place, factor = 0, getattr(placement, "split_factor", 1)
+        while factor > 1:
+            if place == len(order):
+                raise StateError(f"{placement}: no {placement.split_factor} parts to its right in {tuple(placements)}")  # type: ignore[attr-defined]
+            right = placements[order[place]]
+            if right.dim == placement.dim:  # type: ignore[attr-defined]
+                factor //= mesh[order[place]]
+            place += 1
+        order.insert(place, mesh_dim)
+    return order
+
+
+def _part(shape: tuple[int, ...], placement: Placement, rank: int, size: int) -> Box:
+    if size == 1 or not isinstance(placement, Cut):
+        return whole(shape)
+    part = shape[placement.dim] // size
+    box = list(whole(shape))
+    box[placement.dim] = (rank * part, (rank + 1) * part)
+    return tuple(box)
