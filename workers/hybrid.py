@@ -135,10 +135,20 @@ class HybridJob:
         """
         if self._engine is None:
             raise StateError("call engine() first: the job has no model yet")
+        step = self._engine.step
         try:
-            report = self._engine.train_step()
+            self._engine.train_step()
         except StepInterrupted as error:
+            if self._engine.step > step:
+                self._tell()
             self._give_up(error)
+        return self._tell()
+
+    def _tell(self) -> StepReport:
+        """Report the step that has just committed."""
+        assert self._engine is not None
+        report = self._engine.report
+        assert report is not None
         self._membership.committed()
         now_s = time.monotonic()
         seconds, self._commit_s = now_s - self._commit_s, now_s

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from elaunch.errors import ElaunchError, LinkLost, StateError, StepInterrupted
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine
+from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.plan import Plan, PlanError, symmetric
 from tests.unit.comm_crew import crew, outcomes
 from tests.unit.engine_crew import WIDTH, Block, Head, Sentences, Words, loss, model, train
@@ -221,3 +222,16 @@ def test_a_layer_that_raises_wakes_all_others(where: int) -> None:
     assert ZeroDivisionError in kinds
     assert set(kinds) <= {ZeroDivisionError, LinkLost}
     assert issubclass(StateError, ElaunchError)
+
+
+def test_a_step_that_committed_is_known_even_if_the_new_values_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: object) -> None:
+        raise LinkLost("b/0#0", "closed by the peer")
+
+    made = engine(model(3))
+    monkeypatch.setattr(ZeroOptimizer, "share", lost)
+    with pytest.raises(LinkLost):
+        made.train_step()
+    assert made.step == 1
+    assert made.report is not None
+    assert made.report.step == 0

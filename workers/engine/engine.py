@@ -116,13 +116,16 @@ class Engine:
         self._executor = Executor(
             plan, self.worker, self.specs, self.layers, layout, loss_fn, seed, consistency == "bitwise"
         )
+        self.report: StepReport | None = None
+        """Of the last step that committed here."""
         self._check_same(seed, consistency, clip_norm)
 
     def train_step(self) -> StepReport:
         """Do one step of the global batch and update the parameters.
 
         Raises:
-            StepInterrupted: a link broke, or the membership changes; the step has not been committed here.
+            StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
+                what is lacking is new values of parameters that others own.
         """
         step = self.step
         with self._group.open() as traffic:
@@ -140,12 +143,12 @@ class Engine:
             norm = self._zero.total_norm(tuple(term) for one in said for term in one["norm"])
             coefficient = min(1.0, self._clip_norm / (norm + 1e-6))
         self._zero.step(outcome.gradients, coefficient)
-        with self._group.open() as traffic:
-            self._zero.share(traffic)
-        self.step += 1
         losses = sorted(tuple(loss) for one in said for loss in one["losses"])
         mean = math.fsum(rows * loss for _, rows, loss in losses) / self.plan.global_batch_size
-        return StepReport(step, mean, norm)
+        self.step, self.report = step + 1, StepReport(step, mean, norm)
+        with self._group.open() as traffic:
+            self._zero.share(traffic)
+        return self.report
 
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a step, by slot."""
