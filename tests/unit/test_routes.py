@@ -30,7 +30,7 @@ Held = Mapping[str, Holdings]
 
 
 def specs(n_layers: int) -> list[LayerSpec]:
-    """Layers with parameters of every kind; those with an odd number have no optimizer state to cut evenly."""
+    """Layers with parameters of every kind; only those with an odd number have all of them."""
     return [
         LayerSpec(
             index,
@@ -57,8 +57,9 @@ class Played:
 
     def __init__(self, items: Mapping[str, Item]) -> None:
         self.items = items
-        self.truth = {name: np.arange(max(1, np.prod(item.shape, dtype=int))) for name, item in items.items()}
-        self.truth = {name: array.reshape(items[name].shape) for name, array in self.truth.items()}
+        self.truth = {
+            name: np.arange(np.prod(item.shape, dtype=int)).reshape(item.shape) for name, item in items.items()
+        }
 
     def filled(self, held: Holdings) -> dict[str, np.ndarray]:
         found = {name: np.full(self.items[name].shape, -1) for name in self.items}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+
+from elaunch.workers.plan.shares import share
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension; a scalar has the box ()."""
@@ -66,10 +67,9 @@ def slabs(box: Box, parts: int) -> list[Box]:
     if parts < 2 or max(sizes, default=1) < 2:
         return [box]
     dim = next((dim for dim, size in enumerate(sizes) if size >= parts), sizes.index(max(sizes)))
-    parts = min(parts, sizes[dim])
-    start = box[dim][0]
-    edges = [start + sizes[dim] * part // parts for part in range(parts + 1)]
-    return [(*box[:dim], edge, *box[dim + 1 :]) for edge in pairwise(edges)]
+    parts, start = min(parts, sizes[dim]), box[dim][0]
+    runs = (share(sizes[dim], parts, part) for part in range(parts))
+    return [(*box[:dim], (start + run.start, start + run.stop), *box[dim + 1 :]) for run in runs]
 
 
 def of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elaunch.errors import StateError
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs, subtract, subtract_all
@@ -56,11 +57,14 @@ class Missing:
 Sources = tuple[tuple[str, bool], ...]
 """Workers, and whether it is in their snapshot."""
 
-Entry = tuple[str, Box, Sources, int]
+Move = tuple[str, Box, Sources, int]
 """Receiver, box, who can send it, and where in this list the turn begins."""
 
-_Kept = tuple[str, tuple[Box, ...]]
-_Geometry = tuple[Item, tuple[_Kept, ...], tuple[_Kept, ...], tuple[_Kept, ...]]
+Stay = tuple[str, Box, bool]
+"""Worker, box, and whether it is in its snapshot."""
+
+_Held = Mapping[str, tuple[Box, ...]]
+_Solved = tuple[list[Stay], list[Move], list[Box]]
 
 
 class Router:
@@ -90,7 +94,7 @@ class Router:
         tables = [_by_item(held, items) for held in (before, after, snapshots or {})]
         self._before, self._after, self._snapshots = tables
         self._turns = {name: turn for turn, name in enumerate(items)}
-        self._solved: dict[_Geometry, tuple[list[Entry], list[Entry], list[Box]]] = {}
+        self._solved: dict[tuple[Any, ...], _Solved] = {}
 
     def missing(self) -> tuple[Missing, ...]:
         """What somebody needs and nobody has, in the order of the space."""
@@ -115,7 +119,7 @@ class Router:
             if name not in self._after or not self._concerns(name, worker):
                 continue
             kept, moved, _ = self._solve(name)
-            retain += [Piece(name, box, worker, worker, sources[0][1]) for to, box, sources, _ in kept if to == worker]
+            retain += [Piece(name, box, worker, worker, snapshot) for to, box, snapshot in kept if to == worker]
             for to, box, sources, first in moved:
                 source, snapshot = sources[(first + self._turns[name]) % len(sources)]
                 if worker in (source, to):
@@ -125,15 +129,13 @@ class Router:
     def _concerns(self, name: str, worker: str) -> bool:
         return any(worker in table.get(name, ()) for table in (self._before, self._after, self._snapshots))
 
-    def _solve(self, name: str) -> tuple[list[Entry], list[Entry], list[Box]]:
+    def _solve(self, name: str) -> _Solved:
         """What stays, what moves and what is missing of an item; items that are alike are solved once."""
         item = self._items[name]
-        like = Item("", item.shape, item.element_bytes)
-        tables = (self._before, self._after, self._snapshots)
-        before, after, snapshots = (tuple(table.get(name, {}).items()) for table in tables)
-        geometry = (like, before, after, snapshots)
+        before, after, snapshots = (table.get(name, {}) for table in (self._before, self._after, self._snapshots))
+        geometry = (item.shape, item.element_bytes, *(tuple(held.items()) for held in (before, after, snapshots)))
         if geometry not in self._solved:
-            self._solved[geometry] = _solved(like, dict(before), after, dict(snapshots), self._node_of)
+            self._solved[geometry] = _solved(item.element_bytes, before, after, snapshots, self._node_of)
         return self._solved[geometry]
 
 
@@ -148,40 +150,34 @@ def _by_item(held: Mapping[str, Holdings], items: Mapping[str, Item]) -> dict[st
 
 
 def _solved(
-    item: Item,
-    before: Mapping[str, tuple[Box, ...]],
-    after: Sequence[tuple[str, tuple[Box, ...]]],
-    snapshots: Mapping[str, tuple[Box, ...]],
-    node_of: Callable[[str], str],
-) -> tuple[list[Entry], list[Entry], list[Box]]:
+    element_bytes: int, before: _Held, after: _Held, snapshots: _Held, node_of: Callable[[str], str]
+) -> _Solved:
     devices, hosts = _grouped(before, False), _grouped(snapshots, True)
-    kept: list[Entry] = []
-    moved: list[Entry] = []
+    kept: list[Stay] = []
+    moved: list[Move] = []
     missing: list[Box] = []
     turns: dict[tuple[Box, Sources], int] = {}
-    for to, boxes in after:
+    for to, boxes in after.items():
         rest = list(boxes)
         # Its own snapshot, too, is nearer than any peer.
         for snapshot, own in ((False, before.get(to, ())), (True, snapshots.get(to, ()))):
             for box in own:
-                kept += [
-                    (to, common, ((to, snapshot),), 0) for part in rest if (common := intersect(part, box)) is not None
-                ]
+                kept += [(to, common, snapshot) for part in rest if (common := intersect(part, box)) is not None]
                 rest = [left for part in rest for left in subtract(part, box)]
         for groups in (devices, hosts):
-            rest = _taken(item, to, rest, groups, node_of, turns, moved)
+            rest = _taken(element_bytes, to, rest, groups, node_of, turns, moved)
         missing += subtract_all(rest, missing)
     return kept, moved, missing
 
 
 def _taken(
-    item: Item,
+    element_bytes: int,
     to: str,
     boxes: Sequence[Box],
     groups: Mapping[Box, Sources],
     node_of: Callable[[str], str],
     turns: dict[tuple[Box, Sources], int],
-    moved: list[Entry],
+    moved: list[Move],
 ) -> list[Box]:
     """Add what `to` gets of `boxes` from these groups to `moved`; return what they do not have."""
     rest = [box for box in boxes if n_elements(box)]
@@ -195,7 +191,7 @@ def _taken(
                 continue
             first = turns.get((common, sources), 0)
             turns[common, sources] = first + 1
-            n_parts = min(len(sources), max(1, n_elements(common) * item.element_bytes // CUT_BYTES))
+            n_parts = min(len(sources), max(1, n_elements(common) * element_bytes // CUT_BYTES))
             moved += [(to, slab, sources, first + number) for number, slab in enumerate(slabs(common, n_parts))]
         rest = [left for part in rest for left in subtract(part, box)]
         if not rest:

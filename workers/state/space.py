@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate
-from torch.distributed.tensor import Shard as Cut
 
 from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
@@ -64,7 +63,7 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
         for workers in tuples:
             for rank, worker in enumerate(workers):
                 for name, shape in spec.shapes.items():
-                    box = _part(tuple(shape), spec.placements[name], rank, len(workers))
+                    box = box_of_placements(shape, (len(workers),), (spec.placements[name],), (rank,))
                     # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
@@ -130,12 +129,3 @@ def _order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[int]:
             place += 1
         order.insert(place, mesh_dim)
     return order
-
-
-def _part(shape: tuple[int, ...], placement: Placement, rank: int, size: int) -> Box:
-    if size == 1 or not isinstance(placement, Cut):
-        return whole(shape)
-    part = shape[placement.dim] // size
-    box = list(whole(shape))
-    box[placement.dim] = (rank * part, (rank + 1) * part)
-    return tuple(box)
