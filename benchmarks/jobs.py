@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from benchmarks.commits import Commit, commits_of, live_workers
@@ -26,6 +26,24 @@ ELAUNCH = [sys.executable, "-m", "elaunch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MARK = "ELAUNCH_BENCHMARK_JOB"
 JobType = TypeVar("JobType", bound="Job")
+
+
+class TimeLimit(Exception):
+    """The whole benchmark took longer than --limit-s; what was measured till then is reported."""
+
+
+def limit_time(limit_s: int) -> None:
+    """Raise `TimeLimit` in the main thread after so long; a SIGTERM ends the program in order, with its jobs."""
+
+    def time_is_up(number: int, frame: FrameType | None) -> None:
+        raise TimeLimit(f"stopped after --limit-s {limit_s} seconds; the table is incomplete")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGALRM, time_is_up)
+    signal.signal(signal.SIGTERM, end)
+    signal.alarm(limit_s)
 
 
 class JobFailed(Exception):

@@ -22,11 +22,10 @@ import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, Training
+from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, TimeLimit, Training, limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, share, stages
 from elaunch.workers.plan.schedule import schedule, timeline
@@ -193,10 +192,6 @@ class Bench:
         )
 
 
-class TimeLimit(Exception):
-    """The whole benchmark took too long."""
-
-
 def say(text: str) -> None:
     """Progress goes to standard error, so that standard output is the report alone."""
     print(text, file=sys.stderr, flush=True)
@@ -244,15 +239,7 @@ def main() -> int:
         ],
     )
 
-    def time_is_up(number: int, frame: FrameType | None) -> None:
-        raise TimeLimit(f"stopped after --limit-s {args.limit_s} seconds; the table is incomplete")
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGALRM, time_is_up)
-    signal.signal(signal.SIGTERM, end)
-    signal.alarm(args.limit_s)
+    limit_time(args.limit_s)
     failed = False
     with tempfile.TemporaryDirectory(prefix="pipeline-") as folder:
         bench = Bench(args, Path(folder), report)

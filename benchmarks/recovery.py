@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,10 +36,12 @@ from benchmarks.jobs import (
     Job,
     JobFailed,
     Processes,
+    TimeLimit,
     TorchftJob,
     TorchftSettings,
     TorchrunJob,
     Training,
+    limit_time,
 )
 from benchmarks.report import Cell, Report, add_arguments, median_interval, spread
 from benchmarks.small_model import MICRO_BATCHES
@@ -73,10 +74,6 @@ TUNED = TorchftSettings(
     transport_timeout_s=10.0,
     manager_timeout_s=30.0,
 )
-
-
-class TimeLimit(Exception):
-    """The whole benchmark took longer than --limit-s; what was measured till then is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,15 +438,7 @@ def main() -> int:
         report.notes.append(f"torchft skipped: {args.torchft_python} cannot import it (see --torchft-python)")
         args.torchft_python = None
 
-    def time_is_up(number: int, frame: FrameType | None) -> None:
-        raise TimeLimit(f"stopped after --limit-s {args.limit_s} seconds; the table is incomplete")
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGALRM, time_is_up)
-    signal.signal(signal.SIGTERM, end)
-    signal.alarm(args.limit_s)
+    limit_time(args.limit_s)
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         bench = Bench(args, Path(folder), report)
         wanted = MEASUREMENTS if args.only is None else (args.only,)
