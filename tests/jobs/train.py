@@ -100,11 +100,10 @@ class Faults:
         asked = [request.split(":") for request in requests]
         self.steps = {phase: int(step) for who, step, phase in asked if who in names}
         if self.steps:
-            self._before(Group, "all_gather_bytes", "enter")
-            self._after(Group, "all_gather_bytes", "passed")
-            self._before(Group, "all_gather", "reduce")
-            self._before(Group, "barrier", "barrier")
-            self._before(elaunch.Job, "vote", "vote")
+            self._die_around(Group, "all_gather_bytes", before="enter", after="passed")
+            self._die_around(Group, "all_gather", before="reduce")
+            self._die_around(Group, "barrier", before="barrier")
+            self._die_around(elaunch.Job, "vote", before="vote")
             self._wrap(Group, "all_gather_bytes", self._speak_to_one)
             self._wrap(Group, "exchange", self._move_in_part)
 
@@ -112,18 +111,12 @@ class Faults:
         step = self.steps.get(phase)
         return step is not None and (step == self.job.step or (step < self.job.step and phase not in self.OF_ONE_STEP))
 
-    def _before(self, kind: type, name: str, phase: str) -> None:
+    def _die_around(self, kind: type, name: str, before: str, after: str = "") -> None:
         def call(original: Callable[..., Any], *args: Any) -> Any:
-            if self.due(phase):
+            if self.due(before):
                 die()
-            return original(*args)
-
-        self._wrap(kind, name, call)
-
-    def _after(self, kind: type, name: str, phase: str) -> None:
-        def call(original: Callable[..., Any], *args: Any) -> Any:
             result = original(*args)
-            if self.due(phase):
+            if self.due(after):
                 die()
             return result
 
