@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import elaunch
 from elaunch.workers.plan import symmetric
 from tests.jobs import say
+from tests.jobs.eager import compile_nothing
 from tests.jobs.train import Samples
 
 WIDTH = 12
@@ -39,6 +40,7 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
+    compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=2)

@@ -36,6 +36,7 @@ import elaunch
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
 from tests.jobs import say
+from tests.jobs.eager import compile_nothing
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -144,6 +145,7 @@ class Faults:
 
 
 def main() -> None:
+    compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--global-batch-size", type=int, default=24)
