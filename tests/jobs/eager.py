@@ -17,9 +17,13 @@ def compile_nothing() -> None:
     """Spare this process the compiler, if it has not imported it yet; call it before an optimizer is made."""
     if "torch._dynamo" in sys.modules:
         return
+    # What optimizers ask of it; and torch.distributed, where it is imported.
     stand_in = ModuleType("torch._dynamo")
-    # By `disable` torch marks functions; where the module is there, torch.distributed empties a cache of it.
-    vars(stand_in).update(disable=_disable, trace_rules=SimpleNamespace(clear_lru_cache=lambda: None))
+    vars(stand_in).update(
+        disable=_disable,
+        graph_break=lambda: None,
+        trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
+    )
     sys.modules["torch._dynamo"] = torch._dynamo = stand_in
 
 
