@@ -322,9 +322,9 @@ def _seconds(flag: str, text: str | float) -> float:
 
 
 def _node_name(standalone: bool) -> str:
-    """The host's name, with a suffix that tells agents of one machine apart, also over time."""
+    """The host's name, with a suffix that tells agents of one host name apart, also over time."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname().split(".")[0]) or "node"
-    return "node0" if standalone else f"{host}-{secrets.token_hex(2)}"
+    return "node0" if standalone else f"{host}-{secrets.token_hex(4)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
