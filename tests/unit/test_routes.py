@@ -147,7 +147,7 @@ def test_the_same_plan_moves_nothing() -> None:
 
 
 def one_item(kib: int) -> dict[str, Item]:
-    return {"w": Item("w", (kib, 256), 4)}
+    return {"w": Item("w", (kib, 256), (torch.float32,))}
 
 
 BIG = one_item(64 * CUT_BYTES >> 10)
@@ -168,7 +168,7 @@ def test_what_the_own_node_has_comes_from_there() -> None:
 
 
 def test_small_pieces_come_from_the_sources_in_turn() -> None:
-    items = {f"w{number}": Item(f"w{number}", (4, 4), 4) for number in range(12)}
+    items = {f"w{number}": Item(f"w{number}", (4, 4), (torch.float32,)) for number in range(12)}
     held = {name: [((0, 4), (0, 4))] for name in items}
     before = {f"n{node}/0#0": held for node in range(3)}
     router = Router(items, before, {"n7/0#0": held, "n8/0#0": held})
@@ -189,7 +189,7 @@ def test_a_snapshot_is_used_where_no_device_has_it_and_the_own_one_before_peers(
 
 
 def test_what_nobody_has_is_named() -> None:
-    items = {f"w{number}": Item(f"w{number}", (4,), 4) for number in range(11)}
+    items = {f"w{number}": Item(f"w{number}", (4,), (torch.float32,)) for number in range(11)}
     needed = {name: [((0, 4),)] for name in items}
     router = Router(items, {"a/0": {"w0": [((0, 4),)], "w1": [((0, 3),)]}}, {"a/0": needed})
     assert router.missing()[0].boxes == (((3, 4),),)

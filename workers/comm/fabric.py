@@ -29,6 +29,7 @@ from elaunch.workers.comm import wire
 from elaunch.workers.comm.door import Door, read_line, split_address
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Destination, Link
+from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
 
 PREPARE_TIMEOUT_S = 10.0
@@ -167,6 +168,26 @@ class Fabric:
             finally:
                 for link in links.values():
                     link.finish()
+
+    def stream(self, epoch: int, op: int, outgoing: Mapping[str, Messages], incoming: Mapping[str, Messages]) -> None:
+        """Moves long sequences of messages, by peer, each made and taken in when its turn comes.
+
+        Both ends of a link must agree on the sizes of its messages. Returns when the last one has left or come; raises
+        like `exchange`.
+        """
+        peers = list(dict.fromkeys((*outgoing, *incoming)))
+        self._link_up(set(peers), epoch)
+        with self._running:
+            self._begin(epoch)
+            flows: list[Flow] = []
+            try:
+                for peer in peers:
+                    ends = outgoing.get(peer, iter(())), incoming.get(peer, iter(()))
+                    flows.append(Flow(self._find(peer), epoch, op, *ends))
+                drive(flows, self._wake, lambda: self._check(epoch))
+            finally:
+                for flow in flows:
+                    flow.finish()
 
     def open(self, epoch: int, op: int, peers: Collection[str] = ()) -> Traffic:
         """Begins an operation to which parts are added while it runs; a thread of the fabric drives it.

@@ -15,7 +15,7 @@ bitwise the same on all members.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from elaunch.workers.comm.fabric import Fabric, Receive, Send
 from elaunch.workers.comm.link import Destination
+from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.traffic import Traffic
 
 DIRECT_MEMBERS = 16
@@ -261,6 +262,19 @@ class Group:
         self.fabric.exchange(self.epoch, 2 * self._collectives + 1, outgoing, incoming)
         for device, host in staged:
             device.copy_(host)
+
+    def stream(self, outgoing: Mapping[int, Messages], incoming: Mapping[int, Messages]) -> None:
+        """Moves long sequences of messages between members, each made and taken in when its turn comes.
+
+        Every member calls it, also those that exchange nothing. Both ends agree on the sizes of the messages.
+        """
+        members = self.members
+        self.fabric.stream(
+            self.epoch,
+            self._next_op(),
+            {members[peer]: messages for peer, messages in outgoing.items()},
+            {members[peer]: messages for peer, messages in incoming.items()},
+        )
 
     def open(self) -> Traffic:
         """An operation to which messages are added over time, between any members with a link (named by identity).

@@ -107,6 +107,11 @@ class Link:
         self._wanted[part] = destination
         self._parked = False
 
+    @property
+    def receiving(self) -> bool:
+        """Whether a part that was posted has not come yet."""
+        return bool(self._wanted)
+
     def wants(self) -> int:
         """The poll events that let this link go on; 0 when its share of the operation is done."""
         receiving = self._open or bool(self._wanted)

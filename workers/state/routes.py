@@ -77,6 +77,9 @@ class Router:
         snapshots: by surviving worker, what it has in host memory besides.
         node_of: gives the node of a worker; default: what precedes the slash of its identity.
 
+    Attributes:
+        items: the space.
+
     Raises:
         StateError: something outside the space.
     """
@@ -89,16 +92,21 @@ class Router:
         snapshots: Mapping[str, Holdings] | None = None,
         node_of: Callable[[str], str] | None = None,
     ) -> None:
-        self._items = items
+        self.items = items
         self._node_of = node_of or (lambda worker: worker.partition("/")[0])
         tables = [_by_item(held, items) for held in (before, after, snapshots or {})]
         self._before, self._after, self._snapshots = tables
         self._turns = {name: turn for turn, name in enumerate(items)}
         self._solved: dict[tuple[Any, ...], _Solved] = {}
 
+    @property
+    def needed(self) -> dict[str, Mapping[str, tuple[Box, ...]]]:
+        """Items that somebody needs, in the order of the space, and by worker the boxes."""
+        return {name: self._after[name] for name in self.items if name in self._after}
+
     def missing(self) -> tuple[Missing, ...]:
         """What somebody needs and nobody has, in the order of the space."""
-        found = ((name, self._solve(name)[2]) for name in self._items if name in self._after)
+        found = ((name, self._solve(name)[2]) for name in self.items if name in self._after)
         return tuple(Missing(name, tuple(boxes)) for name, boxes in found if boxes)
 
     def of(self, worker: str) -> Routes:
@@ -115,7 +123,7 @@ class Router:
         retain: list[Piece] = []
         send: list[Piece] = []
         receive: list[Piece] = []
-        for name in self._items:
+        for name in self.items:
             if name not in self._after or not self._concerns(name, worker):
                 continue
             kept, moved, _ = self._solve(name)
@@ -126,12 +134,30 @@ class Router:
                     (receive if to == worker else send).append(Piece(name, box, source, to, snapshot))
         return Routes(tuple(retain), tuple(send), tuple(receive))
 
+    def lonely(self, name: str, worker: str) -> list[Box]:
+        """What `worker` holds of an item and will not hold, and only one worker will have, in whatever memory.
+
+        Were `worker` to let go of it, the death of that one before the end of the change would lose it.
+        """
+        found: list[Box] = []
+        after, snapshots = self._after.get(name, {}), self._snapshots.get(name, {})
+        for held in self._before.get(name, {}).get(worker, ()):
+            parts = subtract_all([held], (*after.get(worker, ()), *snapshots.get(worker, ())))
+            for owner in dict.fromkeys((*after, *snapshots)):
+                mine = (*after.get(owner, ()), *snapshots.get(owner, ()))
+                here = [common for part in parts for box in mine if (common := intersect(part, box)) is not None]
+                for other in (*after, *snapshots):
+                    if other != owner and here:
+                        here = subtract_all(here, (*after.get(other, ()), *snapshots.get(other, ())))
+                found += subtract_all(here, found)
+        return found
+
     def _concerns(self, name: str, worker: str) -> bool:
         return any(worker in table.get(name, ()) for table in (self._before, self._after, self._snapshots))
 
     def _solve(self, name: str) -> _Solved:
         """What stays, what moves and what is missing of an item; items that are alike are solved once."""
-        item = self._items[name]
+        item = self.items[name]
         before, after, snapshots = (table.get(name, {}) for table in (self._before, self._after, self._snapshots))
         geometry = (item.shape, item.element_bytes, *(tuple(held.items()) for held in (before, after, snapshots)))
         if geometry not in self._solved:

@@ -7,9 +7,10 @@ Names: a parameter is `layers.3.mlp.weight`; all that the optimizer keeps for it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.tensor import Placement, Replicate
 
 from elaunch.errors import StateError
@@ -23,6 +24,9 @@ Holdings = Mapping[str, Sequence[Box]]
 
 OPTIMIZER = "@optimizer"
 
+MASTER_AND_MOMENTS = (torch.float32,) * 3
+"""What AdamW keeps for an element."""
+
 
 @dataclass(frozen=True)
 class Item:
@@ -31,27 +35,34 @@ class Item:
     Attributes:
         name: in the whole job.
         shape: unsharded.
-        element_bytes: of one element, over all tensors of the item.
+        dtypes: of its tensors.
     """
 
     name: str
     shape: tuple[int, ...]
-    element_bytes: int
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element, over all tensors."""
+        return sum(dtype.itemsize for dtype in self.dtypes)
 
 
-def items_of_layers(specs: Sequence[LayerSpec], optimizer_bytes: int = 12) -> dict[str, Item]:
+def items_of_layers(
+    specs: Sequence[LayerSpec], optimizer: Callable[[str], tuple[torch.dtype, ...]] = lambda _: MASTER_AND_MOMENTS
+) -> dict[str, Item]:
     """All parameters of a model in layers and what the optimizer keeps of them, by name.
 
     Args:
         specs: of the layers.
-        optimizer_bytes: per element; 12 are a float32 master and two moments.
+        optimizer: gives what it keeps for each element of a parameter, by the parameter's name in the job.
     """
     found = {}
     for spec in specs:
         for name, shape in spec.shapes.items():
             path = f"layers.{spec.index}.{name}"
-            found[path] = Item(path, tuple(shape), spec.dtypes[name].itemsize)
-            found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), optimizer_bytes)
+            found[path] = Item(path, tuple(shape), (spec.dtypes[name],))
+            found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), optimizer(path))
     return found
 
 

@@ -1,0 +1,332 @@
+"""State moved between any two layouts over real links, one thread for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+
+from elaunch.errors import StateError, StepInterrupted
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.stream import Messages
+from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.state.boxes import Box, n_elements
+from elaunch.workers.state.regions import Region, holdings_of
+from elaunch.workers.state.reshard import (
+    SMALLEST_MESSAGE_BYTES,
+    Moved,
+    messages_of,
+    plan_stages,
+    reshard,
+)
+from elaunch.workers.state.routes import Router
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
+from tests.unit.comm_crew import addresses, connect_all, each, outcomes, together
+from tests.unit.plan_strategies import valid_plans
+from tests.unit.test_routes import specs
+
+Regions = dict[str, list[Region]]
+
+
+@contextmanager
+def fabrics_of(workers: list[str]) -> Iterator[list[Fabric]]:
+    fabrics = [Fabric(worker, "secret") for worker in workers]
+    try:
+        connect_all(fabrics)
+        yield fabrics
+    finally:
+        for fabric in fabrics:
+            fabric.interrupt(1 << 60)
+            fabric.close()
+
+
+class Truth:
+    """The whole state: each tensor of an item has other numbers in it."""
+
+    def __init__(self, items: Mapping[str, Item]) -> None:
+        self.tensors = {}
+        for number, item in enumerate(items.values()):
+            size = torch.Size(item.shape)
+            self.tensors[item.name] = tuple(
+                (torch.arange(size.numel()) * 7 + 13 * number + which).remainder(251).to(dtype).view(size)
+                for which, dtype in enumerate(item.dtypes)
+            )
+
+    def state(self, held: Holdings) -> Regions:
+        """Regions of their own memory."""
+        return {
+            name: [
+                Region(box, tuple(one[tuple(slice(*ends) for ends in box)].clone() for one in self.tensors[name]))
+                for box in boxes
+            ]
+            for name, boxes in held.items()
+        }
+
+    def check(self, state: Regions, held: Holdings) -> None:
+        """That a state is what these boxes have, bit for bit."""
+        assert {name: sorted(boxes) for name, boxes in holdings_of(state).items()} == {
+            name: sorted(boxes) for name, boxes in held.items() if boxes
+        }
+        for name, regions in state.items():
+            for region in regions:
+                for mine, whole in zip(region.tensors, self.tensors[name], strict=True):
+                    assert torch.equal(mine, whole[tuple(slice(*ends) for ends in region.box)]), f"{name} {region.box}"
+
+
+def allocator(items: Mapping[str, Item]) -> Any:
+    def allocate(name: str, box: Box) -> tuple[Tensor, ...]:
+        shape = tuple(stop - start for start, stop in box)
+        return tuple(torch.full(shape, -1).to(dtype) for dtype in items[name].dtypes)
+
+    return allocate
+
+
+def ring_snapshots(held: Mapping[str, Holdings]) -> dict[str, Holdings]:
+    """Each keeps in host memory what the one before it has of the optimizer's state."""
+    ring = list(held)
+    return {
+        worker: {name: boxes for name, boxes in held[ring[place - 1]].items() if name.endswith(OPTIMIZER)}
+        for place, worker in enumerate(ring)
+    }
+
+
+LAYERS = specs(4)
+ITEMS = items_of_layers(LAYERS)
+TRUTH = Truth(ITEMS)
+plans = valid_plans(4, 4, 8, tp=(1, 2, 4)).filter(lambda plan: plan.n_layers == 4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for(data: DataObject) -> None:
+    old, new = data.draw(plans), data.draw(plans)
+    held, needed = holdings_of_plan(old, LAYERS), holdings_of_plan(new, LAYERS)
+    kept = ring_snapshots(held)
+    dead = data.draw(st.sets(st.sampled_from(list(held)), max_size=1))
+    before = {worker: what for worker, what in held.items() if worker not in dead}
+    hosts = {worker: what for worker, what in kept.items() if worker not in dead}
+    after = {worker: what for worker, what in needed.items() if worker not in dead}
+    router = Router(ITEMS, before, after, hosts)
+    if router.missing():
+        return
+    bound = data.draw(st.sampled_from([None, 4 * SMALLEST_MESSAGE_BYTES, 1 << 20]))
+    checksum = data.draw(st.booleans())
+    members = list(dict.fromkeys((*before, *after)))
+
+    def work(fabric: Fabric) -> Moved:
+        worker = fabric.worker
+        group = Group(fabric, 1, members)
+        state = TRUTH.state(before.get(worker, {}))
+        snapshots = TRUTH.state(hosts.get(worker, {}))
+        found, moved = reshard(
+            group,
+            router,
+            state,
+            allocator(ITEMS),
+            snapshots=snapshots,
+            max_extra_bytes=bound,
+            checksum=checksum,
+        )
+        TRUTH.check(found, after.get(worker, {}))
+        if bound is None:
+            TRUTH.check(state, before.get(worker, {}))
+        return moved
+
+    with fabrics_of(members) as fabrics:
+        moved = each(partial(_stopping_all, fabrics, work), fabrics)
+    routes = [router.of(worker) for worker in members]
+    for one, mine in zip(moved, routes, strict=True):
+        net = sum(n_elements(piece.box) * ITEMS[piece.item].element_bytes for piece in mine.receive)
+        assert net <= one.received_bytes <= net + 16 * 3 * len(mine.receive)
+        if bound is not None:
+            assert one.peak_extra_bytes <= bound
+
+
+def _stopping_all(fabrics: list[Fabric], work: Any, fabric: Fabric) -> Any:
+    """An error of one ends all, who would wait for it."""
+    try:
+        return work(fabric)
+    except BaseException:
+        for one in fabrics:
+            one.interrupt(1 << 60)
+        raise
+
+
+class Killed(Exception):
+    """Instead of a process that dies."""
+
+
+@pytest.mark.parametrize("bound", [None, 4 * SMALLEST_MESSAGE_BYTES])
+def test_a_worker_that_dies_half_way_leaves_the_others_with_a_whole_state(bound: int | None) -> None:
+    workers = ["a/0#0", "a/1#0", "b/0#0", "b/1#0"]
+    items = {f"w{number}": Item(f"w{number}", (64, 512), (torch.float32,) * 2) for number in range(6)}
+    truth = Truth(items)
+    # Each has a quarter of each item, and a snapshot of what the one before it has; after the change, of the columns.
+    rows = {w: dict.fromkeys(items, (((16 * place, 16 * place + 16), (0, 512)),)) for place, w in enumerate(workers)}
+    hosts = {worker: rows[workers[place - 1]] for place, worker in enumerate(workers)}
+    columns = {
+        w: dict.fromkeys(items, (((0, 64), (128 * place, 128 * place + 128)),)) for place, w in enumerate(workers)
+    }
+    states = {worker: truth.state(rows[worker]) for worker in workers}
+    snapshots = {worker: truth.state(hosts[worker]) for worker in workers}
+    router = Router(items, rows, columns, hosts)
+    victim = "b/0#0"
+
+    def first(fabric: Fabric) -> object:
+        group = Group(fabric, 1, workers)
+        if fabric.worker == victim:
+            _die_in_message(group, 1 if bound is None else 4)
+        moved = reshard(
+            group,
+            router,
+            states[fabric.worker],
+            allocator(items),
+            snapshots=snapshots[fabric.worker],
+            max_extra_bytes=bound,
+        )
+        group.barrier()
+        return moved
+
+    with fabrics_of(workers) as fabrics:
+        ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
+        assert isinstance(ends[2], Killed)
+        assert all(isinstance(end, StepInterrupted) for place, end in enumerate(ends) if place != 2), ends
+        left = [fabric for fabric in fabrics if fabric.worker != victim]
+        survivors = [fabric.worker for fabric in left]
+        for fabric in left:
+            fabric.interrupt(2)
+            fabric.retain(survivors)
+        each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+        # What each has now is what the next attempt starts from. The thirds are new boxes for everybody.
+        before = {worker: holdings_of(states[worker]) for worker in survivors}
+        layouts = {
+            worker: [boxes == columns[worker][name] for name, boxes in before[worker].items()] for worker in before
+        }
+        assert all(any(columned) == (bound is not None) and not all(columned) for columned in layouts.values()), layouts
+        thirds = {
+            worker: dict.fromkeys(items, (((0, 64), (512 * place // 3, 512 * (place + 1) // 3)),))
+            for place, worker in enumerate(survivors)
+        }
+        again = Router(items, before, thirds, {worker: holdings_of(snapshots[worker]) for worker in survivors})
+
+        def second(fabric: Fabric) -> None:
+            found, _ = reshard(
+                Group(fabric, 2, survivors),
+                again,
+                states[fabric.worker],
+                allocator(items),
+                snapshots=snapshots[fabric.worker],
+                max_extra_bytes=bound,
+            )
+            truth.check(found, thirds[fabric.worker])
+
+        each(second, left)
+
+
+def _as_process(work: Any, fabric: Fabric, fabrics: list[Fabric]) -> object:
+    try:
+        return work(fabric)
+    except Killed:
+        fabric.close()
+        raise
+    except StepInterrupted:
+        # As the agents do when the news goes round.
+        for one in fabrics:
+            one.interrupt(2)
+        raise
+
+
+def _die_in_message(group: Group, number: int) -> None:
+    stream = group.stream
+    left = [number]
+
+    def dying(messages: Messages) -> Messages:
+        for message in messages:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            yield message
+
+    def streamed(outgoing: Mapping[int, Messages], incoming: Mapping[int, Messages]) -> None:
+        stream({peer: dying(messages) for peer, messages in outgoing.items()}, incoming)
+
+    group.stream = streamed  # type: ignore[method-assign]
+
+
+def test_what_arrives_damaged_is_named() -> None:
+    workers = ["a/0#0", "a/1#0"]
+    items = {"w": Item("w", (4, 8), (torch.float32,))}
+    truth = Truth(items)
+    before = {"a/0#0": {"w": (((0, 4), (0, 8)),)}}
+    after = {"a/1#0": {"w": (((0, 4), (0, 8)),)}}
+    router = Router(items, before, after)
+
+    def damaging(messages: Messages) -> Messages:
+        for message in messages:
+            yield memoryview(bytes(message[:5]) + bytes([message[5] ^ 4]) + bytes(message[6:]))
+            break
+        yield from messages
+
+    def work(fabric: Fabric) -> object:
+        group = Group(fabric, 1, workers)
+        if group.rank == 0:
+            stream = group.stream
+            group.stream = lambda outgoing, incoming: stream(  # type: ignore[method-assign]
+                {peer: damaging(messages) for peer, messages in outgoing.items()}, incoming
+            )
+        return reshard(group, router, truth.state(before.get(fabric.worker, {})), allocator(items), checksum=True)
+
+    with fabrics_of(workers) as fabrics:
+        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    assert isinstance(ends[1], StateError)
+    assert "w [(0, 4), (0, 8)] arrived damaged from a/0#0" in str(ends[1])
+
+
+@pytest.mark.parametrize("members", [2, 3, 5, 12, 16, 96])
+@pytest.mark.parametrize("buffers", [None, 2 * SMALLEST_MESSAGE_BYTES, 1 << 20, 1 << 30])
+def test_the_stages_pair_all_workers_once_and_fit_the_bound(members: int, buffers: int | None) -> None:
+    stages = plan_stages(members, buffers)
+    pairs = [
+        frozenset((i, i ^ s)) for stage in stages for s in stage.steps for i in range(members) if i < i ^ s < members
+    ]
+    assert len(pairs) == len(set(pairs)) == members * (members - 1) // 2
+    if buffers is not None:
+        assert all(2 * len(stage.steps) * stage.message_bytes <= buffers for stage in stages)
+
+
+def test_messages_are_bounded_and_small_parts_travel_together() -> None:
+    layers = specs(2)
+    old = symmetric(["a", "b"], 2, 4, 1, pp=2)
+    items = items_of_layers(layers)
+    held = holdings_of_plan(old, layers)
+    routes = Router(items, held, {"b": held["a"]}).of("a")
+    (whole,) = messages_of(routes.send, items, 1 << 20)
+    assert len(whole) == 4 * len(routes.send) // 2
+    for message in messages_of(routes.send, items, 256):
+        size = sum(n_elements(part.box) * items[part.item].dtypes[part.tensor].itemsize for part in message)
+        assert size <= 256
+    assert isinstance(old, Plan)
+
+
+def test_nothing_is_moved_where_nothing_changes() -> None:
+    plan = symmetric(["a/0#0", "a/1#0"], 4, 8, 2, dp=2)
+    held = holdings_of_plan(plan, LAYERS)
+    router = Router(ITEMS, held, held)
+
+    def work(fabric: Fabric) -> None:
+        state = TRUTH.state(held[fabric.worker])
+        found, moved = reshard(Group(fabric, 1, plan.workers), router, state, allocator(ITEMS))
+        assert moved.received_bytes == moved.peak_extra_bytes == 0
+        assert all(mine is before for name in found for mine, before in zip(found[name], state[name], strict=True))
+
+    with fabrics_of(list(plan.workers)) as fabrics:
+        together([partial(work, fabric) for fabric in fabrics])

@@ -1,0 +1,60 @@
+"""Long transfers over a link: one message after the other, each made when its turn comes.
+
+    def outgoing():                    def incoming():
+        for part in parts:                 for part in parts:
+            pack(part, buffer)                 yield memoryview(buffer)     # resumed when it is full
+            yield memoryview(buffer)           unpack(buffer, part)
+            # resumed when it has left
+
+At any moment a link has one message of each direction under way, so what a transfer needs beside the data itself is two
+buffers a link. A receiver that is behind does not read, and the kernel holds the sender back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elaunch.workers.comm.link import Link
+
+Messages = Iterator[memoryview]
+"""Bytes to send, or places to fill; resumed when they have left or are full. None of them is empty."""
+
+
+class Flow:
+    """What a link carries in a transfer: see `drive`."""
+
+    def __init__(self, link: Link, epoch: int, op: int, outgoing: Messages, incoming: Messages) -> None:
+        self.peer, self.socket = link.peer, link.socket
+        self._link, self._epoch, self._op = link, epoch, op
+        self._outgoing: Messages | None = outgoing
+        self._incoming: Messages | None = incoming
+        self._sent = self._received = 0
+        self._sending = False
+
+    def advance(self, events: int = 0) -> None:
+        self._link.advance(events)
+        while self._outgoing is not None and not self._sending:
+            body = next(self._outgoing, None)
+            if body is None:
+                self._outgoing = None
+            else:
+                self._sending = True
+                self._link.post_send(self._epoch, self._op, self._sent, body, self._has_left)
+                self._sent += 1
+                self._link.push()
+        if self._incoming is not None and not self._link.receiving:
+            place = next(self._incoming, None)
+            if place is None:
+                self._incoming = None
+            else:
+                self._link.post_receive(self._epoch, self._op, self._received, place)
+                self._received += 1
+
+    def wants(self) -> int:
+        return self._link.wants()
+
+    def finish(self) -> None:
+        self._link.finish()
+
+    def _has_left(self) -> None:
+        self._sending = False

@@ -1,0 +1,43 @@
+"""Boxes of items in memory: what a worker really holds of the space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from elaunch.workers.state.boxes import Box, intersect
+from elaunch.workers.state.space import Holdings
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A box of an item: one tensor of the box's shape for each tensor of the item; views of larger ones will do."""
+
+    box: Box
+    tensors: tuple[Tensor, ...]
+
+    def part(self, box: Box) -> tuple[Tensor, ...]:
+        """Views of a box inside this one."""
+        index = tuple(
+            slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, self.box, strict=True)
+        )
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+State = Mapping[str, Sequence[Region]]
+"""By name of an item, the regions of it that a worker holds; no two have an element in common."""
+
+
+def holdings_of(state: State) -> Holdings:
+    """The boxes of a state."""
+    return {name: tuple(region.box for region in regions) for name, regions in state.items()}
+
+
+def covering(regions: Sequence[Region], box: Box) -> Iterator[tuple[Region, Box]]:
+    """The regions that have some of a box, each with what it has."""
+    for region in regions:
+        common = intersect(region.box, box)
+        if common is not None:
+            yield region, common

@@ -1,0 +1,393 @@
+"""Move state from one layout to another along its routes, memory to memory (DynaTran 4.3, algorithm 1).
+
+What a worker keeps is copied, or stays where it is if its box is the same. What travels between two workers is a fixed
+sequence of messages that both derive from the routes: small parts are packed together, large ones cut, and what is one
+run of host memory is sent from it and received into it without a copy. A link has one message of each direction under
+way (`elaunch.workers.comm.stream`), and all links of a stage work at the same time. Without a bound on memory there is
+one stage. With one, the pairs of workers are taken in the order of the XOR schedule, as many steps of it at a time as
+their buffers fit: in step s worker i is paired with worker i ^ s and with nobody else. The steps run to the next power
+of two, since fewer miss pairs (errata 1).
+
+Under a bound the items, too, are taken in *windows*: of each the new regions are allocated, filled, and the old ones
+let go, before the next begins. An interruption leaves the items of completed windows in the new layout and all others,
+those of the window under way included, in the old one. So what a worker holds is always described by its regions, and
+the next attempt starts from there. What one worker alone would have if the old regions were let go goes to host memory
+instead, until the end: whoever dies, nothing is lost.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elaunch.errors import StateError
+from elaunch.workers.comm.group import Group, memory
+from elaunch.workers.comm.stream import Messages
+from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
+from elaunch.workers.state.regions import Region, State, covering
+from elaunch.workers.state.routes import Piece, Router, Routes
+from elaunch.workers.state.space import Item
+
+MESSAGE_BYTES = 4 << 20
+"""Of a message, where memory is not bounded more tightly."""
+
+SMALLEST_MESSAGE_BYTES = 64 << 10
+"""Under a tight bound fewer links work at a time, rather than with smaller messages."""
+
+_ALIGN = 16
+
+Allocate = Callable[[str, Box], tuple[Tensor, ...]]
+"""Makes the tensors of a region, by item and box; their content is arbitrary."""
+
+
+class Part(NamedTuple):
+    """A box of one tensor of an item."""
+
+    item: str
+    box: Box
+    tensor: int
+    snapshot: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps of the XOR schedule that run at the same time, and the size of their messages."""
+
+    steps: range
+    message_bytes: int
+
+
+@dataclass
+class Moved:
+    """What a worker took part in.
+
+    Attributes:
+        received_bytes: over links.
+        sent_bytes: over links.
+        kept_bytes: that were needed and there, copied or not.
+        guarded_bytes: old regions that were put into host memory, because one worker alone would have had them.
+        peak_extra_bytes: the most memory held at a time beside the old state: new regions, less the old ones let go or
+            guarded, and buffers.
+    """
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    kept_bytes: int = 0
+    guarded_bytes: int = 0
+    peak_extra_bytes: int = 0
+    _regions_bytes: int = 0
+    _buffers_bytes: int = 0
+
+    def hold(self, regions_bytes: int = 0, buffers_bytes: int = 0) -> None:
+        """More is allocated; less, where negative."""
+        self._regions_bytes += regions_bytes
+        self._buffers_bytes += buffers_bytes
+        self.peak_extra_bytes = max(self.peak_extra_bytes, self._regions_bytes + self._buffers_bytes)
+
+
+def reshard(
+    group: Group,
+    router: Router,
+    state: dict[str, list[Region]],
+    allocate: Allocate,
+    *,
+    snapshots: dict[str, list[Region]] | None = None,
+    max_extra_bytes: int | None = None,
+    checksum: bool = False,
+) -> tuple[dict[str, list[Region]], Moved]:
+    """Take part in a change of layout. All members of the group call it, with the same router and settings.
+
+    Args:
+        group: of all workers of the router.
+        router: from what is held to what is needed.
+        state: of this worker, as the router has it. Under a bound, completed windows are taken out of it and put back
+            in the new layout; without one it is left as it was.
+        allocate: makes the new regions.
+        snapshots: what this worker has in host memory besides, as the router has it. Under a bound, old regions are
+            added to it that nobody but one worker would have otherwise; of no use any more after the end.
+        max_extra_bytes: bound of the memory beside the old state that a worker takes at any time; at least what the
+            largest item needs on some worker, and two messages of 64 KiB. None: the old state is kept until the end.
+        checksum: whether each message is checked to have come as it was sent.
+
+    Returns:
+        The new state, and what was moved.
+
+    Raises:
+        StateError: somebody needs what nobody has, or something arrived damaged.
+        StepInterrupted: a peer was lost, or the generation changed.
+    """
+    worker = group.members[group.rank]
+    routes = router.of(worker)
+    moved = Moved()
+    snapshots = {} if snapshots is None else snapshots
+    windows = [list(router.needed)] if max_extra_bytes is None else _windows(router, max_extra_bytes // 2)
+    stages = plan_stages(group.size, None if max_extra_bytes is None else max_extra_bytes // 2)
+    for_items = {
+        kind: {name: list(pieces) for name, pieces in groupby(getattr(routes, kind), key=lambda piece: piece.item)}
+        for kind in ("retain", "send", "receive")
+    }
+    new: dict[str, list[Region]] = {} if max_extra_bytes is None else state
+    for window in windows:
+        part = Routes(*(tuple(p for name in window for p in for_items[kind].get(name, ())) for kind in for_items))
+        needed = {name: router.needed[name].get(worker, ()) for name in window}
+        filled = _Window(group, router.items, part, needed, state, snapshots, allocate, moved, checksum)
+        filled.run(stages)
+        if max_extra_bytes is not None:
+            # Nobody lets go before everybody has what it needs.
+            group.barrier()
+        for name in window:
+            if max_extra_bytes is not None:
+                _let_go(router, name, worker, state, filled.regions[name], snapshots, moved)
+            if filled.regions[name]:
+                new[name] = filled.regions[name]
+    for name in new.keys() - router.needed.keys():
+        del new[name]  # nobody needs it any more
+    return new, moved
+
+
+class _Window:
+    """Some items on their way into the new layout."""
+
+    def __init__(
+        self,
+        group: Group,
+        items: Mapping[str, Item],
+        routes: Routes,
+        needed: Mapping[str, Sequence[Box]],
+        state: State,
+        snapshots: State,
+        allocate: Allocate,
+        moved: Moved,
+        checksum: bool,
+    ) -> None:
+        self._group, self._items, self._routes = group, items, routes
+        self._state, self._snapshots = state, snapshots
+        self._moved, self._checksum = moved, checksum
+        self.regions = {name: [self._region(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        """Fill the new regions."""
+        for piece in self._routes.retain:
+            self._keep(piece)
+        for stage in stages:
+            peers = [self._group.rank ^ step for step in stage.steps]
+            peers = [peer for peer in peers if peer < self._group.size]
+            outgoing = {peer: self._outgoing(peer, stage.message_bytes) for peer in peers}
+            incoming = {peer: self._incoming(peer, stage.message_bytes) for peer in peers}
+            self._group.stream(
+                {peer: messages for peer, messages in outgoing.items() if messages is not None},
+                {peer: messages for peer, messages in incoming.items() if messages is not None},
+            )
+
+    def _region(self, name: str, box: Box, allocate: Allocate) -> Region:
+        for old in self._state.get(name, ()):
+            if old.box == box:
+                return old
+        region = Region(box, allocate(name, box))
+        self._moved.hold(regions_bytes=sum(tensor.nbytes for tensor in region.tensors))
+        return region
+
+    def _keep(self, piece: Piece) -> None:
+        sources = self._snapshots if piece.snapshot else self._state
+        self._moved.kept_bytes += n_elements(piece.box) * self._items[piece.item].element_bytes
+        for source, box in covering(sources[piece.item], piece.box):
+            for region, common in covering(self.regions[piece.item], box):
+                if region is not source:
+                    for to, from_ in zip(region.part(common), source.part(common), strict=True):
+                        to.copy_(from_)
+
+    def _outgoing(self, peer: int, message_bytes: int) -> Messages | None:
+        pieces = [piece for piece in self._routes.send if piece.to == self._group.members[peer]]
+        return self._send(pieces, message_bytes) if pieces else None
+
+    def _incoming(self, peer: int, message_bytes: int) -> Messages | None:
+        pieces = [piece for piece in self._routes.receive if piece.source == self._group.members[peer]]
+        return self._receive(pieces, message_bytes) if pieces else None
+
+    def _send(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
+        codes = bytearray()
+        for message in messages_of(pieces, self._items, message_bytes):
+            views = [self._held(part) for part in message]
+            with _Buffer(self._moved, self._sizes(message), views) as buffer:
+                if buffer.packed:
+                    for place, view in zip(buffer.places, views, strict=True):
+                        place.copy_(view)
+                if self._checksum:
+                    codes += zlib.crc32(buffer.bytes).to_bytes(4, "little")
+                self._moved.sent_bytes += len(buffer.bytes)
+                yield buffer.bytes
+        if self._checksum:
+            yield memoryview(codes)
+
+    def _receive(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
+        codes = []
+        messages = list(messages_of(pieces, self._items, message_bytes)) if self._checksum else []
+        for message in messages_of(pieces, self._items, message_bytes):
+            views = [self._place(part) for part in message]
+            with _Buffer(self._moved, self._sizes(message), views) as buffer:
+                yield buffer.bytes
+                if self._checksum:
+                    codes.append(zlib.crc32(buffer.bytes))
+                if buffer.packed:
+                    for view, place in zip(views, buffer.places, strict=True):
+                        view.copy_(place)
+                self._moved.received_bytes += len(buffer.bytes)
+        if self._checksum:
+            told = bytearray(4 * len(codes))
+            yield memoryview(told)
+            for number, code in enumerate(codes):
+                if code != int.from_bytes(told[4 * number : 4 * number + 4], "little"):
+                    first = messages[number][0]
+                    raise StateError(
+                        f"{first.item} {list(first.box)} arrived damaged from {pieces[0].source}; if that happens "
+                        "again, look for errors of this machine's or that machine's memory or network card"
+                    )
+
+    def _sizes(self, message: Sequence[Part]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [
+            (tuple(stop - start for start, stop in part.box), self._items[part.item].dtypes[part.tensor])
+            for part in message
+        ]
+
+    def _held(self, part: Part) -> Tensor:
+        return _view((self._snapshots if part.snapshot else self._state)[part.item], part)
+
+    def _place(self, part: Part) -> Tensor:
+        return _view(self.regions[part.item], part)
+
+
+class _Buffer:
+    """The memory of one message: the tensor itself where it is one run of host memory, else a buffer to pack."""
+
+    def __init__(
+        self, moved: Moved, sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], views: Sequence[Tensor]
+    ) -> None:
+        self._moved = moved
+        self.packed = len(views) > 1 or views[0].device.type != "cpu" or not views[0].is_contiguous()
+        self.places: list[Tensor] = []
+        self._buffer_bytes = 0
+        if not self.packed:
+            self.bytes = memory(views[0])
+            return
+        end = 0
+        starts = []
+        for shape, dtype in sizes:
+            starts.append(_aligned(end))
+            end = starts[-1] + _n_bytes(shape, dtype)
+        flat = torch.empty(end, dtype=torch.uint8)
+        for start, (shape, dtype) in zip(starts, sizes, strict=True):
+            self.places.append(flat[start : start + _n_bytes(shape, dtype)].view(dtype).view(shape))
+        self.bytes = memory(flat)
+        self._buffer_bytes = end
+
+    def __enter__(self) -> _Buffer:
+        self._moved.hold(buffers_bytes=self._buffer_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._moved.hold(buffers_bytes=-self._buffer_bytes)
+
+
+def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_bytes: int) -> Iterator[tuple[Part, ...]]:
+    """What travels from one worker to another, in messages; it depends on sizes alone, so both ends find the same.
+
+    Parts of half a message or more travel alone, so that they need no packing.
+    """
+    together: list[Part] = []
+    size = 0
+    for piece in pieces:
+        for tensor, dtype in enumerate(items[piece.item].dtypes):
+            n_bytes = n_elements(piece.box) * dtype.itemsize
+            for box in _cut(piece.box, -(-n_bytes // message_bytes)):
+                part = Part(piece.item, box, tensor, piece.snapshot)
+                part_bytes = _aligned(n_elements(box) * dtype.itemsize)
+                if 2 * part_bytes >= message_bytes:
+                    yield (part,)
+                    continue
+                if together and size + part_bytes > message_bytes:
+                    yield tuple(together)
+                    together, size = [], 0
+                together.append(part)
+                size += part_bytes
+    if together:
+        yield tuple(together)
+
+
+def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
+    """How many steps of the XOR schedule run at a time, and with which messages, so that two buffers for each fit."""
+    steps = 1 << (members - 1).bit_length()
+    if max_buffer_bytes is None:
+        return [Stage(range(1, steps), MESSAGE_BYTES)] if members > 1 else []
+    at_a_time = max(1, min(steps - 1, max_buffer_bytes // (2 * SMALLEST_MESSAGE_BYTES)))
+    message_bytes = max(SMALLEST_MESSAGE_BYTES, min(MESSAGE_BYTES, max_buffer_bytes // (2 * at_a_time)))
+    return [
+        Stage(range(first, min(first + at_a_time, steps)), message_bytes // _ALIGN * _ALIGN)
+        for first in range(1, steps, at_a_time)
+    ]
+
+
+def _windows(router: Router, max_bytes: int) -> list[list[str]]:
+    """The items in runs whose new regions fit the bound on every worker; an item alone may not."""
+    found: list[list[str]] = []
+    size = 0
+    for name, by_worker in router.needed.items():
+        item = router.items[name]
+        most = max((sum(map(n_elements, boxes)) for boxes in by_worker.values()), default=0) * item.element_bytes
+        if not found or size + most > max_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += most
+    return found
+
+
+def _cut(box: Box, parts: int) -> list[Box]:
+    """Slabs of a box, none larger than one of `parts` even parts unless it is a single element."""
+    most = -(-n_elements(box) // max(1, parts))
+    found: list[Box] = []
+    for slab in slabs(box, parts):
+        found += _cut(slab, -(-n_elements(slab) // most)) if n_elements(slab) > most else [slab]
+    return found
+
+
+def _view(regions: Sequence[Region], part: Part) -> Tensor:
+    """The region that has all of a part: pieces do not go beyond the boxes they come from or go to."""
+    for region, common in covering(regions, part.box):
+        if common == part.box:
+            return region.part(part.box)[part.tensor]
+    raise AssertionError(f"{part} is not within one of {[region.box for region in regions]}")
+
+
+def _let_go(
+    router: Router,
+    name: str,
+    worker: str,
+    state: dict[str, list[Region]],
+    new: Sequence[Region],
+    snapshots: dict[str, list[Region]],
+    moved: Moved,
+) -> None:
+    """Take the old regions of an item out of the state, and guard what one worker alone would have."""
+    lonely = router.lonely(name, worker)
+    for old in state.pop(name, []):
+        if any(region is old for region in new):
+            continue
+        n_bytes = sum(tensor.nbytes for tensor in old.tensors)
+        moved.hold(regions_bytes=-n_bytes)
+        if any(intersect(old.box, box) for box in lonely):
+            snapshots.setdefault(name, []).append(Region(old.box, tuple(tensor.cpu() for tensor in old.tensors)))
+            moved.guarded_bytes += n_bytes
+
+
+def _n_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGN) * _ALIGN
