@@ -62,11 +62,12 @@ class Pace:
     """Keeps the job from running away from its test: see `--crew`, `--gather` and `--hold`."""
 
     SLOW_S = 0.1
-    SLOWER_S = 1.0  # with few steps left, for who takes long to come on a busy machine
-    SLOW_STEPS = 15
+    # The last steps wait for who is missing, however long it takes to come on a busy machine.
+    LAST_STEPS = 5
+    PATIENCE_S = 30.0
 
-    def __init__(self, job: elaunch.Job, sleep_s: float, crew: int, gather: int, hold: str) -> None:
-        self.job, self.sleep_s, self.crew, self.gather = job, sleep_s, crew, gather
+    def __init__(self, job: elaunch.Job, steps: int, sleep_s: float, crew: int, gather: int, hold: str) -> None:
+        self.job, self.steps, self.sleep_s, self.crew, self.gather = job, steps, sleep_s, crew, gather
         step, _, gate = hold.partition(":")
         self.hold_step = int(step or 0)
         self.gate = Path(gate) if gate else None
@@ -83,10 +84,15 @@ class Pace:
 
     def after(self) -> None:
         """Called after each micro-batch."""
-        if self.gathered_step is None:
-            time.sleep(self.SLOW_S if self.job.step < self.SLOW_STEPS else self.SLOWER_S)
-        else:
-            time.sleep(self.SLOW_S if self.job.size < self.crew else self.sleep_s)
+        if self.gathered_step is not None and self.job.size >= self.crew:
+            time.sleep(self.sleep_s)
+            return
+        time.sleep(self.SLOW_S)
+        end_s = time.monotonic() + self.PATIENCE_S
+        while self.steps - self.job.step <= self.LAST_STEPS and time.monotonic() < end_s:
+            if self.job._membership.newest_epoch() > self.job.epoch:
+                break  # they come; or there is another change to go through first
+            time.sleep(0.005)
 
 
 class Faults:
@@ -171,7 +177,7 @@ def main() -> None:
         group_module.DIRECT_MEMBERS = args.direct
     job = elaunch.init()
     faults = Faults(job, args.die)
-    pace = Pace(job, args.sleep, args.crew, args.gather, args.hold)
+    pace = Pace(job, args.steps, args.sleep, args.crew, args.gather, args.hold)
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(1)
     net = nn.Sequential(
