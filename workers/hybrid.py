@@ -27,7 +27,7 @@ from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.engine.executor import LossFunction
 from elaunch.workers.engine.layers import Factory
 from elaunch.workers.engine.messages import peers
-from elaunch.workers.engine.zero import MakeOptimizer
+from elaunch.workers.engine.shards import MakeOptimizer
 from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.session import NEVER, choose_device

@@ -31,6 +31,7 @@ class _Most(NamedTuple):
     workers: int
     tp: tuple[int, ...]
     unit_rows: int
+    exact: bool = False
 
 
 class _Sizes(NamedTuple):
@@ -45,16 +46,22 @@ class _Sizes(NamedTuple):
 
 
 def valid_plans(
-    max_layers: int = 6, max_units: int = 6, max_workers: int = 8, tp: Sequence[int] = (1,), max_unit_rows: int = 3
+    max_layers: int = 6,
+    max_units: int = 6,
+    max_workers: int = 8,
+    tp: Sequence[int] = (1,),
+    max_unit_rows: int = 3,
+    exact: bool = False,
 ) -> SearchStrategy[Plan]:
     """Valid plans of every kind: symmetric ones, pipelines of different depth, stages with different numbers of
     replicas, and tilings that nobody would choose: uneven rows, micro-batches of several runs in any order, workers
     with several tiles, idle workers.
 
     `tp` holds the degrees of tensor parallelism that a tile may have; only the last kind mixes them in a plan, and then
-    a worker may also have a tile of its own beside those of its tuple.
+    a worker may also have a tile of its own beside those of its tuple. With `exact` all have as many layers, units and
+    rows of a unit as is said.
     """
-    most = _Most(max_layers, max_units, max_workers, tuple(tp), max_unit_rows)
+    most = _Most(max_layers, max_units, max_workers, tuple(tp), max_unit_rows, exact)
     return st.one_of(_symmetric(most), _pipelines(most), _stages(most), _tilings(most))
 
 
@@ -132,8 +139,10 @@ def _tilings(draw: DrawFn, most: _Most) -> Plan:
 
 
 def _sizes(most: _Most, layers: int = 1, units: int = 1) -> SearchStrategy[_Sizes]:
-    rows = st.integers(1, most.unit_rows)
     zero = st.sampled_from(LAYOUTS)
+    if most.exact:
+        return zero.map(lambda layout: _Sizes(most.layers, most.units, most.unit_rows, layout))
+    rows = st.integers(1, most.unit_rows)
     return st.builds(_Sizes, st.integers(layers, most.layers), st.integers(units, most.units), rows, zero)
 
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
-from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, TupleSum
+from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
 from elaunch.workers.engine.layers import Factory, Layer, build, describe
-from elaunch.workers.engine.layout import StateLayout
+from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.engine.samples import Samples
+from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.engine.standing import Commit, Standing
 from elaunch.workers.engine.tensor_parallel import Membership
-from elaunch.workers.engine.zero import MakeOptimizer, MakeScheduler, ZeroOptimizer
+from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
 from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.regions import Region, holdings_of
+from elaunch.workers.state.reshard import reshard
+from elaunch.workers.state.routes import Router
+from elaunch.workers.state.space import OPTIMIZER, Item
 
 Consistency = Literal["bitwise", "fast"]
 
@@ -38,6 +47,29 @@ class StepReport:
     step: int
     loss: float
     gradient_norm: float | None
+
+
+@dataclass(eq=False)
+class _Part:
+    """What a worker has and does under a plan."""
+
+    plan: Plan
+    group: Group
+    worker: str
+    layout: StateLayout
+    layers: dict[LayerKey, Layer]
+    zero: ZeroOptimizer
+    executor: Executor
+    sums: dict[tuple[str, ...], TupleSum] = field(default_factory=dict)
+
+    def place_layers(self) -> None:
+        """Tell the layers of their tensor-parallel tuples in this plan."""
+        for (index, replica), layer in self.layers.items():
+            workers = self.layout.holders[index][replica]
+            add = None
+            if len(workers) > 1:
+                add = self.sums.setdefault(workers, TupleSum(workers, self.worker))
+            layer.membership = Membership(workers.index(self.worker), len(workers), add)
 
 
 class Engine:
@@ -65,6 +97,9 @@ class Engine:
         collate_fn: makes a batch of a list of items; default: torch's.
         group: the workers of the plan; default: this process alone.
         device: of this worker's layers.
+        max_extra_bytes: bound of the memory that a change of plan takes beside the state (see
+            `elaunch.workers.state.reshard`).
+        joining: `change` will say what this worker does; it holds nothing before.
 
     Raises:
         PlanError: the plan does not tile layers and slots, or its workers are not those of the group.
@@ -89,36 +124,55 @@ class Engine:
         collate_fn: data.Collate | None = None,
         group: Group | None = None,
         device: torch.device | str = "cpu",
+        max_extra_bytes: int | None = None,
+        joining: bool = False,
     ) -> None:
         if len(layers) != plan.n_layers:
             raise StateError(f"the plan is for {plan.n_layers} layers, and {len(layers)} are given")
         if consistency not in ("bitwise", "fast"):
             raise StateError(f"consistency must be 'bitwise' or 'fast', got {consistency!r}")
-        self._own_fabric = None if group is not None else Fabric(plan.workers[0], "")
-        self._group = group or Group(self._own_fabric, 1, plan.workers[:1])  # type: ignore[arg-type]
-        plan.validate(self._group.members)
-        self.plan, self.step, self.worker = plan, 0, self._group.fabric.worker
-        self._clip_norm = clip_norm
-        device = torch.device(device)
-        self._samples = Samples(dataset, seed, shuffle, collate_fn, device)
+        self._factories, self._loss_fn = tuple(layers), loss_fn
+        self._make_optimizer, self._make_scheduler = optimizer, scheduler
+        self._seed, self._dtype, self._bitwise = seed, dtype, consistency == "bitwise"
+        self._clip_norm, self._max_extra_bytes = clip_norm, max_extra_bytes
+        self._recompute = frozenset(range(plan.n_layers) if recompute is True else recompute or ())
+        self._device = torch.device(device)
+        self._samples = Samples(dataset, seed, shuffle, collate_fn, self._device)
         self.specs = describe(layers, self._samples.example(), plan.micro_batch_size, dtype)
-        layout = StateLayout(plan, self.specs)
-        self._sums: dict[tuple[str, ...], TupleSum] = {}
-        self.layers: dict[LayerKey, Layer] = {}
-        again = range(plan.n_layers) if recompute is True else recompute or ()
-        for layer, tuples in enumerate(layout.holders):
-            for replica, workers in enumerate(tuples):
-                if self.worker in workers:
-                    place = self._place(workers)
-                    spec = self.specs[layer]
-                    self.layers[layer, replica] = build(spec, layers[layer], seed, device, dtype, place, layer in again)
-        self._zero = ZeroOptimizer(layout, self.worker, self.layers, optimizer, scheduler)
-        self._executor = Executor(
-            plan, self.worker, self.specs, self.layers, layout, loss_fn, seed, consistency == "bitwise"
-        )
+        self._settings = {
+            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.placements)] for spec in self.specs],
+            "settings": str((seed, consistency, clip_norm)),
+        }
+        self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
-        self._check_same(seed, consistency, clip_norm)
+        self._part: _Part | None = None
+        self._next: _Part | None = None
+        self._outcome: Outcome | None = None
+        self._commit: Commit | None = None
+        self._stale = False
+        self._mixed: dict[str, list[Region]] | None = None
+        self._own_fabric = None if group is not None or joining else Fabric(plan.workers[0], "")
+        if not joining:
+            group = group or Group(self._own_fabric, 1, plan.workers[:1])  # type: ignore[arg-type]
+            plan.validate(group.members)
+            self._part = self._begun(plan, group)
+            self._check_same()
+
+    @property
+    def plan(self) -> Plan:
+        """In force."""
+        return self._here.plan
+
+    @property
+    def layers(self) -> dict[LayerKey, Layer]:
+        """This worker's, by layer and number of the tuple that it belongs to."""
+        return self._here.layers
+
+    @property
+    def entered(self) -> bool:
+        """Whether complete gradients of a step are here that has neither committed nor been dropped."""
+        return self._outcome is not None
 
     def train_step(self) -> StepReport:
         """Do one step of the global batch and update the parameters.
@@ -127,28 +181,248 @@ class Engine:
             StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
                 what is lacking is new values of parameters that others own.
         """
-        step = self.step
-        with self._group.open() as traffic:
-            outcome = self._executor.run(
-                traffic, step, lambda slots: self._samples.load(self.plan, step, slots), self._sums
+        part, step = self._here, self.step
+        with part.group.open() as traffic:
+            outcome = part.executor.run(
+                traffic, step, lambda slots: self._samples.load(part.plan, step, slots), part.sums
             )
-        norm_terms = [] if self._clip_norm is None else self._zero.norm_terms(outcome.gradients)
+        norm_terms = [] if self._clip_norm is None else part.zero.norm_terms(outcome.gradients)
         mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms}).encode()
-        said = [json.loads(payload) for payload in self._group.all_gather_bytes(mine)]
+        self._outcome = outcome
+        said = [json.loads(payload) for payload in part.group.all_gather_bytes(mine)]
         assert {one["step"] for one in said} == {step}, (
             f"at the barrier of step {step}: {[one['step'] for one in said]}"
         )
         norm, coefficient = None, 1.0
         if self._clip_norm is not None:
-            norm = self._zero.total_norm(tuple(term) for one in said for term in one["norm"])
+            norm = part.zero.total_norm(tuple(term) for one in said for term in one["norm"])
             coefficient = min(1.0, self._clip_norm / (norm + 1e-6))
-        self._zero.step(outcome.gradients, coefficient)
         losses = sorted(tuple(loss) for one in said for loss in one["losses"])
-        mean = math.fsum(rows * loss for _, rows, loss in losses) / self.plan.global_batch_size
-        self.step, self.report = step + 1, StepReport(step, mean, norm)
-        with self._group.open() as traffic:
-            self._zero.share(traffic)
+        mean = math.fsum(rows * loss for _, rows, loss in losses) / part.plan.global_batch_size
+        self.apply(Commit(step, coefficient, mean, norm))
+        with part.group.open() as traffic:
+            part.zero.share(traffic)
+        self._stale = False
+        assert self.report is not None
         return self.report
+
+    def apply(self, commit: Commit) -> None:
+        """Commit the step whose gradients are here. Parameters that others own have their old values after it."""
+        assert self._outcome is not None
+        assert commit.step == self.step, f"step {self.step} is here, {commit.step} has committed"
+        outcome, self._outcome = self._outcome, None
+        self._stale = True
+        self._here.zero.shards.step(outcome.gradients, commit.coefficient)
+        self._commit = commit
+        self.step += 1
+        self.report = StepReport(commit.step, commit.loss, commit.gradient_norm)
+
+    def drop(self) -> None:
+        """The step in flight is to be done again."""
+        self._outcome = None
+
+    # -- changes of plan ------------------------------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        """What the others must know of this worker's state for a change."""
+        settings = f"{zlib.crc32(repr(self._settings['layers']).encode()):08x} {self._settings['settings']}"
+        if self._part is None:
+            return Standing(settings=settings)
+        shards = self._part.zero.shards
+        return Standing(
+            plan=str(self._part.plan),
+            stale=self._stale,
+            boxes=None if self._mixed is None else holdings_of(self._mixed),
+            forms=shards.forms(),
+            schedule=shards.schedule(),
+            commit=self._commit,
+            settings=settings,
+        )
+
+    def change(self, group: Group, plan: Plan, step: int, standings: Mapping[str, Standing]) -> int:
+        """Move to another plan, or into the job; it takes effect with `install`.
+
+        All members of the group call it with the same arguments; among those that `plan` uses or leaves idle, each. An
+        interruption leaves this worker with what it has: it may be called again, for another plan and other members.
+
+        Args:
+            group: of the workers of `plan`, with links between those that exchange anything under it.
+            plan: for them.
+            step: the number of steps that have committed.
+            standings: of all members, by worker.
+
+        Returns:
+            The bytes that this worker received.
+
+        Raises:
+            StateError: no survivor has some part of the state, or a worker was given other settings.
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        worker = group.members[group.rank]
+        plan.validate(group.members)
+        self._check_alike(standings)
+        holding = {who: one for who, one in standings.items() if one.plan}
+        if not holding:
+            self._next, self._next_step = self._begun(plan, group), 0
+            return 0
+        old = {text: StateLayout(Plan.parse(text), self.specs) for text in {one.plan for one in holding.values()}}
+        layout = StateLayout(plan, self.specs)
+        forms: dict[str, Form] = {}
+        for one in holding.values():
+            forms |= one.forms
+        schedule = next((one.schedule for one in holding.values() if one.schedule is not None), None)
+        router = self._router(plan, layout, old, holding, forms)
+        shards, received_bytes = self._moved(group, router, layout.pieces(worker), forms, schedule)
+        layers = self._kept(layout, worker, old, standings.get(worker))
+        lacking: dict[str, set[LayerKey]] | None = None
+        if not any(one.stale for one in holding.values()):
+            lacking = {
+                who: set(_keys(layout, who)) - set(_kept_keys(layout, who, old, standings.get(who)))
+                for who in plan.workers
+            }
+        for key in _keys(layout, worker):
+            if key not in layers:
+                layers[key] = self._built(layout, key, worker, values=False)
+        part = self._part_of(plan, group, layout, layers, shards)
+        # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
+        self._stale = self._stale or lacking is None
+        with group.open() as traffic:
+            received_bytes += part.zero.share(traffic, lacking)
+        self._next = part
+        self._next_step = step
+        return received_bytes
+
+    def install(self) -> None:
+        """Go on under the plan that the last `change` has prepared."""
+        assert self._next is not None
+        self._part, self._next = self._next, None
+        self._part.place_layers()
+        self.step = self._next_step
+        self._outcome, self._mixed, self._stale = None, None, False
+
+    def _router(
+        self,
+        plan: Plan,
+        layout: StateLayout,
+        old: Mapping[str, StateLayout],
+        holding: Mapping[str, Standing],
+        forms: Mapping[str, Form],
+    ) -> Router:
+        items = {}
+        for spec in self.specs:
+            for name, shape in spec.shapes.items():
+                path = f"layers.{spec.index}.{name}"
+                dtypes = (layout.sum_dtype(spec.index), *forms.get(path, Form()).dtypes)
+                items[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
+        return Router(
+            items,
+            {who: one.boxes or boxes_of(old[one.plan].pieces(who)) for who, one in holding.items()},
+            {who: boxes_of(layout.pieces(who)) for who in plan.workers},
+        )
+
+    def _moved(
+        self,
+        group: Group,
+        router: Router,
+        pieces: Sequence[Piece],
+        forms: Mapping[str, Form],
+        schedule: dict[str, Any] | None,
+    ) -> tuple[Shards, int]:
+        """The optimizer's state of the new pieces, and the bytes that came."""
+        flats: dict[Piece, tuple[Tensor, ...]] = {}
+        mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
+        known = {(piece.parameter, *piece.boxes): place for place, piece in enumerate(mine.pieces)} if mine else {}
+        by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
+        regions: dict[Piece, dict[Box, Region]] = {}
+
+        def made(piece: Piece) -> dict[Box, Region]:
+            if piece not in regions:
+                dtypes = router.items[piece.parameter + OPTIMIZER].dtypes
+                flats[piece] = tuple(torch.empty(piece.elements, dtype=kind, device=self._device) for kind in dtypes)
+                regions[piece] = {region.box: region for region in regions_of(piece, flats[piece])}
+            return regions[piece]
+
+        state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
+        if self._max_extra_bytes is not None:
+            self._mixed = state
+        new, moved = reshard(
+            group,
+            router,
+            state,
+            lambda name, box: made(by_box[name, box])[box].tensors,
+            max_extra_bytes=self._max_extra_bytes,
+        )
+        tensors = []
+        for piece in pieces:
+            place = known.get((piece.parameter, *piece.boxes))
+            if place is not None and piece not in flats:
+                assert mine is not None
+                flats[piece] = mine.tensors(place)
+            else:
+                here = {region.box: region for region in new[piece.parameter + OPTIMIZER]}
+                for box, region in made(piece).items():
+                    if here[box].tensors[0].data_ptr() != region.tensors[0].data_ptr():
+                        # It stayed where it was, in a longer or shorter piece.
+                        for to, from_ in zip(region.tensors, here[box].tensors, strict=True):
+                            to.copy_(from_)
+            tensors.append(flats[piece])
+        shards = Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
+        return shards, moved.received_bytes
+
+    def _kept(
+        self, layout: StateLayout, worker: str, old: Mapping[str, StateLayout], standing: Standing | None
+    ) -> dict[LayerKey, Layer]:
+        """The layers that this worker has as the new plan wants them."""
+        if self._part is None:
+            return {}
+        return {key: self._part.layers[was] for key, was in _kept_keys(layout, worker, old, standing).items()}
+
+    # -- parts of an engine ---------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> _Part:
+        if self._part is None:
+            raise StateError("this worker has joined no job yet")
+        return self._part
+
+    def _begun(self, plan: Plan, group: Group) -> _Part:
+        """The first state of a job."""
+        layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
+        layers = {key: self._built(layout, key, worker=worker) for key in _keys(layout, worker)}
+        pieces = layout.pieces(worker)
+        masters = [(master,) for master in first_masters(layout, pieces, layers)]
+        shards = Shards(pieces, masters, self._make_optimizer, self._make_scheduler)
+        part = self._part_of(plan, group, layout, layers, shards)
+        part.place_layers()
+        return part
+
+    def _built(self, layout: StateLayout, key: LayerKey, worker: str, values: bool = True) -> Layer:
+        layer, replica = key
+        workers = layout.holders[layer][replica]
+        place = Membership(workers.index(worker), len(workers))
+        return build(
+            self.specs[layer],
+            self._factories[layer],
+            self._seed,
+            self._device,
+            self._dtype,
+            place,
+            layer in self._recompute,
+            values,
+        )
+
+    def _part_of(
+        self,
+        plan: Plan,
+        group: Group,
+        layout: StateLayout,
+        layers: dict[LayerKey, Layer],
+        shards: Shards,
+    ) -> _Part:
+        worker = group.members[group.rank]
+        zero = ZeroOptimizer(layout, worker, layers, shards)
+        executor = Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
+        return _Part(plan, group, worker, layout, layers, zero, executor)
 
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a step, by slot."""
@@ -157,15 +431,15 @@ class Engine:
     @property
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty on a worker that owns no part of it."""
-        return self._zero.learning_rates
+        return self._here.zero.shards.learning_rates
 
     def memory_bytes(self) -> dict[str, int]:
         """What this worker keeps from step to step: parameters, master weights and optimizer states."""
         parameters = sum(p.nbytes for layer in self.layers.values() for p in layer.module.parameters())
         return {
             "parameters": parameters,
-            "masters": self._zero.master_bytes(),
-            "optimizer": self._zero.state_bytes(),
+            "masters": self._here.zero.shards.master_bytes(),
+            "optimizer": self._here.zero.shards.state_bytes(),
         }
 
     def close(self) -> None:
@@ -173,24 +447,67 @@ class Engine:
         if self._own_fabric is not None:
             self._own_fabric.close()
 
-    def _check_same(self, *settings: object) -> None:
+    def _check_same(self) -> None:
         """That all workers were given the same; also, nobody begins before all have got this far."""
-        mine = {
-            "plan": str(self.plan),
-            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.placements)] for spec in self.specs],
-            "settings": str(settings),
-        }
-        said = [json.loads(payload) for payload in self._group.all_gather_bytes(json.dumps(mine).encode())]
+        group = self._here.group
+        mine = {"plan": str(self.plan), **self._settings}
+        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
         for what in mine:
-            for member, theirs in zip(self._group.members, said, strict=True):
+            for member, theirs in zip(group.members, said, strict=True):
                 if theirs[what] != said[0][what]:
                     raise StateError(
-                        f"{self._group.members[0]} and {member} were given different {what}: {said[0][what]} and "
+                        f"{group.members[0]} and {member} were given different {what}: {said[0][what]} and "
                         f"{theirs[what]}; all workers must run the same script with the same arguments"
                     )
 
-    def _place(self, workers: tuple[str, ...]) -> Membership:
-        if len(workers) == 1:
-            return Membership()
-        sums = self._sums.setdefault(workers, TupleSum(workers, self.worker))
-        return Membership(workers.index(self.worker), len(workers), sums)
+    def _check_alike(self, standings: Mapping[str, Standing]) -> None:
+        (first, settings), *others = ((worker, one.settings) for worker, one in standings.items())
+        for worker, theirs in others:
+            if theirs != settings:
+                raise StateError(
+                    f"{first} and {worker} were given different layers or settings (digest of the layers, seed, "
+                    f"consistency, clip_norm): {settings} and {theirs}; all workers must run the same script with the "
+                    "same arguments"
+                )
+
+
+def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
+    """The boxes of some pieces, by optimizer item."""
+    found: dict[str, list[Box]] = {}
+    for piece in pieces:
+        found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
+    return {name: tuple(boxes) for name, boxes in found.items()}
+
+
+def _keys(layout: StateLayout, worker: str) -> list[LayerKey]:
+    """The layers of a worker."""
+    return [
+        (layer, replica)
+        for layer, tuples in enumerate(layout.holders)
+        for replica, workers in enumerate(tuples)
+        if worker in workers
+    ]
+
+
+def _kept_keys(
+    layout: StateLayout, worker: str, old: Mapping[str, StateLayout], standing: Standing | None
+) -> dict[LayerKey, LayerKey]:
+    """The layers of a worker that it has already, cut in the same way, and which of the old ones they are."""
+    if standing is None or not standing.plan:
+        return {}
+    before = old[standing.plan]
+    there: dict[tuple[int, int, int], list[LayerKey]] = {}
+    for key in _keys(before, worker):
+        there.setdefault(_cut(before, key, worker), []).append(key)
+    found = {}
+    for key in _keys(layout, worker):
+        alike = there.get(_cut(layout, key, worker))
+        if alike:
+            found[key] = alike.pop(0)
+    return found
+
+
+def _cut(layout: StateLayout, key: LayerKey, worker: str) -> tuple[int, int, int]:
+    """Layer, size of the tuple and rank in it."""
+    workers = layout.holders[key[0]][key[1]]
+    return key[0], len(workers), workers.index(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
+from torch.overrides import TorchFunctionMode
 
 from elaunch.errors import StateError
 from elaunch.workers.engine import tensor_parallel
@@ -317,13 +319,16 @@ def build(
     dtype: torch.dtype | None,
     membership: tensor_parallel.Membership,
     recompute: bool = False,
+    values: bool = True,
 ) -> Layer:
     """Make a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
+
+    Without `values` no random numbers are drawn for parameters that are trained, since others will take their place.
 
     Raises:
         StateError: it cannot be cut as it says.
     """
-    with GENERATORS, torch.random.fork_rng(devices=[]):
+    with GENERATORS, torch.random.fork_rng(devices=[]), contextlib.nullcontext() if values else _NoValues():
         torch.manual_seed(mix(seed, spec.index))
         module = _made(spec.index, factory, dtype)
     placements = tensor_parallel.placements_of(module, spec.name)
@@ -331,6 +336,19 @@ def build(
     module.to(device).train()
     parameters = dict(module.named_parameters())
     return Layer(module, spec, membership, recompute, {name: parameters[name] for name in spec.shapes})
+
+
+class _NoValues(TorchFunctionMode):
+    """Random numbers are not drawn for parameters that require gradients."""
+
+    _DRAWING = frozenset(
+        getattr(Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._DRAWING and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.plan.views import holders, optimizer_shards
+from elaunch.workers.state.boxes import Box, of_interval, shift
 
 ALIGN = 64
 COMMON = -1
@@ -73,6 +74,39 @@ class Owned:
         return f"layer {self.layer}{part} [{self.start}:{self.stop}]"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a shard has of a parameter: elements [start, stop) of its segment."""
+
+    shard: Owned
+    fragment: Fragment
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter in the job."""
+        return f"layers.{self.shard.layer}.{self.fragment.name}"
+
+    @property
+    def label(self) -> str:
+        """Name of the piece, for optimizers that sort their parameters by name."""
+        part = "" if self.fragment.dim is None else f" part {self.shard.segment}"
+        first = self.fragment.start
+        return f"{self.parameter}{part}[{self.start - first}:{self.stop - first}]"
+
+    @property
+    def boxes(self) -> list[Box]:
+        """Of the whole parameter; the piece's elements are those of the boxes, one after the other."""
+        first, shape, dim = self.fragment.start, self.fragment.shape, self.fragment.dim
+        offsets = [self.shard.segment * size if axis == dim else 0 for axis, size in enumerate(shape)]
+        return [shift(box, offsets) for box in of_interval(shape, self.start - first, self.stop - first)]
+
+
 class StateLayout:
     """Segments of all layers, who holds them, and who owns which shard; the same on every worker."""
 
@@ -104,6 +138,21 @@ class StateLayout:
     @cached_property
     def all_shards(self) -> tuple[Owned, ...]:
         return tuple(shard for shards in self._shards for shard in shards)
+
+    def pieces(self, worker: str) -> tuple[Piece, ...]:
+        """What a worker owns, in the order of its shards."""
+        return self._pieces.get(worker, ())
+
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+        found: dict[str, list[Piece]] = {}
+        for shard in self.all_shards:
+            mine = found.setdefault(self.owner(shard), [])
+            for fragment in self.segments[shard.layer][shard.segment].fragments:
+                start, stop = max(fragment.start, shard.start), min(fragment.stop, shard.stop)
+                if start < stop:
+                    mine.append(Piece(shard, fragment, start, stop))
+        return {worker: tuple(pieces) for worker, pieces in found.items()}
 
     def owner(self, shard: Owned) -> str:
         """The worker that owns a shard."""

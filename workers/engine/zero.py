@@ -4,79 +4,43 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from elaunch.errors import StateError
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.executor import LayerKey
 from elaunch.workers.engine.layers import Layer
-from elaunch.workers.engine.layout import ALIGN, Fragment, Owned, StateLayout
+from elaunch.workers.engine.layout import ALIGN, Owned, Piece, StateLayout
 from elaunch.workers.engine.messages import Kind, tag
+from elaunch.workers.engine.shards import Shards
 from elaunch.workers.engine.sums import Node, TreeSum
 
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+Lacking = Mapping[str, Collection[LayerKey]]
 
 NormTerm = tuple[int, int, int, int, float]
 """Layer, segment, level and place of a node of the tree over a segment's elements, sum of squares below it."""
 
-_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
-
 
 class ZeroOptimizer:
-    """The part of the optimizer that this worker owns: master weights and states of its shards.
+    """The part of the optimizer that this worker owns, and what the owners tell those who hold the parameters.
 
     Args:
         layout: of the shards.
         worker: this one.
-        layers: this worker's, by layer and number of the tuple that it belongs to; their values are the first masters.
-        make_optimizer: called with (name, flat part of a parameter) pairs, named `layers.INDEX.NAME[START:STOP]`.
-        make_scheduler: of the learning rate, called with the optimizer.
-
-    Raises:
-        StateError: the optimizer needs more than one element at a time.
+        layers: this worker's, by layer and number of the tuple that it belongs to.
+        shards: the masters and states of this worker's pieces.
     """
 
-    def __init__(
-        self,
-        layout: StateLayout,
-        worker: str,
-        layers: Mapping[LayerKey, Layer],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-    ) -> None:
-        self._layout, self._worker, self._layers = layout, worker, layers
-        held = {layer for layer, _ in layers}
+    def __init__(self, layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], shards: Shards) -> None:
+        self._layout, self._worker, self._layers, self.shards = layout, worker, layers, shards
+        held = {layer for layer, _ in layers} | {piece.shard.layer for piece in shards.pieces}
         self._numbered = [(number, shard) for number, shard in enumerate(layout.all_shards) if shard.layer in held]
-        self.masters: dict[Owned, Tensor] = {}
-        self._pieces: list[tuple[nn.Parameter, Owned, int, int]] = []
-        named: list[tuple[str, nn.Parameter]] = []
-        flats: dict[tuple[int, int, int], Tensor] = {}
-        for _, shard in self._numbered:
-            if layout.owner(shard) != worker:
-                continue
-            key = (shard.layer, shard.segment, shard.replica)
-            if key not in flats:
-                flats[key] = self._flat(shard.layer, shard.segment, shard.replica)
-            master = self.masters[shard] = flats[key][shard.start : shard.stop].clone()
-            for fragment, start, stop in _within(layout.segments[shard.layer][shard.segment].fragments, shard):
-                piece = nn.Parameter(master[start - shard.start : stop - shard.start])
-                self._pieces.append((piece, shard, start - shard.start, stop - shard.start))
-                part = "" if fragment.dim is None else f" part {shard.segment}"
-                label = f"layers.{shard.layer}.{fragment.name}{part}[{start - fragment.start}:{stop - fragment.start}]"
-                named.append((label, piece))
-        self._optimizer = make_optimizer(named) if named else None
-        if isinstance(self._optimizer, _NOT_ELEMENTWISE):
-            raise StateError(
-                f"{type(self._optimizer).__name__} does not update each element by itself, so its states cannot be "
-                "sharded; use an elementwise optimizer such as AdamW or SGD"
-            )
-        self._scheduler = make_scheduler(self._optimizer) if make_scheduler and self._optimizer else None
+        self._places: dict[Owned, list[int]] = defaultdict(list)
+        for place, piece in enumerate(shards.pieces):
+            self._places[piece.shard].append(place)
 
     def norm_terms(self, gradients: Mapping[Owned, Tensor]) -> list[NormTerm]:
         """This worker's part of the squared norm of the whole gradient, for `total_norm`."""
@@ -97,45 +61,43 @@ class ZeroOptimizer:
             tree.put(Node(level, place), value)
         return math.sqrt(math.fsum(total for tree in trees.values() if (total := tree.total()) is not None))
 
-    def step(self, gradients: Mapping[Owned, Tensor], coefficient: float) -> None:
-        """Update the masters, with the gradients multiplied by `coefficient`."""
-        if self._optimizer is None:
-            return
-        if coefficient != 1.0:
-            gradients = {shard: gradient * coefficient for shard, gradient in gradients.items()}
-        for piece, shard, start, stop in self._pieces:
-            piece.grad = gradients[shard][start:stop].to(piece.device)
-        self._optimizer.step()
-        for piece, *_ in self._pieces:
-            piece.grad = None
-        if self._scheduler is not None:
-            self._scheduler.step()
-
     @torch.no_grad()
-    def share(self, traffic: Traffic) -> None:
-        """Give the new values to all who hold the parameters, and take those of the shards that others own."""
+    def share(self, traffic: Traffic, lacking: Lacking | None = None) -> int:
+        """Give the new values to those who hold the parameters, and take those of the shards that others own.
+
+        Args:
+            traffic: of this operation.
+            lacking: by worker, which of its layers need values; None: all of all.
+
+        Returns:
+            The bytes that this worker received.
+        """
         layout, worker = self._layout, self._worker
         incoming: dict[tuple[str, int], list[Tensor]] = {}
         flats: dict[tuple[int, int, int], Tensor] = {}
         for number, shard in self._numbered:
             owner, part = layout.owner(shard), tag(Kind.PARAMETER, number)
-            sent = self.masters[shard].to(self._dtype(shard)).cpu() if owner == worker else None
+            sent: Tensor | None = None
             told: set[str] = set()
             for replica in range(len(layout.holders[shard.layer])):
-                receivers = layout.receivers(shard, replica)
-                if sent is not None:
+                key = (shard.layer, replica)
+                receivers = [
+                    peer for peer in layout.receivers(shard, replica) if lacking is None or key in lacking.get(peer, ())
+                ]
+                if owner == worker and receivers:
+                    sent = self._values(shard) if sent is None else sent
                     for peer in receivers:
                         if peer != worker and peer not in told:
                             told.add(peer)
                             traffic.send(peer, part, memory(sent), sent)
                 if worker not in receivers:
                     continue
-                key = (shard.layer, shard.segment, replica)
-                if key not in flats:
-                    flats[key] = torch.empty(
+                segment = (*key, shard.segment)
+                if segment not in flats:
+                    flats[segment] = torch.empty(
                         layout.segments[shard.layer][shard.segment].elements, dtype=self._dtype(shard)
                     )
-                place = flats[key][shard.start : shard.stop]
+                place = flats[segment][shard.start : shard.stop]
                 if sent is not None:
                     place.copy_(sent)
                 else:
@@ -146,42 +108,39 @@ class ZeroOptimizer:
             traffic.wait(owner, part)
             for place in places[1:]:
                 place.copy_(places[0])
-        for (layer, segment, replica), flat in flats.items():
+        for (layer, replica, number), flat in flats.items():
             workers = layout.holders[layer][replica]
             values = {name: value.data for name, value in self._layers[layer, replica].parameters.items()}
-            for fragment in layout.segments[layer][segment].fragments:
-                view = layout.view(values[fragment.name], fragment, layer, segment, workers)
+            for fragment in layout.segments[layer][number].fragments:
+                view = layout.view(values[fragment.name], fragment, layer, number, workers)
                 view.copy_(flat[fragment.start : fragment.stop].view(fragment.shape))
+        return sum(places[0].nbytes for places in incoming.values())
 
-    def state_bytes(self) -> int:
-        """Size of this worker's optimizer states, without the masters."""
-        if self._optimizer is None:
-            return 0
-        states = self._optimizer.state.values()
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-
-    def master_bytes(self) -> int:
-        """Size of this worker's master weights."""
-        return sum(master.nbytes for master in self.masters.values())
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """Of each group of the optimizer; empty on a worker that owns nothing."""
-        return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
-
-    def _flat(self, layer: int, segment: int, replica: int) -> Tensor:
-        values = {name: value.data for name, value in self._layers[layer, replica].parameters.items()}
-        return self._layout.flatten(layer, segment, self._layout.holders[layer][replica], values)
+    def _values(self, shard: Owned) -> Tensor:
+        """The masters of a shard as they travel; between parameters there is nothing that counts."""
+        flat = torch.zeros(shard.stop - shard.start, dtype=self._dtype(shard))
+        for place in self._places[shard]:
+            piece = self.shards.pieces[place]
+            flat[piece.start - shard.start : piece.stop - shard.start].copy_(self.shards.master(place))
+        return flat
 
     def _dtype(self, shard: Owned) -> torch.dtype:
         return self._layout.wire_dtype(shard.layer, shard.segment)
 
 
-def _within(fragments: Sequence[Fragment], shard: Owned) -> Iterable[tuple[Fragment, int, int]]:
-    for fragment in fragments:
-        start, stop = max(fragment.start, shard.start), min(fragment.stop, shard.stop)
-        if start < stop:
-            yield fragment, start, stop
+def first_masters(layout: StateLayout, pieces: Sequence[Piece], layers: Mapping[LayerKey, Layer]) -> list[Tensor]:
+    """Masters of some pieces, of the initial values of the layers that their owner has."""
+    found: list[Tensor] = []
+    flats: dict[tuple[int, int, int], Tensor] = {}
+    for piece in pieces:
+        shard = piece.shard
+        key = (shard.layer, shard.segment, shard.replica)
+        if key not in flats:
+            layer = layers[shard.layer, shard.replica]
+            values = {name: value.data for name, value in layer.parameters.items()}
+            flats[key] = layout.flatten(shard.layer, shard.segment, layout.holders[shard.layer][shard.replica], values)
+        found.append(flats[key][piece.start : piece.stop].clone())
+    return found
 
 
 def _square_sums(gradient: Tensor, first: int) -> list[tuple[Node, float]]:

@@ -17,7 +17,7 @@ from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.layout import StateLayout
 from elaunch.workers.plan.tiling import Plan
-from elaunch.workers.state.boxes import Box, of_interval, shift, subtract_all, whole
+from elaunch.workers.state.boxes import Box, subtract_all, whole
 
 Holdings = Mapping[str, Sequence[Box]]
 """By name of an item: the disjoint boxes of it that a worker holds."""
@@ -78,17 +78,9 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
                     # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
-    for shard in layout.all_shards:
-        mine = found[layout.owner(shard)]
-        for fragment in layout.segments[shard.layer][shard.segment].fragments:
-            start, stop = max(shard.start, fragment.start), min(shard.stop, fragment.stop)
-            offsets = [0] * len(fragment.shape)
-            if fragment.dim is not None:
-                offsets[fragment.dim] = shard.segment * fragment.shape[fragment.dim]
-            boxes = of_interval(fragment.shape, start - fragment.start, stop - fragment.start)
-            if boxes:
-                name = f"layers.{shard.layer}.{fragment.name}{OPTIMIZER}"
-                mine.setdefault(name, []).extend(shift(box, offsets) for box in boxes)
+    for worker, mine in found.items():
+        for piece in layout.pieces(worker):
+            mine.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
     return {worker: {name: tuple(boxes) for name, boxes in items.items()} for worker, items in found.items()}
 
 

@@ -1,0 +1,235 @@
+"""Engines that change their plan: what comes of it is what the plan at the end would have given from the start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+
+from elaunch.errors import StateError
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.engine.engine import Engine, StepReport
+from elaunch.workers.engine.standing import Standing
+from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.plan.views import unit_of
+from tests.unit.comm_crew import PATIENCE_S, addresses, together
+from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
+from tests.unit.plan_strategies import valid_plans
+
+Setting = Any
+
+
+def train_through(
+    course: Sequence[tuple[Plan, int]], joining: bool = False, **extra: Setting
+) -> tuple[list[StepReport], dict[str, Tensor], list[int]]:
+    """Train some steps under one plan after the other; the workers of a later plan may be others.
+
+    Returns:
+        The reports, the whole parameters at the end, and the bytes that all workers received in each change.
+    """
+    everybody = list(dict.fromkeys(worker for plan, _ in course for worker in plan.workers))
+    fabrics = {worker: Fabric(worker, "secret") for worker in everybody}
+    engines: dict[str, Engine] = {}
+    settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), **extra}
+    optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
+    layers = model(course[0][0].n_layers)
+    reports: list[StepReport] = []
+    received: list[int] = []
+
+    def all_at_once(work: Callable[[str], Any], workers: Sequence[str]) -> list[Any]:
+        def guarded(worker: str) -> Any:
+            try:
+                return work(worker)
+            except BaseException:
+                for fabric in fabrics.values():
+                    fabric.interrupt(1 << 60)
+                raise
+
+        return together([partial(guarded, worker) for worker in workers], TRAIN_S)
+
+    def connect(worker: str, epoch: int, members: Sequence[str]) -> Group:
+        fabric = fabrics[worker]
+        fabric.interrupt(epoch)
+        known = {who: address for who, address in addresses(list(fabrics.values())).items() if who in members}
+        fabric.retain(members)
+        fabric.connect(known, epoch=epoch, timeout_s=PATIENCE_S)
+        return Group(fabric, epoch, list(members))
+
+    def begin(worker: str) -> list[StepReport]:
+        plan, steps = course[0]
+        group = connect(worker, 1, plan.workers)
+        engines[worker] = Engine(layers, loss, optimizer, plan, group=group, **settings)
+        return [engines[worker].train_step() for _ in range(steps)]
+
+    def go_on(epoch: int, plan: Plan, steps: int, step: int, standings: Mapping[str, Standing], worker: str) -> Any:
+        # Whoever leaves still gives what it has.
+        members = [*plan.workers, *(who for who in standings if who not in plan.workers)]
+        group = connect(worker, epoch, members)
+        idle = Plan.parse("\n".join([str(plan), *(f"idle {who}" for who in members if who not in plan.workers)]))
+        got = engines[worker].change(group, idle, step, standings)
+        engines[worker].install()
+        return got, [engines[worker].train_step() for _ in range(steps)]
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(5e-4)
+    try:
+        said = all_at_once(begin, course[0][0].workers)
+        assert all(one == said[0] for one in said)
+        reports += said[0]
+        present = list(course[0][0].workers)
+        for epoch, (plan, steps) in enumerate(course[1:], 2):
+            for worker in plan.workers:
+                if worker not in engines:
+                    engines[worker] = Engine(layers, loss, optimizer, plan, joining=True, **settings)
+            there = list(dict.fromkeys([*present, *plan.workers]))
+            standings = {who: Standing.from_json(engines[who].standing().to_json()) for who in there}
+            ends = all_at_once(partial(go_on, epoch, plan, steps, len(reports), standings), there)
+            assert all(one == ends[0][1] for _, one in ends)
+            reports += ends[0][1]
+            received.append(sum(got for got, _ in ends))
+            present = there
+    finally:
+        sys.setswitchinterval(interval_s)
+        for fabric in fabrics.values():
+            fabric.interrupt(1 << 60)
+            fabric.close()
+    return reports, whole(list(engines.values())), received
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def check_close(
+    reports: list[StepReport], weights: dict[str, Tensor], expected: list[StepReport], undisturbed: dict[str, Tensor]
+) -> None:
+    """Up to rounding."""
+    assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-10)
+    for name, value in undisturbed.items():
+        assert torch.allclose(weights[name], value, rtol=1e-8, atol=1e-10), name
+
+
+W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
+
+
+@pytest.mark.parametrize("bound", [None, 1 << 18])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)),
+        (symmetric(W, 4, 12, 2, pp=4), symmetric(W, 4, 12, 2, dp=2, tp=2)),
+        (symmetric(W, 4, 12, 2, tp=4), symmetric(W[:2], 4, 12, 2, pp=2)),
+        (symmetric(W[:2], 4, 12, 2, dp=2), symmetric(W, 4, 12, 2, dp=2, pp=2, zero="contiguous")),
+    ],
+    ids=["DP x PP to DP", "PP to DP x TP", "four to two", "two to four"],
+)
+def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, bound: int | None) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    kind: dict[str, Setting] = {"scheduler": scheduler, "clip_norm": 0.5}
+    # With tensor parallelism sums of floating-point numbers are taken in another order.
+    alike = all(len(tile.workers) == 1 for plan in (first, second) for tile in plan.tiles)
+    reports, weights, received = train_through([(first, 2), (second, 2), (first, 1)], max_extra_bytes=bound, **kind)
+    assert all(received)
+    expected, undisturbed = train(first, 5, **kind)
+    if alike:
+        assert reports == expected
+        check_same(weights, undisturbed)
+    else:
+        check_close(reports, weights, expected, undisturbed)
+
+
+def test_the_first_change_may_come_before_the_first_step() -> None:
+    first, second = symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)
+    reports, weights, _ = train_through([(first, 0), (second, 3)])
+    expected, undisturbed = train(first, 3)
+    assert reports == expected
+    check_same(weights, undisturbed)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "AMSGrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_all_that_an_elementwise_optimizer_keeps_moves_with_the_parameters(optimizer: str) -> None:
+    first, second = symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W[:2], 4, 8, 2, dp=2)
+    reports, weights, _ = train_through([(first, 2), (second, 2)], optimizer=OPTIMIZERS[optimizer])
+    expected, undisturbed = train(second, 4, optimizer=OPTIMIZERS[optimizer])
+    assert reports == expected
+    check_same(weights, undisturbed)
+
+
+def test_groups_keep_their_options_where_workers_have_other_groups() -> None:
+    def grouped(named: Any) -> torch.optim.Optimizer:
+        decayed: list[Tensor] = []
+        rest: list[Tensor] = []
+        for name, value in named:
+            (rest if "bias" in name or "norm" in name else decayed).append(value)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    first, second = symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W, 4, 8, 2, dp=4)
+    kind: dict[str, Setting] = {"optimizer": grouped, "scheduler": scheduler}
+    reports, weights, _ = train_through([(first, 2), (second, 2), (first, 2)], **kind)
+    expected, undisturbed = train(second, 6, **kind)
+    assert reports == expected
+    check_same(weights, undisturbed)
+
+
+def test_bfloat16_weights_come_from_their_masters() -> None:
+    first, second = symmetric(W, 4, 8, 2, dp=2, pp=2), symmetric(W, 4, 8, 2, dp=4)
+    reports, weights, _ = train_through([(first, 2), (second, 2)], dtype=torch.bfloat16)
+    expected, undisturbed = train(first, 4, dtype=torch.bfloat16)
+    assert reports == expected
+    check_same(weights, undisturbed)
+
+
+def test_who_was_given_other_settings_is_refused() -> None:
+    plan = symmetric(W[:1], 4, 8, 2)
+
+    def made(seed: int, joining: bool) -> Engine:
+        return Engine(model(4), loss, torch.optim.AdamW, plan, dataset=Sentences(), seed=seed, joining=joining)
+
+    engine, other = made(0, joining=False), made(1, joining=True)
+    standings = {W[0]: engine.standing(), W[1]: other.standing()}
+    with pytest.raises(StateError, match="n0/0#0 and n0/1#0 were given different layers or settings"):
+        engine.change(Group(Fabric(W[0], ""), 2, W[:1]), plan, 0, standings)
+    engine.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> None:
+    batch, size = 12, 3
+    plans = valid_plans(4, batch // size, 4, tp=(1, 2), max_unit_rows=size, exact=True)
+    course = [data.draw(plans), data.draw(plans), data.draw(plans)]
+    reports, weights, _ = train_through([(plan, 1) for plan in course])
+    expected, undisturbed = train(symmetric(["a"], 4, batch, size), 3)
+    tiles = [(plan, tile) for plan in course for tile in plan.tiles]
+    whole_units = all(unit_of(plan, piece) is not None for plan, tile in tiles for piece in tile.micro_batches)
+    if not whole_units or any(len(tile.workers) > 1 for _, tile in tiles):
+        # Parts of a logical micro-batch, and of a matrix product, are sums in another order.
+        check_close(reports, weights, expected, undisturbed)
+    else:
+        assert reports == expected
+        check_same(weights, undisturbed)
