@@ -290,7 +290,7 @@ class Agent:
         elif isinstance(message, Ready):
             life.on_ready(worker, message.address)
         elif isinstance(message, Settled):
-            life.on_settled(worker)
+            life.on_settled(worker, message.epoch)
         elif isinstance(message, Progress):
             life.on_progress(worker)
         elif isinstance(message, Unreachable):

@@ -60,6 +60,7 @@ class Slot:
     given_up: bool = False
     left: bool = False
     signalled: bool = False
+    settled: int = 0
     retry_s: float | None = None
 
 
@@ -167,6 +168,7 @@ class Lifecycle:
     result: Result | None = None
     warmed: bool = False
     took_part: bool = False
+    plan_epoch: int = 0  # of the first generation with the present request for a plan that was heard of here
     failures: dict[int, Ended] = field(default_factory=dict)  # by slot, of workers that were not replaced
 
     def __post_init__(self) -> None:
@@ -229,9 +231,19 @@ class Lifecycle:
             door=self.door,
             epoch=self.generation.epoch if self.generation else 0,
             took_part=self.took_part,
+            plan_request=self._plan_request(),
             role=self.settings.role,
             rank=self.settings.rank,
         )
+
+    def _plan_request(self) -> str:
+        """The request that the generation carries, once every member of this node has settled a generation with it."""
+        generation = self.generation
+        if generation is None or not generation.plan_request:
+            return ""
+        members = [slot for slot in self.slots if slot.phase is not None and slot.worker in generation.ids]
+        settled = all(slot.settled >= self.plan_epoch for slot in members)
+        return generation.plan_request if members and settled else ""
 
     def find(self, worker: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.worker == worker and slot.phase is not None), None)
@@ -244,6 +256,8 @@ class Lifecycle:
     def on_generation(self, generation: Generation, now_s: float) -> list[Action]:
         if self.generation is not None and generation.epoch <= self.generation.epoch:
             return []
+        if self.generation is None or generation.plan_request != self.generation.plan_request:
+            self.plan_epoch = generation.epoch
         self.generation = generation
         known = {*generation.ids, *generation.leaving}
         self.gone = tuple(worker for worker in self.gone if worker in known)
@@ -332,6 +346,7 @@ class Lifecycle:
         slot.alive = True
         slot.address = ""
         slot.progressed = slot.joined = slot.ended_ok = slot.left = slot.signalled = False
+        slot.settled = 0
         slot.retry_s = None
         self.failures.pop(slot.index, None)
         self.failed = ""
@@ -400,10 +415,10 @@ class Lifecycle:
         if slot is not None and slot.phase is Phase.ATTACHED:
             slot.phase, slot.address = Phase.READY, address
 
-    def on_settled(self, worker: str) -> None:
+    def on_settled(self, worker: str, epoch: int) -> None:
         slot = self.find(worker)
-        if slot is not None and slot.phase is Phase.READY:
-            slot.phase = Phase.MEMBER
+        if slot is not None and slot.phase in (Phase.READY, Phase.MEMBER):
+            slot.phase, slot.settled = Phase.MEMBER, epoch
 
     def on_progress(self, worker: str) -> None:
         slot = self.find(worker)

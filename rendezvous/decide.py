@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, Worker, WorkerState
+
+PLAN_ASKED = "a new plan was asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class View:
         begun: whether it ever saw a worker that holds state.
         pending_s: since when the rule has waited for the window to close, if it does.
         outage_end_s: when the store last came back after an outage, if it ever did.
+        request: for another plan, as long as it stands in the store.
     """
 
     nodes: tuple[NodeDoc, ...] = ()
@@ -60,6 +63,7 @@ class View:
     begun: bool = False
     pending_s: float | None = None
     outage_end_s: float | None = None
+    request: PlanRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +380,8 @@ def _train(
     if not news and hold == generation.hold:
         if generation.hold:
             return _too_few(len(held_nodes), view.generation_s, now_s, settings)
+        if view.request is not None and _counts(view.request, generation):
+            return _replan(view, replace(generation, leaving=change.leaving), view.request)
         wake_s = None
         if view.outage_end_s is not None and _absence_in_doubt(view, now_s, settings):
             wake_s = view.outage_end_s + settings.lease_s
@@ -400,6 +406,25 @@ def _train(
         leaving=change.leaving,
     )
     return Decision(cause, generation=after)
+
+
+def _counts(request: PlanRequest, generation: Generation) -> bool:
+    """Whether it was made for these members, and not yet carried. Its author makes it anew where they have changed."""
+    return request.epoch == generation.epoch and request.id != generation.plan_request
+
+
+def _replan(view: View, generation: Generation, request: PlanRequest) -> Decision:
+    """The same workers, another plan: a planned change, like that of a joiner."""
+    after = replace(
+        generation,
+        epoch=next_epoch(view),
+        cause=PLAN_ASKED,
+        cause_t=request.t,
+        begun=generation.begun or view.begun,
+        plan=request.plan,
+        plan_request=request.id,
+    )
+    return Decision(PLAN_ASKED, generation=after)
 
 
 def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> Decision:

@@ -1,4 +1,4 @@
-"""The documents of a job: nodes, generations, the job's fixed settings and its result.
+"""The documents of a job: nodes, generations, the job's fixed settings, what is asked of it, and its result.
 
 Each is a frozen value with a JSON form that carries a version. Keys, under ``/elaunch/<job>/``:
 
@@ -6,6 +6,7 @@ Each is a frozen value with a JSON form that carries a version. Keys, under ``/e
     nodes/<node>    leased; written by its own node only  NodeDoc
     leader          leased; name of the leading node
     generation      compare-and-swap by the leader        Generation
+    requests/plan   leased; written by who asks for it    PlanRequest
     result          written once, when the job is over    Result
 """
 
@@ -17,12 +18,18 @@ import json
 import types
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 from elaunch.errors import ProtocolError
 
 VERSION = 1
 
 Document = TypeVar("Document")
+
+
+def job_prefix(job: str) -> str:
+    """Where the documents of a job stand in the store."""
+    return f"/elaunch/{quote(job, safe='')}/"
 
 
 class Stage(enum.StrEnum):
@@ -90,6 +97,7 @@ class NodeDoc:
     `door` is an address (host:port) at which the agent listens for nothing but this: where nobody listens any more, the
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt.
+    `plan_request` is that of the newest generation, once all members of this node have settled a generation with it.
     """
 
     node: str
@@ -109,6 +117,7 @@ class NodeDoc:
     door: str = ""
     epoch: int = 0
     took_part: bool = False
+    plan_request: str = ""
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)
@@ -123,6 +132,8 @@ class Generation:
     `begun` says that some worker has held state before: without a holder of state, the job cannot go on.
     `roles` are those of its nodes, by name, where they are not all the same.
     `hold` tells the members to keep their state and wait: the job has fewer nodes than its minimum.
+    `plan` is the text of the plan that was asked for last in this attempt, and `plan_request` the id of that request,
+    both empty while there was none. A member that has not acted on this request yet does so when it changes over.
     """
 
     epoch: int
@@ -139,6 +150,8 @@ class Generation:
     master_addr: str = ""
     master_port: int = 0
     roles: tuple[tuple[str, str], ...] = ()
+    plan: str = ""
+    plan_request: str = ""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -151,6 +164,20 @@ class Generation:
 
     def rank(self, worker: str) -> int:
         return self.ids.index(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Somebody asks the members of one generation, `epoch`, to go on by another plan.
+
+    `plan` is its text, in which the workers are these members; so it counts for no other generation. `t` is the Unix
+    time at which it was asked for.
+    """
+
+    id: str
+    epoch: int
+    plan: str
+    t: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 A single thread talks to the store; the agent only leaves its newest report (`publish`) and gets call-backs. When the
 store is away, the thread keeps trying: the agent, and so training, goes on with the membership it has.
-Traffic is O(nodes) for each change: every node watches the generation, only the leader watches the nodes.
+Traffic is O(nodes) for each change: every node watches the generation, only the leader watches the nodes and what is
+asked of the job.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
-from urllib.parse import quote
 
-from elaunch.errors import ElaunchError, JobFailed, LaunchError, SettingsMismatch, StoreUnavailable
+from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.decide import Decision, Settings, View, decide
 from elaunch.rendezvous.membership import (
     Generation,
     JobConfig,
     NodeDoc,
+    PlanRequest,
     Result,
     Stage,
     WorkerState,
     from_json,
+    job_prefix,
     to_json,
     with_order,
 )
@@ -78,7 +80,7 @@ class Participant:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_store = open_store
-        self._prefix = f"/elaunch/{quote(job, safe='')}/"
+        self._prefix = job_prefix(job)
         self._job = job
         self._config = config
         self._settings = settings
@@ -99,8 +101,9 @@ class Participant:
         self._leading = False
         self._view = View()
         self._nodes: dict[str, NodeDoc] = {}
-        self._nodes_read = 0  # the revision at which all of them were read
+        self._all_read = 0  # the revision at which all nodes, and what is asked of the job, were read
         self._node_revisions: dict[str, int] = {}
+        self._request_revision = 0
         self._token = ""
         self._generation_revision = 0
         self._wake_s: float | None = None
@@ -393,6 +396,8 @@ class Participant:
                 if generation.epoch > self._told_epoch:
                     self._told_epoch = generation.epoch
                     self._listener.announced(generation)
+            elif name == "requests/plan":
+                self._take_request(event)
             elif name == "result" and event.value is not None:
                 result = from_json(Result, event.value)
                 self._view = replace(self._view, result=result)
@@ -403,15 +408,16 @@ class Participant:
                 self._lead_due = True
 
     def _read(self, entries: list[Entry], revision: int) -> None:
-        """Take all reports, and what else is among the entries, as they stand at a revision."""
+        """Take all documents of the job as they stand at a revision."""
         self._nodes.clear()
         self._node_revisions.clear()
-        self._nodes_read = 0
+        self._view = replace(self._view, request=None)
+        self._request_revision = self._all_read = 0
         self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
-        self._nodes_read = revision
+        self._all_read = revision
 
     def _take_node(self, node: str, event: Event) -> None:
-        if event.revision <= max(self._nodes_read, self._node_revisions.get(node, 0)):
+        if event.revision <= max(self._all_read, self._node_revisions.get(node, 0)):
             return  # from a watch of an earlier time as leader
         self._node_revisions[node] = event.revision
         if event.value is None:
@@ -423,6 +429,16 @@ class Participant:
             if current and any(worker.state is WorkerState.MEMBER for worker in doc.workers):
                 self._view = replace(self._view, begun=True)
         self._view = replace(self._view, nodes=tuple(self._nodes.values()), changed_s=self._clock())
+
+    def _take_request(self, event: Event) -> None:
+        if event.revision <= max(self._all_read, self._request_revision):
+            return
+        self._request_revision = event.revision
+        request = None
+        if event.value is not None:
+            with suppress(ProtocolError):  # must not end the job; who has written it waits in vain
+                request = from_json(PlanRequest, event.value)
+        self._view = replace(self._view, request=request)
 
     def _try_to_lead(self) -> None:
         assert self._store is not None
@@ -446,9 +462,10 @@ class Participant:
 
     def _start_to_lead(self) -> None:
         assert self._store is not None
-        entries, revision = self._store.range(self._prefix + "nodes/")
+        entries, revision = self._store.range(self._prefix)
         self._read(entries, revision)
-        self._watch(self._prefix + "nodes/", revision + 1)
+        for name in ("nodes/", "requests/"):
+            self._watch(self._prefix + name, revision + 1)
         self._view = replace(self._view, led_s=self._clock(), pending_s=None)
         self._leading = True
         if self._view.generation is not None and not self._generation_revision:

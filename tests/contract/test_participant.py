@@ -23,6 +23,7 @@ from elaunch.rendezvous.membership import (
     JobConfig,
     NodeDoc,
     NodeWorker,
+    PlanRequest,
     Result,
     Stage,
     Worker,
@@ -331,6 +332,53 @@ class TestLeading:
         left.hears(ids(f"{left.name}/0#0"))
         epochs = [one.epoch for one in left.generations]
         assert epochs == sorted(set(epochs))
+
+
+class TestRequests:
+    @pytest.fixture
+    def job(self, site: Site) -> Iterator[Job]:
+        made = Job(site, PATIENT)
+        yield made
+        made.stop()
+
+    def ask(self, job: Job, epoch: int, plan: str = "plan layers 4") -> None:
+        request = PlanRequest(f"for {epoch}", epoch, plan, 9.0)
+        job.admin.put("/elaunch/job/requests/plan", to_json(request))
+
+    def test_a_request_wakes_the_leader_and_all_hear_of_the_plan(self, job: Job) -> None:
+        a, b, c = job.three()
+        self.ask(job, 2)
+        after = [node.hears(lambda one: one.plan_request == "for 2") for node in (a, b, c)]
+        assert after[0] == after[1] == after[2]
+        before = a.generations[1]
+        assert after[0] == replace(
+            before,
+            epoch=3,
+            cause="a new plan was asked for",
+            cause_t=9.0,
+            begun=after[0].begun,
+            plan="plan layers 4",
+            plan_request="for 2",
+        )
+
+    def test_the_next_leader_knows_what_was_asked_before_it_led(self, job: Job) -> None:
+        a, b, c = job.three()
+        self.ask(job, 3)  # for members that there will be when the leader has gone
+        a.participant.stop()
+        for node in (b, c):
+            assert node.hears(lambda one: one.plan_request == "for 3").ids == ("b/0#0", "c/0#0")
+
+    def test_one_that_cannot_be_read_or_is_withdrawn_does_no_harm(self, job: Job) -> None:
+        a, _, _ = job.three()
+        job.admin.put("/elaunch/job/requests/plan", b'{"kind":"PlanRequest","v":99}')
+        self.ask(job, 3)
+        job.admin.delete("/elaunch/job/requests/plan")
+        self.ask(job, 2)
+        assert a.hears(lambda one: one.plan_request == "for 2").epoch == 3
+        job.admin.delete("/elaunch/job/requests/plan")
+        a.says()
+        assert a.hears(ids("b/0#0", "c/0#0")).plan_request == "for 2"
+        assert not a.refusals
 
 
 class TestOutages:

@@ -179,7 +179,8 @@ class Worker:
 
     def sealed(self, said: list[None]) -> None:
         self.entering, self.holds = False, True
-        self.send_up(lambda: self.node.life.on_settled(self.id))
+        epoch = self.generation().epoch
+        self.send_up(lambda: self.node.life.on_settled(self.id, epoch))
         newest = self.newest
         if newest is not None and newest.urgent > self.generation().epoch:
             self.interrupt(newest.epoch - 1)

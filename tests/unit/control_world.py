@@ -15,6 +15,7 @@ from elaunch.rendezvous.decide import Settings, View, decide
 from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
+    PlanRequest,
     Result,
     Stage,
     WorkerState,
@@ -149,7 +150,7 @@ class World:
         alive = [worker for worker in self.workers.values() if worker.alive]
         agents = [node for node in self.nodes.values() if not node.ended]
         kind = self.rng.choice(["kill"] * 5 + ["exit1", "exit0", "crash", "drain", "join", "join", "outage", "away"])
-        kind = self.rng.choice([kind, kind, "cut"]) if alive else kind
+        kind = self.rng.choice([kind, kind, kind, kind, "cut", "cut", "plan"]) if alive else kind
         if kind in ("kill", "exit1", "exit0") and alive:
             victim = self.rng.choice(alive)
             self.note(f"FAULT {kind} {victim.id}")
@@ -164,6 +165,11 @@ class World:
                 if worker.id in pair and worker.active is not None:
                     worker.broken_links.add(pair)
             self.look_around_all()
+        elif kind == "plan":
+            self.store.ask_for_plan()
+            if self.rng.random() < 0.5:
+                victim = self.rng.choice(alive)
+                self.at(self.rng.random() * 0.5, lambda: victim.end(None, signal.SIGKILL))
         elif kind == "crash" and agents:
             node = self.rng.choice(agents)
             node.crash()
@@ -193,6 +199,8 @@ class Store:
         self.generation = b""
         self.generation_revision = 0
         self.result: Result | None = None
+        self.request: PlanRequest | None = None
+        self.announced: list[Generation] = []
         self.epochs: list[int] = [0]
         self.expired_s: dict[str, float] = {}
         self.back_s = 0.0
@@ -262,6 +270,8 @@ class Store:
         for name in generation.nodes:
             gone_s = world.now_s - self.expired_s.get(name, world.now_s)
             assert gone_s < doubt_s + 1.0, f"{name} has been gone for {gone_s:.3f} s"
+        self.check_plan(generation)
+        self.announced.append(generation)
         self.epochs.append(generation.epoch)
         if generation.stage is Stage.TRAIN:
             world.members.update(generation.ids)
@@ -270,6 +280,34 @@ class Store:
         for node in world.nodes.values():
             node.later(node.read_generation(self.generation, self.revision))
         return True
+
+    def ask_for_plan(self) -> None:
+        if self.up and self.announced:
+            generation = self.announced[-1]
+            self.world.note(f"a plan is asked for at epoch {generation.epoch}")
+            self.request = PlanRequest(f"r{self.revision}", generation.epoch, f"plan {self.revision}", self.world.now_s)
+            self.revision += 1
+            leader = self.world.nodes.get(self.leader)
+            if leader is not None:
+                leader.later(leader.see_request(self.request))
+
+    def check_plan(self, generation: Generation) -> None:
+        """It is carried on through an attempt; a generation that brings a new one changes nothing else."""
+        former = self.announced[-1] if self.announced else None
+        plan = generation.plan, generation.plan_request
+        if former is None or former.attempt != generation.attempt:
+            assert plan == ("", ""), f"a new attempt has {plan}"
+        elif generation.plan_request != former.plan_request:
+            assert self.request is not None
+            assert plan == (self.request.plan, self.request.id)
+            assert former.epoch == self.request.epoch, "it was made for another generation"
+            assert (generation.workers, generation.urgent, generation.stage) == (
+                former.workers,
+                former.urgent,
+                former.stage,
+            )
+        else:
+            assert plan == (former.plan, former.plan_request), f"{plan} is no more what was asked for"
 
     def end(self, result: Result) -> None:
         if self.result is None:
@@ -379,6 +417,13 @@ class Node:
             self.told_result = True
             self.step(lambda: self.life.on_result(result, self.world.now_s))
 
+    def see_request(self, request: PlanRequest) -> Callable[[], None]:
+        def take() -> None:
+            self.view = replace(self.view, request=request)
+            self.lead()
+
+        return take
+
     def see_doc(self, name: str, doc: NodeDoc | None) -> None:
         if not self.leading:
             return
@@ -408,6 +453,7 @@ class Node:
             led_s=self.world.now_s,
             changed_s=self.world.now_s,
             pending_s=None,
+            request=store.request,
             begun=self.view.begun or any(self.holds_state(doc) for doc in self.docs.values()),
         )
         self.leading = True

@@ -52,6 +52,9 @@ def check_that_it_goes_on(world: World) -> None:
         assert worker.active is not None, f"{one} has not entered any generation"
         assert worker.active.epoch == generation.epoch, f"{one} is in epoch {worker.active.epoch}"
         assert not worker.entering, f"{one} has not settled"
+    for node in agents:
+        said = node.life.doc().plan_request
+        assert said == (generation.plan_request if node.name in generation.nodes else ""), f"{node.name} says {said!r}"
     assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
     for node in agents:
         in_place = node.name in generation.nodes or len(generation.nodes) < case.max_nodes

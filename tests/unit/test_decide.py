@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.rendezvous.decide import Decision, Settings, View, decide, next_epoch
-from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    NodeWorker,
+    PlanRequest,
+    Result,
+    Stage,
+    Worker,
+    WorkerState,
+)
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0
@@ -415,6 +424,68 @@ class TestHold:
         assert_waits(decision, until_s=NOW_S + 600)
 
 
+class TestRequestsForAPlan:
+    REQUEST = PlanRequest("r1", epoch=5, plan="plan layers 4", t=77.0)
+    MEMBERS = train("a/0#0", "b/0#0")
+    DOCS = node("a", MEMBER), node("b", MEMBER)
+
+    def test_one_for_these_members_makes_a_planned_generation_of_the_same_workers_at_once(self) -> None:
+        after = announced(ask(self.MEMBERS, *self.DOCS, request=self.REQUEST, pending_s=None))
+        assert after == replace(
+            self.MEMBERS,
+            epoch=6,
+            cause="a new plan was asked for",
+            cause_t=77.0,
+            plan="plan layers 4",
+            plan_request="r1",
+        )
+
+    def test_one_that_was_made_for_other_members_is_ignored(self) -> None:
+        for epoch in (4, 6):
+            assert_waits(ask(self.MEMBERS, *self.DOCS, request=replace(self.REQUEST, epoch=epoch)))
+
+    def test_one_that_is_carried_already_is_ignored(self) -> None:
+        assert_waits(ask(replace(self.MEMBERS, plan_request="r1"), *self.DOCS, request=self.REQUEST))
+
+    def test_the_next_one_takes_the_place_of_the_one_before(self) -> None:
+        before = replace(self.MEMBERS, plan="plan layers 2", plan_request="r0")
+        after = announced(ask(before, *self.DOCS, request=self.REQUEST))
+        assert (after.plan, after.plan_request) == ("plan layers 4", "r1")
+
+    def test_a_change_of_members_comes_first_and_the_request_is_void_then(self) -> None:
+        docs = node("a", MEMBER), node("b", None, cause="b died")
+        after = announced(ask(self.MEMBERS, *docs, request=self.REQUEST))
+        assert (after.ids, after.urgent, after.plan_request) == (("a/0#0",), 6, "")
+        assert_waits(ask(after, node("a", MEMBER), request=self.REQUEST))
+
+    def test_later_generations_carry_it_on(self) -> None:
+        carrying = replace(self.MEMBERS, plan="plan layers 4", plan_request="r1")
+        docs = node("a", MEMBER, READY), node("b", None, cause="b died")
+        after = announced(ask(carrying, *docs))
+        assert after.ids == ("a/0#0", "a/1#0")
+        assert (after.plan, after.plan_request) == ("plan layers 4", "r1")
+
+    def test_a_restart_of_the_whole_drops_it(self) -> None:
+        carrying = replace(self.MEMBERS, plan="plan layers 4", plan_request="r1")
+        again = announced(ask(carrying, node("a", None), node("b", None), settings=replace(SETTINGS, max_restarts=1)))
+        assert (again.stage, again.plan, again.plan_request) == (Stage.ASSEMBLE, "", "")
+        started = announced(ask(again, node("a", attempt=1), node("b", attempt=1)))
+        assert (started.stage, started.plan, started.plan_request) == (Stage.START, "", "")
+
+    @pytest.mark.parametrize("stage", [Stage.START, Stage.ASSEMBLE])
+    def test_a_job_that_does_not_train_takes_none(self, stage: Stage) -> None:
+        decision = ask(replace(self.MEMBERS, stage=stage), node("a", STARTING), request=self.REQUEST)
+        assert decision == ask(replace(self.MEMBERS, stage=stage), node("a", STARTING))
+
+    def test_nor_does_one_that_waits_for_nodes_or_is_at_its_end(self) -> None:
+        held = train("a/0#0", hold=True)
+        three = replace(SETTINGS, min_nodes=2)
+        assert_waits(
+            ask(held, node("a", MEMBER), generation_s=NOW_S, settings=three, request=self.REQUEST), until_s=NOW_S + 600
+        )
+        assert_waits(ask(self.MEMBERS, node("a", DONE), node("b", MEMBER), request=self.REQUEST))
+
+
 class TestAllLost:
     def test_the_job_fails_with_the_cause_and_advice(self) -> None:
         result = ended(ask(train("a/0#0"), node("a", None, cause="worker a/0#0 was killed by SIGKILL")))
@@ -512,6 +583,9 @@ class TestEpochs:
         assert announced(ask(None, node("a", epoch=41), node("b", epoch=7))).epoch == 42
 
 
+requests = st.none() | st.builds(
+    PlanRequest, st.sampled_from(["r1", "r2"]), st.integers(4, 6), st.just("plan layers 4"), st.just(77.0)
+)
 states = st.sampled_from([*WorkerState, None])
 docs = st.lists(
     st.builds(
@@ -538,13 +612,20 @@ docs = st.lists(
 )
 identities = st.sampled_from([f"{name}/{slot}#{n}" for name in "abcd" for slot in (0, 1) for n in (0, 1)])
 generations = st.none() | st.builds(
-    lambda ids, leaving, hold, stage: replace(
-        train(*ids, leaving=tuple(set(leaving) - set(ids)) if stage is Stage.TRAIN else (), hold=hold), stage=stage
+    lambda ids, leaving, hold, stage, plan_request: replace(
+        train(
+            *ids,
+            leaving=tuple(set(leaving) - set(ids)) if stage is Stage.TRAIN else (),
+            hold=hold,
+            plan_request=plan_request,
+        ),
+        stage=stage,
     ),
     st.lists(identities, unique=True, max_size=5),
     st.lists(identities, unique=True, max_size=2),
     st.booleans(),
     st.sampled_from(Stage),
+    st.sampled_from(["", "r1"]),
 )
 
 
@@ -556,6 +637,7 @@ generations = st.none() | st.builds(
     st.integers(0, 2),
     st.sampled_from([None, 0, 2]),
     st.sampled_from([None, NOW_S - 1, NOW_S]),
+    requests,
 )
 def test_whatever_the_documents_say_a_generation_is_sound(
     reports: list[tuple[list[WorkerState | None], dict[str, Any]]],
@@ -564,10 +646,11 @@ def test_whatever_the_documents_say_a_generation_is_sound(
     more: int,
     max_restarts: int | None,
     since_s: float | None,
+    request: PlanRequest | None,
 ) -> None:
     nodes = tuple(node(name, *states, **fields) for name, (states, fields) in zip("abcd", reports))
     settings = Settings(min_nodes=low, max_nodes=low + more, max_restarts=max_restarts)
-    seen = view(generation, *nodes, pending_s=since_s, outage_end_s=since_s)
+    seen = view(generation, *nodes, pending_s=since_s, outage_end_s=since_s, request=request)
     decision = decide(seen, NOW_S, settings)
     assert decision == decide(seen, NOW_S, settings)
     assert decision.reason
@@ -593,3 +676,11 @@ def test_whatever_the_documents_say_a_generation_is_sound(
         dropped = set(generation.ids) - set(after.ids) - set(after.leaving)
         finished = {one.id for doc in nodes for one in doc.workers if one.state is DONE}
         assert not dropped - finished or after.urgent == after.epoch, "a loss is urgent"
+        if after.plan_request != generation.plan_request:
+            assert request is not None
+            assert (request.epoch, request.id) == (generation.epoch, after.plan_request)
+            assert (after.workers, after.urgent) == (generation.workers, generation.urgent), "it changes nothing else"
+        else:
+            assert after.plan == generation.plan
+    elif after.attempt != generation.attempt:
+        assert (after.plan, after.plan_request) == ("", "")

@@ -69,7 +69,7 @@ class Node:
 
     def settled(self, *workers: str) -> None:
         for worker in workers:
-            self.life.on_settled(worker)
+            self.life.on_settled(worker, self.epoch)
 
     def dies(self, worker: str, number: int = signal.SIGKILL, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
@@ -158,7 +158,7 @@ class TestProgressOfAWorker:
         assert life.doc().workers[0].address == "host-a:9"
         found.append(node.states()["a/0#0"])
         node.train("a/0#0")
-        life.on_settled("a/0#0")
+        node.settled("a/0#0")
         found.append(node.states()["a/0#0"])
         life.on_finished("a/0#0")
         found.append(node.states()["a/0#0"])
@@ -179,13 +179,43 @@ class TestProgressOfAWorker:
         node = Node()
         node.start()
         node.life.on_ready("a/0#0", "x")
-        node.life.on_settled("a/0#0")
+        node.settled("a/0#0")
         assert node.states() == {"a/0#0": WorkerState.STARTING}
+
+    def test_a_node_says_when_all_its_members_have_settled_what_was_asked_for(self) -> None:
+        node = member_node(slots=2)
+        asked = {"plan": "plan layers 4", "plan_request": "r1"}
+        node.train("a/0#0", "a/1#0", cause="a new plan was asked for", **asked)
+        assert node.life.doc().plan_request == ""
+        node.settled("a/0#0")
+        assert node.life.doc().plan_request == ""
+        node.settled("a/1#0")
+        assert node.life.doc().plan_request == "r1"
+        # Another change does not take it back; another request does.
+        node.train("a/0#0", "a/1#0", "b/0#0", cause="b/0#0 joins", **asked)
+        assert node.life.doc().plan_request == "r1"
+        node.train("a/0#0", "a/1#0", "b/0#0", plan="plan layers 2", plan_request="r2")
+        assert node.life.doc().plan_request == ""
+
+    def test_to_settle_an_older_generation_does_not_count(self) -> None:
+        node = member_node()
+        node.train("a/0#0", plan="plan layers 4", plan_request="r1")
+        node.life.on_settled("a/0#0", node.epoch - 1)
+        assert node.life.doc().plan_request == ""
+        # The next generation carries the request on, and is the one that is settled.
+        node.train("a/0#0", plan="plan layers 4", plan_request="r1")
+        node.settled("a/0#0")
+        assert node.life.doc().plan_request == "r1"
+
+    def test_a_node_without_members_says_nothing_of_a_plan(self) -> None:
+        node = Node()
+        node.train("b/0#0", plan="plan layers 4", plan_request="r1")
+        assert node.life.doc().plan_request == ""
 
     def test_messages_of_workers_that_are_gone_are_ignored(self) -> None:
         node = member_node()
         before = node.life.doc()
-        for report in (node.life.on_settled, node.life.on_progress, node.life.on_finished, node.life.on_leaving):
+        for report in (node.settled, node.life.on_progress, node.life.on_finished, node.life.on_leaving):
             report("a/0#9")
         node.life.on_ready("a/0#9", "x")
         assert node.life.on_attach("a/0#9") == []

@@ -15,6 +15,7 @@ from elaunch.rendezvous.membership import (
     JobConfig,
     NodeDoc,
     NodeWorker,
+    PlanRequest,
     Result,
     Stage,
     Worker,
@@ -50,6 +51,7 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
         reset_epoch=numbers,
         port=numbers,
         epoch=numbers,
+        plan_request=names,
     ),
     Generation: st.builds(
         Generation,
@@ -66,7 +68,10 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
         leaving=st.lists(names).map(tuple),
         master_addr=names,
         master_port=numbers,
+        plan=names,
+        plan_request=names,
     ),
+    PlanRequest: st.builds(PlanRequest, names, numbers, names, times),
     Result: st.builds(Result, st.booleans(), names),
 }
 GENERATION = Generation(
