@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from elaunch.config import ETCD_PORT, STATIC_SHIFT, AgentConfig, own_address, parse_endpoint
 from elaunch.errors import LaunchError
+from elaunch.jobs import LocalJob, make_folder, register
 from elaunch.nursery import end_with_parent
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.supervisor import Supervisor, problem_with
@@ -32,6 +32,7 @@ def launch(config: AgentConfig) -> int:
     _check_events(config)
     hosted: EmbeddedEtcd | None = None
     directory = ""
+    registration: BinaryIO | None = None
     handlers = {number: signal.signal(number, _stop_early) for number in config.signals}
     try:
         hosted, directory, host = _host_rendezvous(config)
@@ -47,6 +48,8 @@ def launch(config: AgentConfig) -> int:
             if hosted is not None and not _serves(hosted, config):
                 hosted.stop()
                 hosted = None
+            if hosted is not None:
+                registration = register(directory, LocalJob(config.job, hosted.endpoint, os.getpid()))
             open_store = partial(_open_store, EtcdStore, config, hosted.endpoint if hosted else config.endpoint)
             folders = None
             if config.logs_specs:
@@ -66,6 +69,8 @@ def launch(config: AgentConfig) -> int:
             hosted.stop()
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
+        if registration is not None:
+            registration.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -113,7 +118,7 @@ def _host_rendezvous(config: AgentConfig) -> tuple[EmbeddedEtcd | None, str, str
         if not _is_host(config, name, port):
             return None, "", host
     find_etcd()
-    directory = tempfile.mkdtemp(prefix="elaunch-etcd-")
+    directory = make_folder()
     hosted = EmbeddedEtcd(directory, name, port)
     try:
         hosted.start()
