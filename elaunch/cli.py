@@ -38,7 +38,7 @@ from elaunch.logs import LogSettings, parse_filters, parse_mask, parse_ranks
 FOREIGN = "foreign"  # a rendezvous of somebody else's
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
 
     def flag(self, *names: str, in_environment: bool = True, **options: object) -> None:
@@ -54,9 +54,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line of elaunch."""
-    p = _Parser(
+    p = FlagParser(
         prog="elaunch",
         description="Launch a training job whose surviving workers go on when its membership changes.",
+        epilog="`elaunch ctl --help`: look at a job that runs, or ask for another plan; a script of that name is ./ctl",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--version", action="version", version=f"elaunch {__version__}")
@@ -334,14 +335,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command
         line that cannot be read exits with 2 and the usage.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["ctl"]:
+        from elaunch import ctl
+
+        return ctl.main(arguments[1:])
     try:
-        config = parse(argv)
+        config = parse(arguments)
     except UsageError as error:
         return _refuse(error)
     if config.backend == FOREIGN:
         from elaunch.plugins import run_torchs_agent
 
-        run_torchs_agent(list(sys.argv[1:] if argv is None else argv))
+        run_torchs_agent(arguments)
     try:
         return launch(config)
     except (ElaunchError, OSError) as error:

@@ -7,6 +7,7 @@
     │   ├── EtcdNotFound       no etcd program to start
     │   ├── SettingsMismatch   this node's settings differ from the job's
     │   └── JobFailed          the job ended without success
+    ├── RequestRefused         a job cannot do what was asked of it
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
     └── StepInterrupted        the step in flight cannot finish; never reaches a training script
@@ -54,6 +55,10 @@ class JobFailed(LaunchError):
     def __init__(self, message: str, failures: dict[int, dict[str, object]] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+
+class RequestRefused(ElaunchError):
+    """A job that runs cannot do what was asked of it, or has not done it in time."""
 
 
 class ProtocolError(ElaunchError):

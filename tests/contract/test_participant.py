@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,8 +33,11 @@ from elaunch.rendezvous.membership import (
     to_json,
 )
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.observer import Observer
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
+from elaunch.replan import change_plan
+from elaunch.workers.plan import Plan, symmetric
 from tests.contract.conftest import READY_S
 from tests.helpers import find_free_port, wait_until
 
@@ -379,6 +383,48 @@ class TestRequests:
         a.says()
         assert a.hears(ids("b/0#0", "c/0#0")).plan_request == "for 2"
         assert not a.refusals
+
+    def test_who_asks_hears_when_all_nodes_have_settled(self, job: Job) -> None:
+        nodes = job.three()
+        for name in "abc":
+            wait_until(lambda name=name: b'"member"' in (job.read(f"nodes/{name}") or b""), LIMIT_S, "the members")  # type: ignore[misc]
+        told: list[str] = []
+        store = job.site.open()
+        plan = symmetric(["x", "y", "z"], 3, 6, 2, dp=1, pp=3)
+        asks = threading.Thread(target=lambda: told.append(change_plan(store, "job", plan, LIMIT_S)))
+        asks.start()
+        for node in nodes:
+            after = node.hears(lambda one: one.plan_request != "")
+            assert Plan.parse(after.plan) == plan.renamed({"x": "a/0#0", "y": "b/0#0", "z": "c/0#0"})
+            assert not told
+            node.says(MEMBER, plan_request=after.plan_request)
+        asks.join(LIMIT_S)
+        assert [line.partition(",")[0] for line in told] == ["epoch 3: all 3 members have changed over"]
+        wait_until(lambda: job.read("requests/plan") is None, LIMIT_S, "the request to go")
+        store.close()
+
+    def test_an_observer_follows_the_documents(self, job: Job) -> None:
+        a, b, c = job.three()
+        observer = Observer(job.admin, "job")
+        assert [doc.node for doc in observer.documents.nodes] == ["a", "b", "c"]
+        assert observer.documents.generation == a.generations[-1]
+        end_s = time.monotonic() + LIMIT_S
+        c.participant.stop()
+        while (
+            "c" in [doc.node for doc in observer.documents.nodes] or observer.documents.generation != a.generations[-1]
+        ):
+            assert observer.wait(end_s), "nothing changed"
+        for node in (a, b):
+            node.says(WorkerState.DONE, finished=True)
+        while observer.documents.result is None:
+            assert observer.wait(end_s), "no result"
+        observer.close()
+
+    def test_an_observer_is_told_that_the_store_has_gone(self, job: Job) -> None:
+        observer = Observer(job.admin, "job")
+        job.site.go_away()
+        with pytest.raises(StoreUnavailable):
+            observer.wait(time.monotonic() + LIMIT_S)
 
 
 class TestOutages:

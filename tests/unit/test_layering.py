@@ -117,6 +117,15 @@ def test_workers_load_no_etcd_client(tmp_path: Path) -> None:
     import_in_fresh_interpreter(workers, ["grpc", "google.protobuf", "pyetcd"], tmp_path)
 
 
+def test_a_job_starts_without_what_only_commands_for_running_jobs_need(tmp_path: Path) -> None:
+    of_commands = ["elaunch.ctl", "elaunch.replan", "elaunch.rendezvous.observer", "elaunch.workers.plan"]
+    import_in_fresh_interpreter(["elaunch.cli", "elaunch.launch", "elaunch.agent"], of_commands, tmp_path)
+
+
+def test_a_wrong_command_for_a_running_job_is_refused_without_the_etcd_client(tmp_path: Path) -> None:
+    import_in_fresh_interpreter(["elaunch.ctl"], ["grpc", "google.protobuf", "elaunch.workers.plan"], tmp_path)
+
+
 def test_imports_are_absolute_and_use_the_names_that_are_installed() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {'.' * level}{name}"

@@ -1,0 +1,234 @@
+"""The command `elaunch ctl`: look at a job that runs, and ask for another plan.
+
+It reads and writes the documents of the job in etcd, as a guest: the leader decides, the agents and workers act.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from elaunch import jobs
+from elaunch.cli import FlagParser
+from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint
+from elaunch.errors import ElaunchError, RequestRefused, UsageError
+from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Stage, WorkerState
+from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.rendezvous.store import Store
+from elaunch.replan import change_plan, names_text, still_changing
+
+if TYPE_CHECKING:
+    from elaunch.workers.plan import Plan
+
+TIMEOUT_S = 120.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `elaunch ctl`."""
+    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask for another plan.")
+    commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="the job, its nodes and its workers")
+    status.set_defaults(run=_status)
+    plan = commands.add_parser("plan", help="show the plan that was asked for, or ask for another one")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--set", metavar="FILE", dest="file", help="the text of the plan to go on by")
+    plan.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=TIMEOUT_S,
+        help=f"how long to wait until the members go by it; if not given, {TIMEOUT_S:g} s",
+    )
+    for command in (status, plan):
+        command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
+        command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
+        command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0 when it is done, 1 when it was refused or not done in time, 2 for a command line that cannot be used.
+    """
+    args = parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = args.run
+    try:
+        run(args)
+    except UsageError as error:
+        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        return 2
+    except ElaunchError as error:
+        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("elaunch ctl: interrupted; `elaunch ctl plan` shows which plan was asked for", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
+
+
+# -- which job ----------------------------------------------------------------------------------------------------
+
+
+def find_job(endpoint: str, job: str) -> tuple[str, str]:
+    """The endpoint and the id of the job that is meant: what was given, else the one that runs on this machine.
+
+    Raises:
+        UsageError: the endpoint is none, or not exactly one such job runs.
+    """
+    if endpoint:
+        for member in endpoint.split(","):
+            parse_endpoint(member, ETCD_PORT)
+        return endpoint, job or "none"  # as an agent's --rdzv-id is by default
+    found = [local for local in jobs.running() if job in ("", local.id)]
+    if len(found) == 1:
+        return found[0].endpoint, found[0].id
+    if found:
+        what = "--rdzv-endpoint and --rdzv-id" if job else "--rdzv-id"
+        raise UsageError(f"{len(found)} jobs run here: {', '.join(map(str, found))}; give {what} of one of them")
+    which = f"no job {job!r}" if job else "no job"
+    raise UsageError(
+        f"{which} of this user with an etcd of its own runs on this machine; "
+        "give --rdzv-endpoint=HOST:PORT and --rdzv-id=ID of one that runs elsewhere"
+    )
+
+
+@contextlib.contextmanager
+def _store(endpoint: str, conf: RendezvousConf) -> Iterator[Store]:
+    from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
+
+    store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.credentials())
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+# -- status ---------------------------------------------------------------------------------------------------------
+
+
+def _status(args: argparse.Namespace) -> None:
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    with _store(endpoint, conf) as store, contextlib.closing(Observer(store, job)) as observer:
+        documents = observer.documents
+    if documents == Documents():
+        raise RequestRefused(f"there is no job {job!r} at {endpoint}: check --rdzv-endpoint and --rdzv-id")
+    print(f"job {job} at {endpoint}: {describe(documents)}")
+
+
+def describe(documents: Documents) -> str:
+    """A few words, then a line each for the generation, the plan, the nodes and every worker."""
+    generation = documents.generation
+    if documents.result is not None:
+        return f"ended {'well' if documents.result.succeeded else 'with a failure'}: {documents.result.message}"
+    if generation is None:
+        return f"its nodes meet\n{_nodes_line(documents)}"
+    lines = [
+        _state(documents, generation),
+        f"epoch {generation.epoch}, attempt {generation.attempt}: {generation.cause}",
+    ]
+    if generation.plan_request:
+        left = still_changing(documents)
+        lines.append(
+            f"plan: asked for; {f'still to change over: {names_text(left)}' if left else 'all have changed over'}"
+        )
+    lines += [_nodes_line(documents), *_worker_lines(documents, generation)]
+    return "\n".join(lines)
+
+
+def _state(documents: Documents, generation: Generation) -> str:
+    if not documents.nodes:
+        return "none of its nodes is here"
+    if generation.stage is Stage.TRAIN:
+        return "waits for nodes" if generation.hold else "trains"
+    if generation.stage is Stage.ASSEMBLE:
+        return "its nodes meet again"
+    if any(doc.elastic for doc in documents.nodes):
+        return "its workers start"
+    return "runs, but no worker has called elaunch.init() or elaunch.hybrid()"
+
+
+def _nodes_line(documents: Documents) -> str:
+    present = [f"{doc.node}{_mark(doc, documents.generation)}" for doc in documents.nodes]
+    return f"nodes: {', '.join(present) or 'none'}"
+
+
+def _mark(doc: NodeDoc, generation: Generation | None) -> str:
+    if doc.draining:
+        return " (leaves)"
+    return "" if generation is None or doc.node in generation.nodes else " (waits)"
+
+
+def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
+    """The members by rank, then the workers that are none."""
+    reported = [(doc.node, worker) for doc in documents.nodes for worker in doc.workers]
+    rows: list[tuple[str, str, str, str]] = []
+    members: set[str] = set()
+    for rank, place in enumerate(generation.workers):
+        # Before training, a generation names slots, not the workers in them.
+        worker = next(
+            (w for node, w in reported if place.id in (w.id, f"{node}/{w.slot}")),
+            NodeWorker(place.id, place.slot, WorkerState.STARTING),
+        )
+        members.add(worker.id)
+        known = any(w.id == worker.id for _, w in reported)
+        rows.append((f"rank {rank}", worker.id, worker.state.value if known else "not here", place.address))
+    rows += [("no rank", w.id, w.state.value, w.address) for _, w in reported if w.id not in members]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]).rstrip() for row in rows]
+
+
+# -- plan -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> None:
+    conf = parse_conf(args.rdzv_conf)
+    plan = read_plan(args.file) if args.file is not None else None
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    with _store(endpoint, conf) as store:
+        if plan is not None:
+            print(change_plan(store, job, plan, args.timeout))
+            return
+        with contextlib.closing(Observer(store, job)) as observer:
+            generation = observer.documents.generation
+        if generation is not None and generation.plan_request:
+            print(generation.plan)
+        else:
+            print(f"no plan was asked for in job {job} at {endpoint}", file=sys.stderr)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan that a file holds.
+
+    Raises:
+        RequestRefused: the file cannot be read, or is no valid plan.
+    """
+    from elaunch.workers.plan import Plan, PlanError
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            plan = Plan.parse(file.read())
+        plan.validate()
+    except OSError as error:
+        raise RequestRefused(f"--set {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestRefused(f"--set {path}: expected the text of a plan, found bytes that are no UTF-8") from error
+    except PlanError as error:
+        raise RequestRefused(f"--set {path}: {_first_line(error)}; mend the file and ask again") from error
+    return plan
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,103 @@
+"""A job seen from outside: its documents as they stand, and how they change. An observer takes no part in the job."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    PlanRequest,
+    Result,
+    from_json,
+    job_prefix,
+    to_json,
+    with_order,
+)
+from elaunch.rendezvous.store import Event, Store
+
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What stands in the store of a job; `nodes` in the order in which ranks are given out."""
+
+    nodes: tuple[NodeDoc, ...] = ()
+    generation: Generation | None = None
+    result: Result | None = None
+
+    def node(self, name: str) -> NodeDoc | None:
+        return next((doc for doc in self.nodes if doc.node == name), None)
+
+
+class Observer:
+    """Reads the documents of a job and follows them by a watch.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        ProtocolError: the job is of another version of elaunch.
+    """
+
+    def __init__(self, store: Store, job: str) -> None:
+        self._store = store
+        self._prefix = job_prefix(job)
+        self._nodes: dict[str, NodeDoc] = {}
+        self._documents = Documents()
+        self._news: queue.SimpleQueue[list[Event] | StoreUnavailable] = queue.SimpleQueue()
+        entries, revision = store.range(self._prefix)
+        self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
+        self._watch = store.watch(self._prefix, revision + 1, self._news.put, self._news.put)
+
+    @property
+    def documents(self) -> Documents:
+        """As they were at the last `wait`."""
+        return self._documents
+
+    def wait(self, until_s: float) -> bool:
+        """Wait for the next change, and take it in; False when none came before `until_s` of the monotonic clock.
+
+        Raises:
+            StoreUnavailable: the connection was lost.
+            ProtocolError: a document of another version.
+        """
+        try:
+            news = self._news.get(timeout=max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            return False
+        if isinstance(news, StoreUnavailable):
+            raise news
+        self._take(news)
+        return True
+
+    def ask(self, request: PlanRequest, lease: int) -> None:
+        """Put a request, which stands as long as the lease does."""
+        self._store.put(f"{self._prefix}requests/plan", to_json(request), lease)
+
+    def close(self) -> None:
+        """End the watch; the store stays open."""
+        self._watch.cancel()
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            name = event.key.removeprefix(self._prefix)
+            if name.startswith("nodes/"):
+                doc = _read(NodeDoc, event.value)
+                if doc is None:
+                    self._nodes.pop(name, None)
+                else:
+                    self._nodes[name] = with_order(doc, event.created)
+            elif name == "generation":
+                self._documents = replace(self._documents, generation=_read(Generation, event.value))
+            elif name == "result":
+                self._documents = replace(self._documents, result=_read(Result, event.value))
+        nodes = sorted(self._nodes.values(), key=lambda doc: (doc.rank, doc.order, doc.node))
+        self._documents = replace(self._documents, nodes=tuple(nodes))
+
+
+def _read(kind: type[D], value: bytes | None) -> D | None:
+    return None if value is None else from_json(kind, value)

@@ -1,0 +1,109 @@
+"""`elaunch ctl` and whole jobs: they are found, shown, and asked to go on by another plan."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from elaunch.workers.plan import Plan, symmetric
+from tests.helpers import ROOT, Spawned, Spawner, find_free_port
+from tests.jobs.watch import START_S, Node, elaunch, wait_for
+
+SCRIPT = ROOT / "tests" / "jobs" / "plans.py"
+LIMIT_S = 60.0
+TWO = ("--standalone", "--nproc-per-node=2")
+SLEEP = ("--no-python", "sleep", "600")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def a_machine_without_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+
+
+def ctl(spawn: Spawner, *words: str | Path, code: int = 0) -> list[str]:
+    """What the command says; it must exit with `code`."""
+    ended: Spawned = spawn.python("-m", "elaunch", "ctl", *words, name="ctl")
+    assert ended.wait(LIMIT_S) == code, ended.tail()
+    return ended.text().splitlines()
+
+
+def wait_for_members(spawn: Spawner, node: Node, *members: str) -> None:
+    """Wait until these, and they alone, hold the state."""
+
+    def there() -> bool:
+        shown = ctl(spawn, "status")
+        return [line.split()[2:4] for line in shown if line.startswith("rank ")] == [[one, "member"] for one in members]
+
+    wait_for(node, there, START_S, f"the members {members}")
+
+
+def test_a_plan_that_is_asked_for_reaches_all_members_and_those_that_come_later(spawn: Spawner, tmp_path: Path) -> None:
+    end, file = tmp_path / "end", tmp_path / "my.plan"
+    node = elaunch(spawn, tmp_path, *TWO, script=(SCRIPT, end))
+    wait_for(node, lambda: node.events("generation"), START_S, "the job to start")
+    wait_for_members(spawn, node, "node0/0#0", "node0/1#0")
+    first = ctl(spawn, "status")
+    assert re.fullmatch(r"job \S+ at 127\.0\.0\.1:\d+: trains", first[0])
+    assert first[1:3] == ["epoch 2, attempt 0: start", "nodes: node0"]
+    assert ctl(spawn, "plan")[0].startswith("no plan was asked for in job ")
+
+    plan = symmetric(["first", "second"], 4, 8, 2, dp=1, pp=2)
+    file.write_text(str(symmetric(["a", "b", "c"], 3, 6, 2, dp=1, pp=3)))
+    assert (
+        "the plan is for 3 workers (a, b, c) and the job has 2 (node0/0#0, node0/1#0); give one for 2"
+        in (ctl(spawn, "plan", "--set", file, code=1)[0])
+    )
+    file.write_text(str(plan))
+    (line,) = ctl(spawn, "plan", "--set", file)
+    assert re.fullmatch(r"epoch 3: all 2 members have changed over, [\d.]+ s after the plan was asked for", line)
+    here = plan.renamed({"first": "node0/0#0", "second": "node0/1#0"})
+    assert Plan.parse("\n".join(ctl(spawn, "plan"))) == here
+    assert "plan: asked for; all have changed over" in ctl(spawn, "status")
+    for worker in here.workers:
+        assert f"{worker} goes by {str(here)!r}" in node.agent.text()
+    asked = node.events("generation")[-1]
+    assert (asked["epoch"], asked["workers"], asked["stage"]) == (3, list(here.workers), "train")
+    assert asked["cause"] == "a new plan was asked for"
+
+    os.kill(node.pids()["node0/1#0"], signal.SIGKILL)
+    wait_for_members(spawn, node, "node0/0#0", "node0/1#1")
+    assert Plan.parse("\n".join(ctl(spawn, "plan"))) == here
+    end.touch()
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    said = re.findall(r"^(\S+) goes by", node.agent.text(), re.MULTILINE)
+    assert sorted(said) == ["node0/0#0", "node0/1#0", "node0/1#1"], "each acts once on one request"
+    assert "no job of this user with an etcd of its own runs on this machine" in ctl(spawn, "status", code=2)[0]
+
+
+def test_jobs_with_an_etcd_of_their_own_are_found_until_they_end(spawn: Spawner, tmp_path: Path) -> None:
+    file = tmp_path / "my.plan"
+    file.write_text(str(symmetric(["w0"], 1, 2, 1, dp=1, pp=1)))
+    alone = elaunch(spawn, tmp_path, "--standalone", script=SLEEP, name="alone")
+    wait_for(alone, alone.all_pids, START_S, "the job to start")
+    assert ctl(spawn, "status")[0].endswith(": runs, but no worker has called elaunch.init() or elaunch.hybrid()")
+    assert "a plain script takes no plan" in ctl(spawn, "plan", "--set", file, code=1)[0]
+
+    endpoint = f"127.0.0.1:{find_free_port()}"
+    first = elaunch(
+        spawn, tmp_path, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=run-17", script=SLEEP
+    )
+    wait_for(first, first.all_pids, START_S, "the other job to start")
+    (line,) = ctl(spawn, "status", code=2)
+    assert "2 jobs run here: " in line
+    assert f"run-17 at {endpoint} (pid {first.agent.pid})" in line
+    assert line.endswith("give --rdzv-id of one of them")
+    assert ctl(spawn, "status", "--rdzv-id=run-17")[0].startswith(f"job run-17 at {endpoint}: ")
+
+    alone.agent.signal(signal.SIGKILL)
+    alone.agent.wait(LIMIT_S)
+    assert ctl(spawn, "status")[0].startswith("job run-17 ")
+    first.agent.signal(signal.SIGINT)
+    assert first.agent.wait(LIMIT_S) == 1, first.agent.tail()
+    ctl(spawn, "status", code=2)

@@ -1,0 +1,477 @@
+"""`elaunch ctl`: which job is meant, what may be asked of it, and what the user is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch import cli, ctl
+from elaunch.ctl import describe, find_job, read_plan
+from elaunch.errors import RequestRefused, UsageError
+from elaunch.jobs import LocalJob
+from elaunch.rendezvous.membership import (
+    Generation,
+    JobConfig,
+    NodeDoc,
+    NodeWorker,
+    PlanRequest,
+    Result,
+    Stage,
+    Worker,
+    WorkerState,
+    from_json,
+    to_json,
+)
+from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.observer import Documents
+from elaunch.rendezvous.store import Event
+from elaunch.replan import Standing, able, change_plan, fitted, standing
+from elaunch.workers.plan import Plan, symmetric
+
+STARTING, READY, MEMBER, DONE = WorkerState
+GENERATION = Generation(
+    5,
+    Stage.TRAIN,
+    (Worker("a/0#0", "a", 0, "a:1"), Worker("b/0#3", "b", 0, "b:1")),
+    cause="b/0#3 joins",
+)
+REQUEST = PlanRequest("r1", 5, "plan layers 4", 1.0)
+TWO = symmetric(["w0", "w1"], 4, 8, 2, dp=1, pp=2)
+
+
+def node(name: str, incarnation: int, state: WorkerState = MEMBER, **fields: Any) -> NodeDoc:
+    worker = NodeWorker(f"{name}/0#{incarnation}", 0, state, f"{name}:1")
+    return NodeDoc(name, name, 1, **{"workers": (worker,), "elastic": True, **fields})
+
+
+A, B = node("a", 0), node("b", 3)
+TRAINING = Documents((A, B), GENERATION)
+
+
+@pytest.fixture(autouse=True)
+def a_clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PET_", "ELAUNCH_ETCD_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets jobs run on this machine: pairs of id and port."""
+
+    def run(*pairs: tuple[str, int]) -> None:
+        found = [LocalJob(job, f"127.0.0.1:{port}", port) for job, port in pairs]
+        monkeypatch.setattr("elaunch.jobs.running", lambda: found)
+
+    return run
+
+
+class TestTheCommandLine:
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            ((), "the following arguments are required: COMMAND"),
+            (("stop",), "invalid choice: 'stop'"),
+            (("plan", "--timeout=soon"), "--timeout: expected a number of seconds, found 'soon'"),
+            (("plan", "--timeout=0"), "--timeout: expected a number of seconds, found '0'"),
+            (("status", "--set=x"), "unrecognized arguments: --set=x"),
+        ],
+    )
+    def test_one_that_cannot_be_read_exits_with_2(
+        self, arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["ctl", *arguments])
+        assert ended.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+    def test_values_that_cannot_be_used_exit_with_2_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for flag in ("--rdzv-endpoint=:x", "--rdzv-conf=user=me"):
+            assert cli.main(["ctl", "status", flag]) == 2
+        assert capsys.readouterr().err == (
+            "elaunch ctl: error: --rdzv-endpoint=:x: expected HOST:PORT\n"
+            "elaunch ctl: error: --rdzv-conf: user and password go together\n"
+        )
+
+    def test_flags_take_their_defaults_from_the_variables_of_the_agents(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
+        monkeypatch.setenv("PET_RDZV_ID", "run-17")
+        monkeypatch.setenv("PET_RDZV_CONF", "connect_timeout=3")
+        args = ctl.parser().parse_args(["plan", "--rdzv_id=run-18"])
+        assert (args.rdzv_endpoint, args.rdzv_id, args.rdzv_conf) == ("etcd:2379", "run-18", "connect_timeout=3")
+        assert (args.file, args.timeout) == (None, 120.0)
+
+    def test_a_script_named_ctl_is_run_where_it_is_named_otherwise(self) -> None:
+        assert cli.parse(["./ctl", "status"]).script == "./ctl"
+        assert cli.parse(["--standalone", "ctl", "status"]).script == "ctl"
+
+
+class TestWhichJob:
+    def test_the_one_that_is_named(self, local: Callable[..., None]) -> None:
+        local(("x", 1))
+        assert find_job("etcd:2379", "run-17") == ("etcd:2379", "run-17")
+        assert find_job("e1:2379,e2:2379", "") == ("e1:2379,e2:2379", "none")
+
+    def test_else_the_only_one_here(self, local: Callable[..., None]) -> None:
+        local(("x", 1))
+        assert find_job("", "") == ("127.0.0.1:1", "x")
+
+    def test_or_the_only_one_of_that_id(self, local: Callable[..., None]) -> None:
+        local(("x", 1), ("y", 2))
+        assert find_job("", "y") == ("127.0.0.1:2", "y")
+
+    def test_none_is_an_error_that_says_what_to_give(self, local: Callable[..., None]) -> None:
+        local()
+        with pytest.raises(
+            UsageError, match=r"^no job of this user .* give --rdzv-endpoint=HOST:PORT and --rdzv-id=ID"
+        ):
+            find_job("", "")
+        local(("x", 1))
+        with pytest.raises(UsageError, match=r"^no job 'y' of this user"):
+            find_job("", "y")
+
+    def test_several_are_listed(self, local: Callable[..., None]) -> None:
+        local(("x", 1), ("y", 2))
+        with pytest.raises(UsageError) as caught:
+            find_job("", "")
+        assert str(caught.value) == (
+            "2 jobs run here: x at 127.0.0.1:1 (pid 1), y at 127.0.0.1:2 (pid 2); give --rdzv-id of one of them"
+        )
+        local(("x", 1), ("x", 2))
+        with pytest.raises(UsageError, match="give --rdzv-endpoint and --rdzv-id of one of them"):
+            find_job("", "x")
+
+
+class TestTheCommands:
+    @pytest.fixture
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+        """What stands at every endpoint; who connects must have the password."""
+        store = MemoryStore()
+
+        def connect(endpoint: str, **settings: object) -> MemoryStore:
+            assert settings == {
+                "timeout_s": 3.0,
+                "user": "me",
+                "password": "secret",
+                "ca_cert": None,
+                "cert": None,
+                "key": None,
+            }
+            return store.session()
+
+        monkeypatch.setattr("elaunch.rendezvous.etcd.EtcdStore", connect)
+        monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
+        monkeypatch.setenv("PET_RDZV_ID", "x")
+        monkeypatch.setenv("PET_RDZV_CONF", "connect_timeout=3")
+        monkeypatch.setenv("ELAUNCH_ETCD_USER", "me")
+        monkeypatch.setenv("ELAUNCH_ETCD_PASSWORD", "secret")
+        return store
+
+    def test_they_reach_etcd_with_the_settings_of_the_agents(
+        self, store: MemoryStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Leader(store, lambda leader, request: None)
+        assert cli.main(["ctl", "status"]) == 0
+        assert capsys.readouterr().out.startswith("job x at etcd:2379: trains\nepoch 5, attempt 0: b/0#3 joins\n")
+
+    def test_a_job_that_is_not_there_is_an_error(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["ctl", "status"]) == 1
+        assert capsys.readouterr().err == (
+            "elaunch ctl: error: there is no job 'x' at etcd:2379: check --rdzv-endpoint and --rdzv-id\n"
+        )
+
+    def test_a_plan_is_set_and_then_shown(
+        self, store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def answer(leader: Leader, request: PlanRequest) -> None:
+            leader.carry(request)
+            leader.settle(request)
+
+        Leader(store, answer)
+        assert cli.main(["ctl", "plan"]) == 0
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err) == ("", "no plan was asked for in job x at etcd:2379\n")
+        file = tmp_path / "my.plan"
+        file.write_text(str(TWO))
+        assert cli.main(["ctl", "plan", "--set", str(file)]) == 0
+        assert capsys.readouterr().out.startswith("epoch 9: all 2 members have changed over, ")
+        assert cli.main(["ctl", "plan"]) == 0
+        assert Plan.parse(capsys.readouterr().out) == fitted(TWO, GENERATION.ids)
+
+
+class TestStatus:
+    def test_a_training_job_has_a_line_for_each_worker(self) -> None:
+        spare = node("c", 0, STARTING)
+        assert describe(Documents((A, replace(B, draining=True), spare), GENERATION)).splitlines() == [
+            "trains",
+            "epoch 5, attempt 0: b/0#3 joins",
+            "nodes: a, b (leaves), c (waits)",
+            "rank 0   a/0#0  member    a:1",
+            "rank 1   b/0#3  member    b:1",
+            "no rank  c/0#0  starting  c:1",
+        ]
+
+    def test_a_plan_that_was_asked_for_is_mentioned(self) -> None:
+        carrying = replace(GENERATION, plan="plan layers 4", plan_request="r1")
+        settled = replace(A, plan_request="r1")
+        assert "plan: asked for; still to change over: b" in describe(Documents((settled, B), carrying))
+        both = Documents((settled, replace(B, plan_request="r1")), carrying)
+        assert "plan: asked for; all have changed over" in describe(both)
+
+    def test_a_member_that_no_node_reports_is_not_here(self) -> None:
+        assert "rank 1  b/0#3  not here  b:1" in describe(Documents((A,), GENERATION))
+
+    def test_before_training_the_workers_of_the_slots_are_shown(self) -> None:
+        start = Generation(1, Stage.START, (Worker("a/0", "a", 0), Worker("b/0", "b", 0)), cause="start")
+        docs = node("a", 0, STARTING, elastic=False), NodeDoc("b", "b", 1)
+        assert describe(Documents(docs, start)).splitlines() == [
+            "runs, but no worker has called elaunch.init() or elaunch.hybrid()",
+            "epoch 1, attempt 0: start",
+            "nodes: a, b",
+            "rank 0  a/0#0  starting",
+            "rank 1  b/0    not here",
+        ]
+        assert describe(Documents((node("a", 0, READY),), start)).startswith("its workers start\n")
+
+    @pytest.mark.parametrize(
+        ("documents", "first"),
+        [
+            (Documents((A,), replace(GENERATION, hold=True)), "waits for nodes"),
+            (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "its nodes meet again"),
+            (Documents((A,)), "its nodes meet"),
+            (Documents((), GENERATION), "none of its nodes is here"),
+            (Documents((A,), None, Result(True, "all have finished")), "ended well: all have finished"),
+            (Documents((), None, Result(False, "it died")), "ended with a failure: it died"),
+        ],
+    )
+    def test_other_states_have_words_of_their_own(self, documents: Documents, first: str) -> None:
+        assert describe(documents).splitlines()[0] == first
+
+
+class TestThePlan:
+    def test_a_valid_one_is_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "my.plan"
+        file.write_text(f"{TWO}\n")
+        assert read_plan(str(file)) == TWO
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            (b"", r"line 1 of the plan: expected 'plan layers L .*'; mend the file and ask again"),
+            (b"\xff", "expected the text of a plan, found bytes that are no UTF-8"),
+            (
+                b"plan layers 2 batch 4 micro-batch 2 zero interleaved\nlayers 0:1 slots 0:4/2 workers a",
+                "not a plan: layers 1:2 slots 0:4 are done by nobody; mend the file and ask again",
+            ),
+        ],
+    )
+    def test_another_is_refused_in_one_line(self, text: bytes, complaint: str, tmp_path: Path) -> None:
+        file = tmp_path / "my.plan"
+        file.write_bytes(text)
+        with pytest.raises(RequestRefused, match=f"^--set .*my.plan: {complaint}") as caught:
+            read_plan(str(file))
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_that_is_not_there_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["ctl", "plan", "--set=none.plan"]) == 1
+        assert capsys.readouterr().err == "elaunch ctl: error: --set none.plan: No such file or directory\n"
+
+    def test_any_names_are_those_of_the_members_by_rank(self) -> None:
+        assert fitted(TWO, ("a/0#0", "b/0#3")).workers == ("a/0#0", "b/0#3")
+
+    def test_names_of_members_keep_their_place_and_the_others_fill_the_rest(self) -> None:
+        plan = symmetric(["b/0#3", "a/0#0"], 4, 8, 2, dp=1, pp=2)
+        assert fitted(plan, ("a/0#0", "b/0#3")) == plan
+        # One that was replaced since the plan was written.
+        assert fitted(plan, ("b/0#3", "a/0#1")).workers == ("b/0#3", "a/0#1")
+
+    def test_one_for_another_number_of_workers_is_refused_with_the_names(self) -> None:
+        with pytest.raises(RequestRefused) as caught:
+            fitted(TWO, ("a/0#0",))
+        assert str(caught.value) == (
+            "the plan is for 2 workers (w0, w1) and the job has 1 (a/0#0); give one for 1; its line 'idle ...' names "
+            "those without a tile"
+        )
+
+    def test_long_lists_are_cut(self) -> None:
+        with pytest.raises(RequestRefused, match=r"\(w0, .*, w7 and 8 more\) and the job has 1 "):
+            fitted(symmetric([f"w{number}" for number in range(16)], 4, 32, 2, dp=4, pp=4), ("a/0#0",))
+
+
+class TestWhetherTheJobCan:
+    def test_a_training_one_can(self) -> None:
+        assert able("x", TRAINING) is GENERATION
+
+    @pytest.mark.parametrize(
+        ("documents", "why"),
+        [
+            (Documents((A,), None, Result(True, "all have finished")), "job 'x' has ended: all have finished"),
+            (Documents(), "no node of job 'x' is here: check --rdzv-endpoint and --rdzv-id"),
+            (Documents((A,)), "job 'x' has not begun to train"),
+            (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "job 'x' has not begun to train"),
+            (Documents((node("a", 0, READY),), Generation(1, Stage.START)), "job 'x' has not begun to train"),
+            (
+                Documents((node("a", 0, STARTING, elastic=False),), Generation(1, Stage.START)),
+                "no worker of job 'x' has called elaunch.hybrid(): a plain script takes no plan",
+            ),
+            (Documents((A, B), replace(GENERATION, hold=True)), "job 'x' waits for nodes"),
+            (Documents((A, node("b", 3, DONE)), GENERATION), "job 'x' has done its last step"),
+            (Documents((A, node("b", 3, READY)), GENERATION), "b/0#3 of job 'x' do not hold the state yet"),
+            (Documents((A,), GENERATION), "b/0#3 of job 'x' do not hold the state yet"),
+        ],
+    )
+    def test_others_are_refused_with_the_reason(self, documents: Documents, why: str) -> None:
+        with pytest.raises(RequestRefused) as caught:
+            able("x", documents)
+        assert str(caught.value).startswith(why)
+
+
+class TestHowFarItIs:
+    def test_open_until_the_generation_changes(self) -> None:
+        assert standing(TRAINING, REQUEST) is Standing.OPEN
+        assert standing(Documents((A, B), replace(GENERATION, epoch=6)), REQUEST) is Standing.VOID
+        assert standing(Documents((A, B)), REQUEST) is Standing.VOID
+
+    def test_settled_when_every_node_with_a_member_says_so(self) -> None:
+        carrying = replace(GENERATION, epoch=7, plan_request="r1")
+        said = replace(A, plan_request="r1")
+        assert standing(Documents((said, B), carrying), REQUEST) is Standing.CARRIED
+        assert standing(Documents((said,), carrying), REQUEST) is Standing.CARRIED
+        spare = node("c", 0, STARTING)
+        assert standing(Documents((said, replace(B, plan_request="r1"), spare), carrying), REQUEST) is Standing.SETTLED
+
+    def test_not_where_nobody_is_left(self) -> None:
+        assert (
+            standing(Documents((A,), replace(GENERATION, workers=(), plan_request="r1")), REQUEST) is Standing.CARRIED
+        )
+
+
+class Leader:
+    """Answers what is put into a store, as a job's leader and agents would."""
+
+    def __init__(self, store: MemoryStore, answer: Callable[[Leader, PlanRequest], None]) -> None:
+        self.store, self.answer = store, answer
+        self.requests: list[PlanRequest] = []
+        self.put("config", JobConfig(1, 2, None))
+        self.put("generation", GENERATION)
+        self.put("nodes/a", A)
+        self.put("nodes/b", B)
+        store.watch("/elaunch/x/requests/", 1, self.heard, lambda error: None)
+
+    def put(self, name: str, document: Any) -> None:
+        self.store.put(f"/elaunch/x/{name}", to_json(document))
+
+    def heard(self, events: list[Event]) -> None:
+        for event in events:
+            if event.value is not None:
+                self.requests.append(from_json(PlanRequest, event.value))
+                self.answer(self, self.requests[-1])
+
+    def carry(self, request: PlanRequest, **fields: Any) -> None:
+        self.put("generation", replace(GENERATION, epoch=9, plan=request.plan, plan_request=request.id, **fields))
+
+    def settle(self, request: PlanRequest) -> None:
+        for doc in (A, B):
+            self.put(f"nodes/{doc.node}", replace(doc, plan_request=request.id))
+
+
+class TestAsking:
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+    def ask(self, store: MemoryStore, timeout_s: float = 20.0, plan: Plan = TWO) -> str:
+        try:
+            return change_plan(store.session(), "x", plan, timeout_s)
+        finally:
+            assert store.get("/elaunch/x/requests/plan") is None, "no request outlives the one who asked"
+
+    def test_the_request_names_the_members_and_their_epoch_and_is_answered(self, store: MemoryStore) -> None:
+        def answer(leader: Leader, request: PlanRequest) -> None:
+            leader.carry(request)
+            leader.settle(request)
+
+        leader = Leader(store, answer)
+        line = self.ask(store)
+        assert line.startswith("epoch 9: all 2 members have changed over, ")
+        assert line.endswith(" s after the plan was asked for")
+        (request,) = leader.requests
+        assert (request.epoch, Plan.parse(request.plan).workers) == (5, ("a/0#0", "b/0#3"))
+
+    def test_it_is_asked_anew_for_members_that_came_instead(self, store: MemoryStore) -> None:
+        others = replace(GENERATION, epoch=6, workers=(GENERATION.workers[0], Worker("b/0#4", "b", 0)))
+
+        def answer(leader: Leader, request: PlanRequest) -> None:
+            if request.epoch == 5:
+                leader.put("nodes/b", node("b", 4))
+                leader.put("generation", others)
+            else:
+                leader.carry(request, workers=others.workers)
+                leader.settle(request)
+
+        leader = Leader(store, answer)
+        self.ask(store)
+        first, second = leader.requests
+        assert (first.id, first.t, second.epoch) == (second.id, second.t, 6)
+        assert Plan.parse(second.plan).workers == ("a/0#0", "b/0#4")
+
+    def test_and_refused_where_they_have_become_fewer(self, store: MemoryStore) -> None:
+        fewer = replace(GENERATION, epoch=6, workers=GENERATION.workers[:1])
+        Leader(store, lambda leader, request: leader.put("generation", fewer))
+        with pytest.raises(RequestRefused, match="the plan is for 2 workers"):
+            self.ask(store)
+
+    def test_a_request_that_nobody_takes_up_is_withdrawn(self, store: MemoryStore) -> None:
+        Leader(store, lambda leader, request: None)
+        with pytest.raises(RequestRefused) as caught:
+            self.ask(store, timeout_s=0.05)
+        assert str(caught.value) == "no agent of job 'x' has taken up the request within 0.05 s; it is withdrawn"
+
+    def test_members_that_have_not_settled_in_time_are_named(self, store: MemoryStore) -> None:
+        Leader(store, lambda leader, request: leader.carry(request))
+        with pytest.raises(
+            RequestRefused, match="epoch 9 of job 'x' carries the plan, but the members on a, b have not"
+        ):
+            self.ask(store, timeout_s=0.05)
+
+    @pytest.mark.parametrize(
+        ("after", "why"),
+        [
+            ({"plan_request": "r9"}, "another plan was asked for before the members of job 'x' had gone over"),
+            ({"attempt": 1, "stage": Stage.ASSEMBLE}, "job 'x' was started again from the top, which drops the plan"),
+        ],
+    )
+    def test_what_takes_its_place_is_told(self, store: MemoryStore, after: dict[str, Any], why: str) -> None:
+        def answer(leader: Leader, request: PlanRequest) -> None:
+            leader.carry(request)
+            leader.put("generation", replace(GENERATION, epoch=10, **after))
+
+        Leader(store, answer)
+        with pytest.raises(RequestRefused, match=why):
+            self.ask(store)
+
+    def test_the_end_of_the_job_is_told(self, store: MemoryStore) -> None:
+        def answer(leader: Leader, request: PlanRequest) -> None:
+            leader.carry(request)
+            leader.put("result", Result(False, "it died"))
+
+        Leader(store, answer)
+        with pytest.raises(RequestRefused, match="job 'x' ended while its members changed over: it died"):
+            self.ask(store)
+
+    def test_a_plan_too_long_for_etcd_is_refused_before_it_ends_the_leader(
+        self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("elaunch.replan.MOST_BYTES", 400)
+        leader = Leader(store, lambda leader, request: None)
+        with pytest.raises(
+            RequestRefused, match=r"a generation has \d+ bytes, and etcd takes 400; give one with fewer"
+        ):
+            self.ask(store)
+        assert leader.requests == []
