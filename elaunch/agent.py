@@ -288,7 +288,7 @@ class Agent:
             connection.send(Welcome(self.token, life.settings.host, life.settings.node, slot.index))
             self._act(life.on_attach(worker))
         elif isinstance(message, Ready):
-            life.on_ready(worker, message.address)
+            life.on_ready(worker, message.address, message.takes_plans)
         elif isinstance(message, Settled):
             life.on_settled(worker, message.epoch)
         elif isinstance(message, Progress):

@@ -170,6 +170,7 @@ class Lifecycle:
     took_part: bool = False
     plan_epoch: int = 0  # of the first generation with the present request for a plan that was heard of here
     failures: dict[int, Ended] = field(default_factory=dict)  # by slot, of workers that were not replaced
+    takes_plans: bool = False
 
     def __post_init__(self) -> None:
         self.slots = [Slot(index) for index in range(self.settings.slots)]
@@ -231,6 +232,7 @@ class Lifecycle:
             door=self.door,
             epoch=self.generation.epoch if self.generation else 0,
             took_part=self.took_part,
+            takes_plans=self.takes_plans,
             plan_request=self._plan_request(),
             role=self.settings.role,
             rank=self.settings.rank,
@@ -410,10 +412,11 @@ class Lifecycle:
             return [Tell(worker, self.generation)]
         return []
 
-    def on_ready(self, worker: str, address: str) -> None:
+    def on_ready(self, worker: str, address: str, takes_plans: bool = False) -> None:
         slot = self.find(worker)
         if slot is not None and slot.phase is Phase.ATTACHED:
             slot.phase, slot.address = Phase.READY, address
+            self.takes_plans = takes_plans
 
     def on_settled(self, worker: str, epoch: int) -> None:
         slot = self.find(worker)

@@ -94,6 +94,8 @@ def able(job: str, documents: Documents) -> Generation:
         raise RequestRefused(
             f"job {job!r} has not begun to train; ask again when `elaunch ctl status` says that it does"
         )
+    if not any(doc.takes_plans for doc in documents.nodes):
+        raise RequestRefused(f"job {job!r} takes no plan: its workers call elaunch.init(), not elaunch.hybrid()")
     if generation.hold:
         raise RequestRefused(f"job {job!r} waits for nodes; ask again when it trains")
     if WorkerState.DONE in states.values():

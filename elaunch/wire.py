@@ -38,9 +38,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker has registered its state and can be reached by its peers."""
+    """The worker has registered its state and can be reached by its peers; `takes_plans`: it works by any plan."""
 
     address: str
+    takes_plans: bool = False
 
 
 @dataclass(frozen=True, slots=True)

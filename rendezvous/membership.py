@@ -96,8 +96,8 @@ class NodeDoc:
 
     `door` is an address (host:port) at which the agent listens for nothing but this: where nobody listens any more, the
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
-    nothing is. `took_part` says that a worker of this agent has been a member in the present attempt.
-    `plan_request` is that of the newest generation, once all members of this node have settled a generation with it.
+    nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
+    that its workers can go over to any plan (`elaunch.hybrid()`).
     """
 
     node: str
@@ -117,6 +117,7 @@ class NodeDoc:
     door: str = ""
     epoch: int = 0
     took_part: bool = False
+    takes_plans: bool = False
     plan_request: str = ""
     role: str = "default"
     rank: int = 0

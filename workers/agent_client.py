@@ -39,7 +39,7 @@ class Client(Protocol):
     def listen(self, heard: Callable[[Generation], None]) -> None: ...
     def newest(self) -> Generation | None: ...
     def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None: ...
-    def ready(self, address: str) -> None: ...
+    def ready(self, address: str, takes_plans: bool = False) -> None: ...
     def send(self, message: Message) -> None: ...
     def close(self) -> None: ...
 
@@ -103,8 +103,8 @@ class AgentClient:
                 raise JobFailed("the agent of this worker has gone")
             return None
 
-    def ready(self, address: str) -> None:
-        self.send(Ready(address))
+    def ready(self, address: str, takes_plans: bool = False) -> None:
+        self.send(Ready(address, takes_plans))
 
     def send(self, message: Message) -> None:
         self._outbox.append(encode(message))
@@ -213,7 +213,7 @@ class StaticClient:
             raise JobFailed("a worker was lost, and without elaunch there is nobody to go on with")
         return None
 
-    def ready(self, address: str) -> None:
+    def ready(self, address: str, takes_plans: bool = False) -> None:
         """Exchange addresses; then the one generation exists."""
         addresses = [address]
         if self._store is not None:

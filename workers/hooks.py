@@ -37,11 +37,13 @@ class Vote:
         step: number of steps it has committed.
         entered: it has complete gradients of one more step and waited at that step's barrier.
         holds: it holds the state of the job.
+        facts: whatever else its runtime tells the others, as JSON.
     """
 
     step: int = 0
     entered: bool = False
     holds: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Verdict:
         sources: members that hold the state.
         receivers: members that need it.
         fresh: nobody holds state yet; the first member's initial values count.
+        facts: of all members, in their order.
     """
 
     step: int
@@ -61,6 +64,12 @@ class Verdict:
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
     fresh: bool = False
+    facts: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def passed(self) -> int:
+        """The first member that had committed all steps before the agreement."""
+        return next(member for member in self.sources if member not in self.committing)
 
 
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
@@ -74,18 +83,19 @@ def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
         StateError: the state is lost, or the votes contradict the protocol.
     """
     members = range(len(votes))
+    facts = tuple(vote.facts for vote in votes)
     holders = [member for member in members if votes[member].holds]
     if not holders:
         if begun:
             raise StateError("no surviving worker holds the state of the job; start it again from the last checkpoint")
-        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True)
+        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True, facts=facts)
     step = max(votes[member].step for member in holders)
     behind = tuple(member for member in holders if votes[member].step < step)
     for member in behind:
         if votes[member].step != step - 1 or not votes[member].entered:
             raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
     receivers = tuple(member for member in members if not votes[member].holds)
-    return Verdict(step, behind, tuple(holders), receivers)
+    return Verdict(step, behind, tuple(holders), receivers, facts=facts)
 
 
 class Left(ElaunchError):
@@ -94,6 +104,17 @@ class Left(ElaunchError):
     def __init__(self, generation: Generation) -> None:
         super().__init__(f"generation {generation.epoch} goes on without this worker")
         self.generation = generation
+
+
+def tells_again(verdict: Verdict, generation: Generation, before: Group | None, worker: str) -> bool:
+    """Whether `worker` must report the last step that committed, since who should have may not have come to it.
+
+    That was the first member of `before`. It may have died, or has not passed the barrier of the step.
+    """
+    if before is None or before.rank == 0 or verdict.fresh:
+        return False
+    missing = before.members[0] not in generation.ids or bool(verdict.committing)
+    return missing and generation.ids[verdict.passed] == worker
 
 
 class Hooks(Protocol):
@@ -112,7 +133,10 @@ class Hooks(Protocol):
         """Choose how the members go on; return the fields of the `decision` event, if there is one."""
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        """Move the state from the sources to the receivers; return the bytes that all receivers got together."""
+        """Move the state to where the plan wants it; return the bytes that this member received.
+
+        Until `resume` it may be interrupted and begun again, with other members: what this member has must stay whole.
+        """
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         """Go on with the next step after `verdict.step` as a member of this generation."""
@@ -244,8 +268,8 @@ class Membership:
         t0 = time.time()
         decision = self._hooks.plan(generation, verdict)
         t1 = time.time()
-        self._clock.bytes_moved += self._hooks.transfer(group, verdict) if verdict.receivers else 0
-        group.barrier()
+        received_bytes = self._hooks.transfer(group, verdict)
+        self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
         t2 = time.time()
         self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
         self._hooks.resume(generation, group, verdict)

@@ -14,9 +14,10 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
-from elaunch.errors import LinkLost, StateError, StepInterrupted
+from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Leaving, Progress, Report
 from elaunch.workers import agent_client
@@ -28,8 +29,10 @@ from elaunch.workers.engine.executor import LossFunction
 from elaunch.workers.engine.layers import Factory
 from elaunch.workers.engine.messages import peers
 from elaunch.workers.engine.shards import MakeOptimizer
-from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote
-from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.engine.standing import Commit
+from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote, tells_again
+from elaunch.workers.plan.tiling import Plan, PlanError
+from elaunch.workers.policy.takeover import Takeover, take_over
 from elaunch.workers.session import NEVER, choose_device
 
 
@@ -46,6 +49,14 @@ class HybridJob:
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._engine: Engine | None = None
+        self._given: Plan | None = None
+        self._home: Plan | None = None
+        self._next: Takeover | None = None
+        self._request = ""
+        self._holds = False
+        self._changeover = False
+        self._progressed = False
+        self._last_step: dict[str, Any] | None = None
         self._commit_s = time.monotonic()
         self._finished = self._closed = False
         self.device = choose_device(client.slot)
@@ -55,6 +66,21 @@ class HybridJob:
     def rank(self) -> int:
         """Position of this worker among the members."""
         return self._group.rank if self._group is not None else int(os.environ.get("RANK", 0))
+
+    @property
+    def size(self) -> int:
+        """Number of members of the present generation."""
+        return self._group.size if self._group is not None else int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present generation."""
+        return self._membership.generation.epoch if self._group is not None else 0
+
+    @property
+    def step(self) -> int:
+        """Number of the step in flight, which is also the number of steps that have committed."""
+        return self._engine.step if self._engine is not None else 0
 
     @property
     def worker(self) -> str:
@@ -69,14 +95,14 @@ class HybridJob:
         plan: Plan,
         **settings: Any,
     ) -> Engine:
-        """Wait until the workers are there, and make the engine of this one.
+        """Make the engine of this worker, and wait until it is a member; who joins a running job gets its state here.
 
         Args:
             layers: functions that make the layers.
             loss_fn: mean loss over the rows, of (output of the last layer, target).
             optimizer: makes an elementwise optimizer for (name, part of a parameter) pairs.
-            plan: for as many workers as the job has. Its workers, in the order in which it names them, become the
-                members in the order of their ranks; so any names will do.
+            plan: for as many workers as the job begins with. Its workers, in the order in which it names them, become
+                the members in the order of their ranks; so any names will do.
             settings: further arguments of `Engine`, `dataset` among them.
 
         Raises:
@@ -86,34 +112,10 @@ class HybridJob:
         if self._engine is not None:
             raise StateError("engine() was called twice; a job trains one model")
         plan.validate()
-        self._client.ready(self._fabric.address)
-        try:
-            self._membership.settle()
-        except Left as left:
-            self._leave(left)
-        assert self._group is not None
-        members = self._group.members
-        if len(plan.workers) != len(members):
-            raise StateError(
-                f"the plan is for {len(plan.workers)} workers and the job has {len(members)} ({', '.join(members)}); "
-                "start as many workers as the plan has, or give another plan"
-            )
-        here = plan.renamed(dict(zip(plan.workers, members, strict=True)))
-        self._connect(here)
-        self._engine = Engine(layers, loss_fn, optimizer, here, group=self._group, device=self.device, **settings)
-        if self.rank == 0:
-            self._client.send(
-                Report(
-                    "decision",
-                    {
-                        "epoch": self._membership.generation.epoch,
-                        "policy": "given",
-                        "reason": "the script gave the plan",
-                        "candidates": [],
-                        "plan": str(here),
-                    },
-                )
-            )
+        self._given = plan
+        self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
+        self._client.ready(self._fabric.address, takes_plans=True)
+        self._settle()
         self._commit_s = time.monotonic()
         return self._engine
 
@@ -121,70 +123,115 @@ class HybridJob:
         """Train until `count` steps of the job have committed, then wait for the other members.
 
         Raises:
-            StateError: a worker was lost, and with it the part of the state that only it had.
+            StateError: workers were lost, and with them parts of the state that nobody else has.
         """
-        while self._engine is None or self._engine.step < count:
+        while self._made.step < count:
             yield self.train_step()
         self.finish()
 
     def train_step(self) -> StepReport:
         """Do one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
 
-        Raises:
-            StateError: a worker was lost, and with it the part of the state that only it had.
-        """
-        if self._engine is None:
-            raise StateError("call engine() first: the job has no model yet")
-        step = self._engine.step
-        try:
-            self._engine.train_step()
-        except StepInterrupted as error:
-            if self._engine.step > step:
-                self._tell()
-            self._give_up(error)
-        return self._tell()
+        A step that is interrupted is done again, by the members that are left.
 
-    def _tell(self) -> StepReport:
-        """Report the step that has just committed."""
-        assert self._engine is not None
-        report = self._engine.report
-        assert report is not None
-        self._membership.committed()
-        now_s = time.monotonic()
-        seconds, self._commit_s = now_s - self._commit_s, now_s
-        if not report.step:
-            self._client.send(Progress(1))
-        if self.rank == 0:
-            self._client.send(Report("step", self._described(report, seconds)))
-        return report
+        Raises:
+            StateError: workers were lost, and with them parts of the state that nobody else has.
+        """
+        engine = self._made
+        while True:
+            self._settle()
+            step = engine.step
+            if self._membership.interrupted:
+                self._agree(None)
+                continue
+            try:
+                engine.train_step(note=self._membership.newest_epoch())
+                self._tell()
+            except StepInterrupted as error:
+                if engine.step > step:
+                    self._tell()
+                self._agree(error)
+            if engine.step > step:
+                assert engine.report is not None
+                return engine.report
 
     def finish(self) -> None:
         """All steps are done: wait for the other members, so that nobody takes the end of one for a failure."""
-        if self._group is not None and not self._finished:
+        while self._group is not None and not self._finished:
+            self._settle()
             try:
                 self._group.barrier()
+                self._finished = True
+                self._client.send(Finished())
             except StepInterrupted as error:
-                self._give_up(error)
-            self._finished = True
-            self._client.send(Finished())
+                self._agree(error)
 
     def close(self) -> None:
         """Leave the job. Called by itself at the end of the process."""
         if not self._closed:
             self._closed = True
             self._fabric.interrupt(NEVER)
+            if self._engine is not None:
+                self._engine.close()
             self._fabric.close()
             self._client.close()
 
-    def _connect(self, plan: Plan) -> None:
-        """Beside the links of the collectives, which in large groups are those to a few members only."""
-        generation = self._membership.generation
-        wanted = peers(plan, self.worker) | {self.worker}
-        addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}
+    # -- steps and membership -----------------------------------------------------------------------------------
+
+    @property
+    def _made(self) -> Engine:
+        if self._engine is None:
+            raise StateError("call engine() first: the job has no model yet")
+        return self._engine
+
+    def _tell(self) -> None:
+        """Report the step that has just committed; its barrier also told who knows of a planned change."""
+        self._note_step()
+        self._membership.committed()
+        if not self._progressed:
+            self._progressed = True
+            self._client.send(Progress(self._made.step))
+        if self.rank == 0:
+            assert self._last_step is not None
+            self._client.send(Report("step", self._last_step))
+        # It happens at the first boundary at which all know of the same one.
+        newest = set(self._made.notes)
+        self._changeover = len(newest) == 1 and newest.pop() > self._membership.generation.epoch
+
+    def _note_step(self) -> None:
+        report = self._made.report
+        assert report is not None
+        now_s = time.monotonic()
+        seconds, self._commit_s = now_s - self._commit_s, now_s
+        self._last_step = self._described(report, seconds)
+
+    def _agree(self, error: StepInterrupted | None) -> None:
+        """Settle the step in flight with the survivors; the state moves before the next one."""
+        self._changeover = False
         try:
-            self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
-        except StepInterrupted as error:
-            raise StateError(f"a worker was lost before the first step: {error}") from error
+            self._membership.agree(error)
+        except Left as left:
+            self._leave(left)
+
+    def _settle(self) -> None:
+        """Between two steps: change over to a planned generation, or finish a recovery."""
+        try:
+            if self._changeover:
+                self._changeover = False
+                self._change_over()
+            self._membership.settle()
+        except Left as left:
+            self._leave(left)
+
+    def _change_over(self) -> None:
+        """Enter a planned generation, once everybody has the new values of the step before."""
+        assert self._group is not None
+        error: StepInterrupted | None = None
+        try:
+            self._group.barrier()
+        except StepInterrupted as interruption:
+            error = interruption
+        self._membership.agree(error)
 
     def _described(self, report: StepReport, seconds: float) -> dict[str, Any]:
         assert self._engine is not None
@@ -198,40 +245,99 @@ class HybridJob:
             "seconds": round(seconds, 6),
         }
 
-    def _give_up(self, error: StepInterrupted) -> NoReturn:
-        assert self._engine is not None
-        who = f"worker {error.peer} was lost" if isinstance(error, LinkLost) else "the membership changed"
-        raise StateError(
-            f"{who} in step {self._engine.step}: {error}. Each worker of this plan has a part of the state that no "
-            "other has, so the job cannot go on; start it again"
-        ) from error
-
     def _leave(self, left: Left) -> NoReturn:
-        self._client.send(Leaving(0))
+        self._client.send(Leaving(self._made.step))
         self.close()
         raise SystemExit(0 if self._client.worker in left.generation.leaving else str(left))
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
-        return Vote(step=self._engine.step if self._engine is not None else 0, holds=self._engine is not None)
+        engine = self._made
+        commit = engine.last_commit
+        facts = {
+            "commit": asdict(commit) if commit is not None else None,
+            "home": str(self._home) if self._home is not None else "",
+            "request": self._request,
+        }
+        return Vote(engine.step, engine.entered, self._holds, facts)
 
     def pause(self) -> None:
         """Nothing runs in the background between steps."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        """The reports of steps are sent by the first member as they commit."""
+        engine = self._made
+        if engine.entered and engine.step == verdict.step:
+            engine.drop()
+        elif engine.entered:
+            engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
+            self._note_step()
+        last = self._last_step
+        again = tells_again(verdict, generation, self._group, self.worker)
+        if again and last is not None and last["step"] == verdict.step - 1:
+            self._client.send(Report("step", last))
 
     def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
-        return {}
+        self._next = self._chosen(generation, verdict)
+        return {
+            "policy": self._next.policy,
+            "reason": self._next.reason,
+            "candidates": [],
+            "plan": str(self._next.plan),
+        }
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        """Every worker makes its own initial values."""
-        return 0
+        assert self._next is not None
+        plan = self._next.plan
+        wanted = peers(plan, self.worker) | {self.worker}
+        generation = self._membership.generation
+        addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}
+        self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
+        return self._made.change(group, plan, verdict.step)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        self._group = group
+        assert self._next is not None
+        self._made.install()
+        self._group, self._home, self._request = group, self._next.home, generation.plan_request
+        self._holds, self._changeover = True, False
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
+
+    def _chosen(self, generation: Generation, verdict: Verdict) -> Takeover:
+        """The next plan; the same on all members."""
+        assert self._given is not None
+        members = generation.ids
+        if verdict.fresh:
+            if len(self._given.workers) != len(members):
+                raise StateError(
+                    f"the plan is for {len(self._given.workers)} workers and the job has {len(members)} "
+                    f"({', '.join(members)}); start as many workers as the plan has, or give another plan"
+                )
+            here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
+            return Takeover(here, here, "given", "the script gave the plan")
+        said = verdict.facts[verdict.passed]
+        home = Plan.parse(said["home"])
+        refused = ""
+        if generation.plan_request != said["request"] and generation.plan:
+            asked = Plan.parse(generation.plan)
+            refused = _unfit(asked, home, members)
+            if not refused:
+                return Takeover(asked, asked, "asked", "the plan was asked for")
+        found = take_over(home, members)
+        return found if not refused else found._replace(reason=f"{found.reason}; the plan asked for {refused}")
+
+
+def _unfit(asked: Plan, home: Plan, members: Sequence[str]) -> str:
+    """Why a plan that was asked for cannot be done; empty if it can."""
+    sizes, ours = ((plan.n_layers, plan.global_batch_size, plan.micro_batch_size) for plan in (asked, home))
+    if sizes != ours:
+        return f"has (layers, batch, micro-batch) {sizes}, and the job has {ours}"
+    if set(asked.workers) != set(members):
+        return f"is for {', '.join(asked.workers)}, and the members are {', '.join(members)}"
+    try:
+        asked.validate(members)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def hybrid() -> HybridJob:

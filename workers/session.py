@@ -32,7 +32,7 @@ from elaunch.workers.engine import data
 from elaunch.workers.engine.buffers import ModelBuffers
 from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
 from elaunch.workers.engine.rng import seed_micro_batch
-from elaunch.workers.hooks import Left, Membership, Verdict, Vote
+from elaunch.workers.hooks import Left, Membership, Verdict, Vote, tells_again
 from elaunch.workers.plan.shares import DataParallelPlan, micro_batches
 from elaunch.workers.policy.reroute import reroute
 from elaunch.workers.state.move import move_state
@@ -505,14 +505,10 @@ class Job:
             self._buckets.disarm()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        """The first member may have died before its report of the last step had gone, or without having passed."""
-        passed = next(member for member in verdict.sources if member not in verdict.committing)
-        if self._group is None or self._last_step is None or self._group.rank == 0:
-            return
-        missing = self._group.members[0] not in generation.ids or verdict.committing
-        mine = generation.ids[passed] == self._client.worker and self._last_step["step"] == verdict.step - 1
-        if missing and mine:
-            self._client.send(Report("step", self._last_step))
+        last = self._last_step
+        again = tells_again(verdict, generation, self._group, self._client.worker)
+        if again and last is not None and last["step"] == verdict.step - 1:
+            self._client.send(Report("step", last))
 
     def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
         if self._layout is None or self._plan is None:
@@ -524,9 +520,10 @@ class Job:
         return decision.event()
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        moved, step = move_state(group, verdict, self._objects, self.step)
-        self.step = step
-        return moved
+        if not verdict.receivers:
+            return 0
+        received_bytes, self.step = move_state(group, verdict, self._objects, self.step)
+        return received_bytes
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         self._group = group

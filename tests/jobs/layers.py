@@ -1,38 +1,102 @@
-"""A small model in layers under elaunch.hybrid(); a layer of it can raise, or wait for its test, in a step."""
+"""A small model in layers under elaunch.hybrid(); a layer of it can raise, or wait for its test, in a step.
+
+`--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the gradients for the copies go
+out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
+
+    share      before it tells the others the new values of its parameters, after the commit of the step before
+    vote       as it is about to agree with the others on the step in flight
+    standing   before it says what it has of the state
+    connect    before it makes links
+    moving     when it has sent a message of the state
+    receive    when it has received one
+    resume     when the state has moved, before it goes on
+    barrier    before the barrier that ends a job
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import elaunch
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.stream import Messages
+from elaunch.workers.engine.engine import Engine
+from elaunch.workers.engine.snapshots import Snapshots
+from elaunch.workers.engine.zero import ZeroOptimizer
+from elaunch.workers.hybrid import HybridJob
 from elaunch.workers.plan import symmetric
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
-from tests.jobs.train import Samples
+from tests.jobs.train import Faults, Pace, Samples, die
 
 WIDTH = 12
+
+
+class LayerFaults(Faults):
+    """Ends this process at the requested moments of a hybrid job."""
+
+    OF_ONE_STEP = ("compute", "ship", "enter", "half", "passed")
+
+    def __init__(self, job: HybridJob, requests: list[str]) -> None:
+        super().__init__(job, requests)
+        if self.steps:
+            self._die_around(Snapshots, "ship", before="ship")
+            self._die_around(ZeroOptimizer, "share", before="share")
+            self._die_around(HybridJob, "vote", before="vote")
+            self._die_around(Engine, "standing", before="standing")
+            self._die_around(Fabric, "connect", before="connect")
+            self._die_around(HybridJob, "resume", before="resume")
+            self._wrap(Group, "stream", self._stream_in_part)
+
+    def _stream_in_part(
+        self,
+        original: Callable[..., Any],
+        group: Group,
+        outgoing: Mapping[int, Messages],
+        incoming: Mapping[int, Messages],
+    ) -> None:
+        original(
+            group,
+            {peer: self._dying(messages, "moving") for peer, messages in outgoing.items()},
+            {peer: self._dying(messages, "receive") for peer, messages in incoming.items()},
+        )
+
+    def _dying(self, messages: Messages, phase: str) -> Iterator[memoryview]:
+        for message in messages:
+            yield message
+            if self.due(phase):
+                die()
 
 
 class Layer(nn.Module):
     """One of several alike."""
 
+    placements: ClassVar = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
     def __init__(self, number: int, raise_at: tuple[int, int] | None) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.raise_at = raise_at
         self.number, self.step = number, 0
+        self.before: Callable[[], object] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.raise_at == (self.number, self.step) and not x.is_meta:
             raise RuntimeError("the layer that breaks the script")
-        return x + torch.dropout(torch.tanh(self.linear(x)), 0.1, True)
+        self.before()
+        return x + torch.dropout(self.down(torch.tanh(self.up(x))), 0.1, True)
 
 
 def loss_fn(y: Tensor, target: Tensor) -> Tensor:
@@ -44,7 +108,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--snapshots", type=int, default=1)
+    parser.add_argument("--max-extra-bytes", type=int)
+    parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
+    parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
     args = parser.parse_args()
@@ -53,27 +122,43 @@ def main() -> None:
     hold, _, gate = args.hold.partition(":")
 
     job = elaunch.hybrid()
-    workers = [f"w{rank}" for rank in range(args.dp * args.pp)]
+    faults = LayerFaults(job, args.die)
+    pace = Pace(job, args.steps, 0.0, args.crew, 0, "")
+    workers = [f"w{rank}" for rank in range(args.dp * args.pp * args.tp)]
     engine = job.engine(
         [partial(Layer, number, raise_at) for number in range(4)],
         loss_fn,
         partial(torch.optim.AdamW, lr=3e-3),
-        symmetric(workers, 4, 24, 3, dp=args.dp, pp=args.pp),
+        symmetric(workers, 4, 24, 3, dp=args.dp, pp=args.pp, tp=args.tp),
         dataset=Samples(torch.float64),
         dtype=torch.float64,
         clip_norm=1.0,
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=args.steps),
+        snapshots=args.snapshots,
+        max_extra_bytes=args.max_extra_bytes,
     )
     say(f"trains {job.worker} pid {os.getpid()} layers {sorted(number for number, _ in engine.layers)}")
+
+    def before() -> None:
+        if faults.due("compute"):
+            die()
+
     while engine.step < args.steps:
         for layer_here in engine.layers.values():
             assert isinstance(layer_here.module, Layer)
-            layer_here.module.step = engine.step
+            layer_here.module.step, layer_here.module.before = engine.step, before
         while gate and engine.step == int(hold) and not Path(gate).exists():
             time.sleep(0.005)
+        pace.before()
+        pace.after()
         report = job.train_step()
         if job.rank == 0:
             say(f"step {report.step} loss {report.loss!r} norm {report.gradient_norm!r}")
     job.finish()
+    for (number, _), layer_here in engine.layers.items():
+        weights = b"".join(value.detach().numpy().tobytes() for value in layer_here.parameters.values())
+        say(f"weights {number} {zlib.crc32(weights):08x}")
+    say(f"ended {job.worker} pid {os.getpid()}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Runtime:
         self.step = 0
 
     def train(self, end: Path) -> None:
-        self.client.ready(self.fabric.address)
+        self.client.ready(self.fabric.address, takes_plans=True)
         self.membership.settle()
         self.client.send(Progress(self.step))
         while True:

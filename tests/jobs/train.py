@@ -35,6 +35,7 @@ from torch import nn
 import elaunch
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
+from elaunch.workers.hybrid import HybridJob
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 
@@ -66,7 +67,9 @@ class Pace:
     LAST_STEPS = 5
     PATIENCE_S = 30.0
 
-    def __init__(self, job: elaunch.Job, steps: int, sleep_s: float, crew: int, gather: int, hold: str) -> None:
+    def __init__(
+        self, job: elaunch.Job | HybridJob, steps: int, sleep_s: float, crew: int, gather: int, hold: str
+    ) -> None:
         self.job, self.steps, self.sleep_s, self.crew, self.gather = job, steps, sleep_s, crew, gather
         step, _, gate = hold.partition(":")
         self.hold_step = int(step or 0)
@@ -100,7 +103,7 @@ class Faults:
 
     OF_ONE_STEP = ("compute", "reduce", "enter", "half", "passed")
 
-    def __init__(self, job: elaunch.Job, requests: list[str]) -> None:
+    def __init__(self, job: elaunch.Job | HybridJob, requests: list[str]) -> None:
         self.job = job
         slot, number = os.environ.get("LOCAL_RANK", "0"), job.worker.partition("#")[2]
         names = {f"{slot}#{number}", slot} if number == "0" else {f"{slot}#{number}"}
@@ -119,10 +122,10 @@ class Faults:
         return step is not None and (step == self.job.step or (step < self.job.step and phase not in self.OF_ONE_STEP))
 
     def _die_around(self, kind: type, name: str, before: str, after: str = "") -> None:
-        def call(original: Callable[..., Any], *args: Any) -> Any:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.due(before):
                 die()
-            result = original(*args)
+            result = original(*args, **kwargs)
             if self.due(after):
                 die()
             return result
@@ -147,7 +150,7 @@ class Faults:
 
     def _wrap(self, kind: type, name: str, call: Callable[..., Any]) -> None:
         original = getattr(kind, name)
-        setattr(kind, name, lambda *args: call(original, *args))
+        setattr(kind, name, lambda *args, **kwargs: call(original, *args, **kwargs))
 
 
 def main() -> None:

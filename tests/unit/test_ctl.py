@@ -46,7 +46,7 @@ TWO = symmetric(["w0", "w1"], 4, 8, 2, dp=1, pp=2)
 
 def node(name: str, incarnation: int, state: WorkerState = MEMBER, **fields: Any) -> NodeDoc:
     worker = NodeWorker(f"{name}/0#{incarnation}", 0, state, f"{name}:1")
-    return NodeDoc(name, name, 1, **{"workers": (worker,), "elastic": True, **fields})
+    return NodeDoc(name, name, 1, **{"workers": (worker,), "elastic": True, "takes_plans": True, **fields})
 
 
 A, B = node("a", 0), node("b", 3)
@@ -316,6 +316,10 @@ class TestWhetherTheJobCan:
             (Documents((A,)), "job 'x' has not begun to train"),
             (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "job 'x' has not begun to train"),
             (Documents((node("a", 0, READY),), Generation(1, Stage.START)), "job 'x' has not begun to train"),
+            (
+                Documents((replace(A, takes_plans=False), replace(B, takes_plans=False)), GENERATION),
+                "job 'x' takes no plan: its workers call elaunch.init(), not elaunch.hybrid()",
+            ),
             (
                 Documents((node("a", 0, STARTING, elastic=False),), Generation(1, Stage.START)),
                 "no worker of job 'x' has called elaunch.hybrid(): a plain script takes no plan",

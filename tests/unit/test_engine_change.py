@@ -18,10 +18,9 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
-from elaunch.workers.engine.standing import Standing
 from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.plan.views import unit_of
-from tests.unit.comm_crew import PATIENCE_S, addresses, together
+from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, together
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
 from tests.unit.plan_strategies import valid_plans
 
@@ -29,9 +28,13 @@ Setting = Any
 
 
 def train_through(
-    course: Sequence[tuple[Plan, int]], joining: bool = False, **extra: Setting
+    course: Sequence[tuple[Plan, int]], lost: Mapping[int, Sequence[str]] | None = None, **extra: Setting
 ) -> tuple[list[StepReport], dict[str, Tensor], list[int]]:
     """Train some steps under one plan after the other; the workers of a later plan may be others.
+
+    Args:
+        course: plans, and steps under each.
+        lost: workers that die before the plan of this place in the course.
 
     Returns:
         The reports, the whole parameters at the end, and the bytes that all workers received in each change.
@@ -70,12 +73,12 @@ def train_through(
         engines[worker] = Engine(layers, loss, optimizer, plan, group=group, **settings)
         return [engines[worker].train_step() for _ in range(steps)]
 
-    def go_on(epoch: int, plan: Plan, steps: int, step: int, standings: Mapping[str, Standing], worker: str) -> Any:
+    def go_on(epoch: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
         # Whoever leaves still gives what it has.
-        members = [*plan.workers, *(who for who in standings if who not in plan.workers)]
+        members = [*plan.workers, *(who for who in there if who not in plan.workers)]
         group = connect(worker, epoch, members)
         idle = Plan.parse("\n".join([str(plan), *(f"idle {who}" for who in members if who not in plan.workers)]))
-        got = engines[worker].change(group, idle, step, standings)
+        got = engines[worker].change(group, idle, step)
         engines[worker].install()
         return got, [engines[worker].train_step() for _ in range(steps)]
 
@@ -90,19 +93,39 @@ def train_through(
             for worker in plan.workers:
                 if worker not in engines:
                     engines[worker] = Engine(layers, loss, optimizer, plan, joining=True, **settings)
-            there = list(dict.fromkeys([*present, *plan.workers]))
-            standings = {who: Standing.from_json(engines[who].standing().to_json()) for who in there}
-            ends = all_at_once(partial(go_on, epoch, plan, steps, len(reports), standings), there)
+            dead = (lost or {}).get(epoch - 1, ())
+            for worker in dead:
+                engines.pop(worker).close()
+                fabrics.pop(worker).close()
+                fabrics[worker] = Fabric(worker, "secret")
+            there = [who for who in dict.fromkeys([*present, *plan.workers]) if who not in dead]
+            ends = all_at_once(partial(go_on, epoch, plan, steps, len(reports), there), there)
             assert all(one == ends[0][1] for _, one in ends)
             reports += ends[0][1]
             received.append(sum(got for got, _ in ends))
             present = there
     finally:
         sys.setswitchinterval(interval_s)
+        for engine in engines.values():
+            engine.close()
         for fabric in fabrics.values():
             fabric.interrupt(1 << 60)
             fabric.close()
+    check_snapshots(engines)
     return reports, whole(list(engines.values())), received
+
+
+def check_snapshots(engines: Mapping[str, Engine]) -> None:
+    """That all copies in host memory are bitwise what their owners have."""
+    for engine in engines.values():
+        copies = engine._here.snapshots
+        for copy in copies._copies:
+            owner = engines[copy.owner]._here.zero.shards
+            for place in range(copies.pieces().get(copy.owner, 0)):
+                assert copy.state is not None
+                mine, its = copy.state.tensors(place), owner.tensors(place)
+                assert len(mine) == len(its)
+                assert all(map(torch.equal, mine, its)), f"{copy.owner}'s {copy.pieces[place]}"
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -205,16 +228,26 @@ def test_bfloat16_weights_come_from_their_masters() -> None:
 
 
 def test_who_was_given_other_settings_is_refused() -> None:
-    plan = symmetric(W[:1], 4, 8, 2)
+    alone = symmetric(W[:1], 4, 8, 2)
+    plan = symmetric(W[:2], 4, 8, 2, dp=2)
 
     def made(seed: int, joining: bool) -> Engine:
-        return Engine(model(4), loss, torch.optim.AdamW, plan, dataset=Sentences(), seed=seed, joining=joining)
+        return Engine(model(4), loss, torch.optim.AdamW, alone, dataset=Sentences(), seed=seed, joining=joining)
 
-    engine, other = made(0, joining=False), made(1, joining=True)
-    standings = {W[0]: engine.standing(), W[1]: other.standing()}
-    with pytest.raises(StateError, match="n0/0#0 and n0/1#0 were given different layers or settings"):
-        engine.change(Group(Fabric(W[0], ""), 2, W[:1]), plan, 0, standings)
-    engine.close()
+    def work(fabric: Fabric) -> None:
+        fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
+        engine = made(0 if fabric.worker == W[0] else 1, joining=fabric.worker != W[0])
+        engine.change(Group(fabric, 1, W[:2]), plan, 0)
+
+    fabrics = [Fabric(worker, "secret") for worker in W[:2]]
+    try:
+        for end in outcomes([partial(work, fabric) for fabric in fabrics]):
+            assert isinstance(end, StateError)
+            assert "n0/0#0 and n0/1#0 were given different layers or settings" in str(end)
+    finally:
+        for fabric in fabrics:
+            fabric.interrupt(1 << 60)
+            fabric.close()
 
 
 @settings(max_examples=15, deadline=None)
@@ -233,3 +266,57 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
     else:
         assert reports == expected
         check_same(weights, undisturbed)
+
+
+PAIRS = [
+    (symmetric(W, 4, 12, 2, dp=2, pp=2), 1),
+    (symmetric(W, 4, 12, 2, dp=4), 2),
+    (symmetric(W, 4, 12, 2, pp=4), 3),
+    (symmetric(W, 4, 12, 2, dp=2, tp=2), 0),
+]
+
+
+@pytest.mark.parametrize("bound", [None, 1 << 18])
+@pytest.mark.parametrize(("plan", "victim"), PAIRS, ids=["DP x PP", "DP", "PP", "DP x TP"])
+def test_after_a_death_the_state_comes_from_the_snapshots(plan: Plan, victim: int, bound: int | None) -> None:
+    left = [worker for worker in W if worker != W[victim]]
+    after = symmetric(left, 4, 12, 2, dp=3)
+    reports, weights, _ = train_through(
+        [(plan, 3), (after, 2), (plan, 1)], lost={1: [W[victim]]}, max_extra_bytes=bound, clip_norm=0.5
+    )
+    expected, undisturbed = train(plan, 6, clip_norm=0.5)
+    if all(len(tile.workers) == 1 for tile in plan.tiles):
+        assert reports == expected
+        check_same(weights, undisturbed)
+    else:
+        check_close(reports, weights, expected, undisturbed)
+
+
+def test_without_snapshots_what_only_the_dead_had_is_named() -> None:
+    plan = symmetric(W, 4, 12, 2, dp=2, pp=2)
+    with pytest.raises(StateError, match=r"no surviving worker has all of layers\.0\..*@optimizer"):
+        train_through([(plan, 1), (symmetric(W[1:], 4, 12, 2, dp=3), 1)], lost={1: W[:1]}, snapshots=0)
+
+
+def test_a_copy_is_made_in_batches_while_the_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaunch.workers.engine.snapshots.BATCH_BYTES", 20_000)
+    plan = symmetric(W[:2], 4, 8, 2, dp=2)
+    train_through([(plan, 2)])
+    train_through([(plan, 9)])
+    with pytest.raises(StateError, match="no surviving worker has all of"):
+        train_through([(plan, 1), (symmetric(W[:1], 4, 8, 2), 1)], lost={1: W[1:2]})
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_snapshots_follow_any_elementwise_optimizer(optimizer: str) -> None:
+    plan = symmetric(W[:2], 4, 8, 2, dp=2)
+    alone = symmetric(W[:1], 4, 8, 2)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    kind: dict[str, Setting] = {"optimizer": OPTIMIZERS[optimizer], "scheduler": scheduler, "clip_norm": 0.1}
+    reports, weights, _ = train_through([(plan, 3), (alone, 2)], lost={1: W[1:2]}, **kind)
+    expected, undisturbed = train(alone, 5, **kind)
+    assert reports == expected
+    check_same(weights, undisturbed)

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from elaunch.workers.engine.layers import Factory, Layer, build, describe
 from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.engine.samples import Samples
 from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.engine.snapshots import Snapshots
 from elaunch.workers.engine.standing import Commit, Standing
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
@@ -29,7 +30,7 @@ from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import OPTIMIZER, Item
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item
 
 Consistency = Literal["bitwise", "fast"]
 
@@ -60,6 +61,7 @@ class _Part:
     layers: dict[LayerKey, Layer]
     zero: ZeroOptimizer
     executor: Executor
+    snapshots: Snapshots
     sums: dict[tuple[str, ...], TupleSum] = field(default_factory=dict)
 
     def place_layers(self) -> None:
@@ -70,6 +72,13 @@ class _Part:
             if len(workers) > 1:
                 add = self.sums.setdefault(workers, TupleSum(workers, self.worker))
             layer.membership = Membership(workers.index(self.worker), len(workers), add)
+
+
+class _Hosted(NamedTuple):
+    """State in host memory as it was when the last step committed: by item, and what the optimizers keep."""
+
+    regions: dict[str, list[Region]]
+    forms: Mapping[str, Form]
 
 
 class Engine:
@@ -97,6 +106,7 @@ class Engine:
         collate_fn: makes a batch of a list of items; default: torch's.
         group: the workers of the plan; default: this process alone.
         device: of this worker's layers.
+        snapshots: how many other workers keep a copy of each worker's optimizer state in host memory.
         max_extra_bytes: bound of the memory that a change of plan takes beside the state (see
             `elaunch.workers.state.reshard`).
         joining: `change` will say what this worker does; it holds nothing before.
@@ -124,6 +134,7 @@ class Engine:
         collate_fn: data.Collate | None = None,
         group: Group | None = None,
         device: torch.device | str = "cpu",
+        snapshots: int = 1,
         max_extra_bytes: int | None = None,
         joining: bool = False,
     ) -> None:
@@ -134,7 +145,7 @@ class Engine:
         self._factories, self._loss_fn = tuple(layers), loss_fn
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._seed, self._dtype, self._bitwise = seed, dtype, consistency == "bitwise"
-        self._clip_norm, self._max_extra_bytes = clip_norm, max_extra_bytes
+        self._clip_norm, self._n_snapshots, self._max_extra_bytes = clip_norm, snapshots, max_extra_bytes
         self._recompute = frozenset(range(plan.n_layers) if recompute is True else recompute or ())
         self._device = torch.device(device)
         self._samples = Samples(dataset, seed, shuffle, collate_fn, self._device)
@@ -146,18 +157,25 @@ class Engine:
         self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
+        self.notes: tuple[int, ...] = ()
+        """What the members noted at the last barrier that this worker passed; empty after one that it did not pass."""
         self._part: _Part | None = None
         self._next: _Part | None = None
         self._outcome: Outcome | None = None
-        self._commit: Commit | None = None
+        self.last_commit: Commit | None = None
+        """What the last step that committed here came to; for who was at its barrier and did not pass."""
         self._stale = False
+        # While a change under a bound is under way, or was interrupted: what is here.
         self._mixed: dict[str, list[Region]] | None = None
+        # The copies that were there before the last change, of use until the first commit after it makes them old.
+        self._hosted: _Hosted | None = None
+        self._next_hosted: _Hosted | None = None
         self._own_fabric = None if group is not None or joining else Fabric(plan.workers[0], "")
         if not joining:
             group = group or Group(self._own_fabric, 1, plan.workers[:1])  # type: ignore[arg-type]
             plan.validate(group.members)
             self._part = self._begun(plan, group)
-            self._check_same()
+            self._check_same(plan, group)
 
     @property
     def plan(self) -> Plan:
@@ -174,8 +192,11 @@ class Engine:
         """Whether complete gradients of a step are here that has neither committed nor been dropped."""
         return self._outcome is not None
 
-    def train_step(self) -> StepReport:
+    def train_step(self, note: int = 0) -> StepReport:
         """Do one step of the global batch and update the parameters.
+
+        Args:
+            note: a number that this worker tells all others at the end of the step; `notes` are those of all.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
@@ -183,16 +204,20 @@ class Engine:
         """
         part, step = self._here, self.step
         with part.group.open() as traffic:
+            part.snapshots.begin(traffic)
             outcome = part.executor.run(
                 traffic, step, lambda slots: self._samples.load(part.plan, step, slots), part.sums
             )
+            part.snapshots.ship(traffic, outcome.gradients)
+            part.snapshots.arrive(traffic)
         norm_terms = [] if self._clip_norm is None else part.zero.norm_terms(outcome.gradients)
-        mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms}).encode()
-        self._outcome = outcome
+        mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms, "note": note}).encode()
+        self._outcome, self.notes = outcome, ()
         said = [json.loads(payload) for payload in part.group.all_gather_bytes(mine)]
         assert {one["step"] for one in said} == {step}, (
             f"at the barrier of step {step}: {[one['step'] for one in said]}"
         )
+        self.notes = tuple(one["note"] for one in said)
         norm, coefficient = None, 1.0
         if self._clip_norm is not None:
             norm = part.zero.total_norm(tuple(term) for one in said for term in one["norm"])
@@ -213,13 +238,16 @@ class Engine:
         outcome, self._outcome = self._outcome, None
         self._stale = True
         self._here.zero.shards.step(outcome.gradients, commit.coefficient)
-        self._commit = commit
+        self._here.snapshots.commit(commit.coefficient)
+        self.last_commit = commit
+        self._hosted = None
         self.step += 1
         self.report = StepReport(commit.step, commit.loss, commit.gradient_norm)
 
     def drop(self) -> None:
         """The step in flight is to be done again."""
         self._outcome = None
+        self._here.snapshots.drop()
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
@@ -228,18 +256,20 @@ class Engine:
         settings = f"{zlib.crc32(repr(self._settings['layers']).encode()):08x} {self._settings['settings']}"
         if self._part is None:
             return Standing(settings=settings)
-        shards = self._part.zero.shards
+        shards, copies = self._part.zero.shards, self._part.snapshots
+        schedule = shards.schedule()
         return Standing(
             plan=str(self._part.plan),
             stale=self._stale,
             boxes=None if self._mixed is None else holdings_of(self._mixed),
-            forms=shards.forms(),
-            schedule=shards.schedule(),
-            commit=self._commit,
+            hosted=None if self._hosted is None else holdings_of(self._hosted.regions),
+            snapshots=copies.pieces(),
+            forms={**(copies.forms() if self._hosted is None else self._hosted.forms), **shards.forms()},
+            schedule=copies.schedule() if schedule is None else schedule,
             settings=settings,
         )
 
-    def change(self, group: Group, plan: Plan, step: int, standings: Mapping[str, Standing]) -> int:
+    def change(self, group: Group, plan: Plan, step: int) -> int:
         """Move to another plan, or into the job; it takes effect with `install`.
 
         All members of the group call it with the same arguments; among those that `plan` uses or leaves idle, each. An
@@ -249,7 +279,6 @@ class Engine:
             group: of the workers of `plan`, with links between those that exchange anything under it.
             plan: for them.
             step: the number of steps that have committed.
-            standings: of all members, by worker.
 
         Returns:
             The bytes that this worker received.
@@ -260,11 +289,14 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
-        self._check_alike(standings)
+        said = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
+        standings = {who: Standing.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
         holding = {who: one for who, one in standings.items() if one.plan}
         if not holding:
             self._next, self._next_step = self._begun(plan, group), 0
+            self._check_same(plan, group)
             return 0
+        self._check_alike(standings)
         old = {text: StateLayout(Plan.parse(text), self.specs) for text in {one.plan for one in holding.values()}}
         layout = StateLayout(plan, self.specs)
         forms: dict[str, Form] = {}
@@ -295,10 +327,13 @@ class Engine:
     def install(self) -> None:
         """Go on under the plan that the last `change` has prepared."""
         assert self._next is not None
+        if self._part is not None:
+            self._part.snapshots.close()
         self._part, self._next = self._next, None
         self._part.place_layers()
         self.step = self._next_step
         self._outcome, self._mixed, self._stale = None, None, False
+        self._hosted, self._next_hosted = self._next_hosted, None
 
     def _router(
         self,
@@ -318,6 +353,7 @@ class Engine:
             items,
             {who: one.boxes or boxes_of(old[one.plan].pieces(who)) for who, one in holding.items()},
             {who: boxes_of(layout.pieces(who)) for who in plan.workers},
+            {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
         )
 
     def _moved(
@@ -343,13 +379,18 @@ class Engine:
             return regions[piece]
 
         state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
+        hosted = self._hosted
+        if hosted is None:
+            hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms)
+        self._next_hosted = hosted
         if self._max_extra_bytes is not None:
-            self._mixed = state
+            self._mixed, self._hosted = state, hosted
         new, moved = reshard(
             group,
             router,
             state,
             lambda name, box: made(by_box[name, box])[box].tensors,
+            snapshots=hosted.regions,
             max_extra_bytes=self._max_extra_bytes,
         )
         tensors = []
@@ -422,7 +463,10 @@ class Engine:
         worker = group.members[group.rank]
         zero = ZeroOptimizer(layout, worker, layers, shards)
         executor = Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
-        return _Part(plan, group, worker, layout, layers, zero, executor)
+        copies = Snapshots(
+            layout, plan.workers, worker, shards, self._n_snapshots, self._make_optimizer, self._make_scheduler
+        )
+        return _Part(plan, group, worker, layout, layers, zero, executor, copies)
 
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a step, by slot."""
@@ -444,13 +488,14 @@ class Engine:
 
     def close(self) -> None:
         """Let go of what the engine made itself."""
+        if self._part is not None:
+            self._part.snapshots.close()
         if self._own_fabric is not None:
             self._own_fabric.close()
 
-    def _check_same(self) -> None:
+    def _check_same(self, plan: Plan, group: Group) -> None:
         """That all workers were given the same; also, nobody begins before all have got this far."""
-        group = self._here.group
-        mine = {"plan": str(self.plan), **self._settings}
+        mine = {"plan": str(plan), **self._settings}
         said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
         for what in mine:
             for member, theirs in zip(group.members, said, strict=True):
@@ -477,6 +522,13 @@ def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
     for piece in pieces:
         found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
     return {name: tuple(boxes) for name, boxes in found.items()}
+
+
+def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
+    """What a worker has in host memory of others' states, under its plan."""
+    if standing.hosted is not None:
+        return standing.hosted
+    return boxes_of([piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]])
 
 
 def _keys(layout: StateLayout, worker: str) -> list[LayerKey]:

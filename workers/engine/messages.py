@@ -26,6 +26,8 @@ class Kind(IntEnum):
     GRADIENT = 2
     PARAMETER = 3
     TENSOR = 4
+    SNAPSHOT_STATE = 5
+    SNAPSHOT_GRADIENT = 6
 
 
 def tag(kind: Kind, number: int) -> int:

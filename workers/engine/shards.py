@@ -83,14 +83,14 @@ class Shards:
                 "sharded; use an elementwise optimizer such as AdamW or SGD"
             )
         if forms:
-            self._set_options(forms)
+            self.set_options(forms)
             for place, parts in enumerate(tensors):
                 self.put(place, parts, forms[self.pieces[place].parameter])
         if make_scheduler is not None:
             self._scheduler = make_scheduler(self._optimizer)
             if schedule is not None:
-                self._set_schedule(schedule)
-                self._set_options(forms or {})
+                self.set_schedule(schedule)
+                self.set_options(forms or {})
 
     def step(self, gradients: Mapping[Owned, Tensor], coefficient: float, count: int | None = None) -> None:
         """Update the masters, with the gradients multiplied by `coefficient`; only of the first `count` pieces."""
@@ -137,10 +137,10 @@ class Shards:
             found.setdefault(piece.parameter + OPTIMIZER, []).extend(regions_of(piece, self.tensors(place)))
         return found
 
-    def forms(self) -> dict[str, Form]:
-        """What the optimizer keeps, by name of a parameter."""
+    def forms(self, count: int | None = None) -> dict[str, Form]:
+        """What the optimizer keeps, by name of a parameter; of the first `count` pieces."""
         found: dict[str, Form] = {}
-        for place, piece in enumerate(self.pieces):
+        for place, piece in enumerate(self.pieces[:count]):
             if piece.parameter not in found:
                 found[piece.parameter] = self._form_of(place)
         return found
@@ -210,7 +210,8 @@ class Shards:
                 )
         return Form(tuple(tensors), tuple(numbers), _options(self._group_of(place)))
 
-    def _set_options(self, forms: Mapping[str, Form]) -> None:
+    def set_options(self, forms: Mapping[str, Form]) -> None:
+        """Give the groups the options that their parameters have elsewhere."""
         assert self._optimizer is not None
         parameters = {id(value): piece.parameter for piece, value in zip(self.pieces, self._values)}
         for group in self._optimizer.param_groups:
@@ -224,8 +225,10 @@ class Shards:
                 else:
                     group[key] = tuple(kept) if isinstance(was, tuple) else kept
 
-    def _set_schedule(self, schedule: Mapping[str, Any]) -> None:
-        """What it keeps for each group is its own, since other workers may have other groups."""
+    def set_schedule(self, schedule: Mapping[str, Any] | None) -> None:
+        """Set the scheduler's state; what it keeps for each group is its own, since others may have other groups."""
+        if self._scheduler is None or schedule is None:
+            return
         own = self._scheduler.state_dict()
         taken = {
             key: value

@@ -35,44 +35,55 @@ class Standing:
         plan: text of the plan under which it holds its part; "": it holds nothing.
         stale: some of its parameters may be those of the step before.
         boxes: of optimizer items, if they are not what the plan says: a change was interrupted.
+        hosted: in host memory besides, if it is not what `snapshots` says: a change was interrupted, or no step has
+            committed after the last one.
         snapshots: by worker whose optimizer state it has in host memory, how many of its pieces.
         forms: what the optimizer keeps, by name of a parameter.
         schedule: state of the learning-rate scheduler.
-        commit: the last step that it saw commit.
         settings: digest of what all workers must be given alike.
     """
 
     plan: str = ""
     stale: bool = False
     boxes: Holdings | None = None
+    hosted: Holdings | None = None
     snapshots: Mapping[str, int] = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
-    commit: Commit | None = None
     settings: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Parameters of one form are told together."""
-        alike: dict[Form, list[str]] = {}
-        for name, form in self.forms.items():
-            alike.setdefault(form, []).append(name)
-        return {
-            **asdict(self),
-            "forms": [[form.tensors, form.numbers, form.options, names] for form, names in alike.items()],
-        }
+        """As JSON."""
+        return {**asdict(self), "forms": forms_to_json(self.forms)}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Standing:
-        forms: dict[str, Form] = {}
-        for tensors, numbers, options, names in said["forms"]:
-            form = Form(tuple(map(tuple, tensors)), tuple(map(tuple, numbers)), options)
-            forms |= dict.fromkeys(names, form)
-        boxes = said["boxes"]
-        return cls(
-            **{
-                **said,
-                "forms": forms,
-                "commit": Commit(**said["commit"]) if said["commit"] else None,
-                "boxes": boxes and {name: tuple(tuple(map(tuple, box)) for box in of) for name, of in boxes.items()},
-            }
-        )
+        read = {
+            "forms": forms_from_json(said["forms"]),
+            "boxes": _boxes_from_json(said["boxes"]),
+            "hosted": _boxes_from_json(said["hosted"]),
+        }
+        return cls(**{**said, **read})
+
+
+def _boxes_from_json(said: Mapping[str, Any] | None) -> Holdings | None:
+    if said is None:
+        return None
+    return {name: tuple(tuple(map(tuple, box)) for box in boxes) for name, boxes in said.items()}
+
+
+def forms_to_json(forms: Mapping[str, Form]) -> list[Any]:
+    """Parameters of one form are told together."""
+    alike: dict[Form, list[str]] = {}
+    for name, form in forms.items():
+        alike.setdefault(form, []).append(name)
+    return [[form.tensors, form.numbers, form.options, names] for form, names in alike.items()]
+
+
+def forms_from_json(said: list[Any]) -> dict[str, Form]:
+    """The inverse of `forms_to_json`."""
+    found: dict[str, Form] = {}
+    for tensors, numbers, options, names in said:
+        form = Form(tuple(map(tuple, tensors)), tuple(map(tuple, numbers)), options)
+        found |= dict.fromkeys(names, form)
+    return found

@@ -21,18 +21,19 @@ def move_state(group: Group, verdict: Verdict, objects: Mapping[str, Any], step:
     """Take part in a transfer as what the verdict says this member is.
 
     Returns:
-        The bytes of tensors that all receivers got together, and the step at which the state stands.
+        The bytes of tensors that this member received, and the step at which the state stands.
 
     Raises:
         StateError: the state does not fit this worker's objects, or arrived damaged.
         StepInterrupted: a peer was lost, or the generation changed; registered objects of a receiver may be spoilt.
     """
     if group.rank in verdict.sources:
-        return _send(group, verdict, objects, step), step
+        _send(group, verdict, objects, step)
+        return 0, step
     return _receive(group, verdict, objects)
 
 
-def _send(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> int:
+def _send(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> None:
     manifest, tensors = describe(objects)
     total = total_bytes(tensors)
     parts = {int(source): (start, stop) for source, start, stop in cut(total, [str(s) for s in verdict.sources])}
@@ -43,7 +44,6 @@ def _send(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int)
         head += b"\n" + json.dumps(manifest).encode()
     outgoing = [memoryview(head), *views]
     group.exchange([(receiver, view) for receiver in verdict.receivers for view in outgoing], [])
-    return total * len(verdict.receivers)
 
 
 def _receive(group: Group, verdict: Verdict, objects: Mapping[str, Any]) -> tuple[int, int]:
@@ -63,4 +63,4 @@ def _receive(group: Group, verdict: Verdict, objects: Mapping[str, Any]) -> tupl
         if checksum(incoming[source]) != head["checksum"]:
             raise StateError(f"the part of the state that {group.members[source]} sent arrived damaged")
     restore(objects, manifest, tensors)
-    return total * len(verdict.receivers), step
+    return total, step

@@ -1,0 +1,514 @@
+"""State moved between two plans, memory to memory, beside a checkpoint and beside bare sockets.
+
+    python benchmarks/transfer.py
+    python benchmarks/transfer.py --quick --json transfer.json
+
+Four processes on one machine, links over loopback, real bytes: a small Llama (bfloat16 parameters, float32 masters and
+two moments) changes its degrees of parallelism. After DynaTran's figure 8, tables 1 and 3, scaled to this machine. Side
+by side, in turn, after the same change:
+
+- *elaunch*: `elaunch.workers.state.reshard` as jobs run it, new memory allocated, no bound.
+- *elaunch, checked*: with a checksum of each message.
+- *elaunch, bounded*: with 64 MiB of memory beside the old state.
+- *buffered*: messages packed in the same way, one pair of workers at a time, each waiting for the other.
+- *naive*: each tensor's part by itself, blocking, one pair at a time.
+- *sockets*: the same number of bytes between the same pairs over bare TCP sockets, from and into buffers that exist.
+- *checkpoint*: `torch.distributed.checkpoint` save and load of the same boxes, on tmpfs and on the disk.
+
+Timed is from a barrier until the last process has all that it needs. The result of each way of elaunch is compared with
+the state as the new plan makes it, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from benchmarks.jobs import limit_time
+from benchmarks.report import Report, add_arguments, spread
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.engine.layers import LayerSpec
+from elaunch.workers.engine.random_trace import RandomTrace
+from elaunch.workers.plan import Layout, Plan, symmetric
+from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.regions import Region
+from elaunch.workers.state.reshard import plan_stages, reshard
+from elaunch.workers.state.routes import Router, n_bytes
+from elaunch.workers.state.space import Holdings, Item, holdings_of_plan, items_of_layers
+
+WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
+WIDTH, INNER, WORDS = 1024, 2816, 8192
+BOUND_BYTES = 64 << 20
+PATIENCE_S = 120.0
+FORK = multiprocessing.get_context("fork")
+
+Regions = dict[str, list[Region]]
+Parameters = dict[str, tuple[tuple[int, ...], Placement]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """Of a plan; the workers that it does not need are idle."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    zero: Layout = "interleaved"
+
+    def plan(self, n_layers: int) -> Plan:
+        used = self.dp * self.pp * self.tp
+        plan = symmetric(WORKERS[:used], n_layers, 16, 1, dp=self.dp, pp=self.pp, tp=self.tp, zero=self.zero)
+        return dataclasses.replace(plan, idle=tuple(WORKERS[used:]))
+
+    def __str__(self) -> str:
+        degrees = {"DP": self.dp, "PP": self.pp, "TP": self.tp}
+        text = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "one worker"
+        return text if self.zero == "interleaved" else f"{text}, contiguous"
+
+
+CASES = [
+    ("DP", Degrees(dp=2), Degrees(dp=4)),
+    ("TP", Degrees(tp=4), Degrees(dp=2, tp=2)),
+    ("PP", Degrees(pp=4), Degrees(dp=2, pp=2)),
+    ("ZeRO", Degrees(dp=4), Degrees(dp=4, zero="contiguous")),
+    ("hybrid", Degrees(dp=2, pp=2), Degrees(dp=2, tp=2)),
+    ("hybrid", Degrees(pp=2, tp=2), Degrees(dp=4)),
+]
+
+
+def small_llama(blocks: int) -> list[LayerSpec]:
+    """Its parameters with Megatron's placements."""
+    block: Parameters = {
+        "attention.qkv": ((3 * WIDTH, WIDTH), Shard(0)),
+        "attention.o": ((WIDTH, WIDTH), Shard(1)),
+        "mlp.gate": ((INNER, WIDTH), Shard(0)),
+        "mlp.up": ((INNER, WIDTH), Shard(0)),
+        "mlp.down": ((WIDTH, INNER), Shard(1)),
+        "norm1": ((WIDTH,), Replicate()),
+        "norm2": ((WIDTH,), Replicate()),
+    }
+    words: Parameters = {"words": ((WORDS, WIDTH), Shard(0))}
+    return [
+        LayerSpec(
+            index,
+            f"layer {index}",
+            {name: torch.Size(shape) for name, (shape, _) in layer.items()},
+            dict.fromkeys(layer, torch.bfloat16),
+            {name: placement for name, (_, placement) in layer.items()},
+            (torch.Size([WIDTH]), torch.bfloat16),
+            RandomTrace((), 1),
+        )
+        for index, layer in enumerate([words, *[block] * blocks, words])
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One case, with everything that follows from it."""
+
+    name: str
+    old: Degrees
+    new: Degrees
+    items: Mapping[str, Item]
+    before: Mapping[str, Holdings]
+    after: Mapping[str, Holdings]
+
+    @property
+    def router(self) -> Router:
+        return Router(self.items, self.before, self.after)
+
+
+def value_of(item: Item, number: int, box: Box) -> tuple[Tensor, ...]:
+    """What a box of an item holds: numbers that tell elements, tensors and items apart."""
+    whole = torch.zeros(())
+    for dim, (start, stop) in enumerate(box):
+        stride = 1
+        for size in item.shape[dim + 1 :]:
+            stride *= size
+        ends = torch.arange(start, stop, dtype=torch.float32) * (stride % 8191 + 1)
+        whole = whole + ends.view([-1 if axis == dim else 1 for axis in range(len(box))])
+    return tuple(((whole + 13 * number + which) % 253).to(dtype) for which, dtype in enumerate(item.dtypes))
+
+
+class Pieces:
+    """One tensor of an item in boxes, as torch.distributed.checkpoint wants to see it."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Box, Tensor]]) -> None:
+        self._shape, self._parts = torch.Size(shape), {tuple(start for start, _ in box): part for box, part in parts}
+
+    def _chunk(self, offsets: tuple[int, ...]) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(offsets), self._parts[offsets].shape)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    self._chunk(offsets), TensorProperties.create_from_tensor(part), self._shape
+                ),
+            )
+            for offsets, part in self._parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(offsets) for offsets in self._parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[tuple(index.offset)]
+
+
+class Rank:
+    """One process of the benchmark."""
+
+    def __init__(self, place: int, store_port: int) -> None:
+        torch.set_num_threads(1)
+        self.worker, self.place = WORKERS[place], place
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+        dist.init_process_group(
+            "gloo", store=store, rank=place, world_size=len(WORKERS), timeout=timedelta(seconds=PATIENCE_S)
+        )
+        self.fabric = Fabric(self.worker, "")
+        addresses: list[Any] = [None] * len(WORKERS)
+        dist.all_gather_object(addresses, self.fabric.address)
+        members = dict(zip(WORKERS, addresses, strict=True))
+        self.fabric.introduce(members)
+        self.fabric.connect(members, epoch=1, timeout_s=PATIENCE_S)
+        self.group = Group(self.fabric, 1, WORKERS)
+        self.state: Regions = {}
+
+    def begin(self, change: Change) -> None:
+        """Make the state that the old plan gives."""
+        self.change, self.router = change, change.router
+        numbers = {name: number for number, name in enumerate(change.items)}
+        self.state = {
+            name: [Region(box, value_of(change.items[name], numbers[name], box)) for box in boxes]
+            for name, boxes in change.before[self.worker].items()
+        }
+
+    def allocate(self, name: str, box: Box) -> tuple[Tensor, ...]:
+        shape = tuple(stop - start for start, stop in box)
+        return tuple(torch.empty(shape, dtype=dtype) for dtype in self.change.items[name].dtypes)
+
+    def run(self, way: str, folder: str) -> float:
+        """Do the change once; the seconds from a barrier to this process's end."""
+        with contextlib.ExitStack() as after:
+            work: Callable[[], Regions | None] = getattr(self, "_" + way.replace(" ", "_"))(folder, after)
+            self.group.barrier()
+            start_s = time.perf_counter()
+            found = work()
+            self.group.barrier()
+            seconds = time.perf_counter() - start_s
+            if found is not None:
+                self._check(found)
+        return seconds
+
+    def _check(self, found: Regions) -> None:
+        numbers = {name: number for number, name in enumerate(self.change.items)}
+        needed = self.change.after[self.worker]
+        assert set(found) == {name for name, boxes in needed.items() if boxes}
+        for name, regions in found.items():
+            assert {region.box for region in regions} == set(needed[name])
+            for region in regions:
+                expected = value_of(self.change.items[name], numbers[name], region.box)
+                assert all(map(torch.equal, region.tensors, expected)), f"{name} {region.box} is wrong"
+
+    # -- the ways; each gives what is to be timed -----------------------------------------------------------------
+
+    def _elaunch(self, _: str, __: contextlib.ExitStack, **settings: Any) -> Callable[[], Regions]:
+        return lambda: reshard(self.group, self.router, dict(self.state), self.allocate, **settings)[0]
+
+    def _checked(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+        return self._elaunch(folder, after, checksum=True)
+
+    def _bounded(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+        return self._elaunch(folder, after, max_extra_bytes=BOUND_BYTES)
+
+    def _buffered(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+        """Both directions of a pair one after the other, one pair of a worker at a time."""
+        stream = self.group.stream
+
+        def one_by_one(outgoing: Mapping[int, Any], incoming: Mapping[int, Any]) -> None:
+            for step in (step for stage in plan_stages(self.group.size, 1) for step in stage.steps):
+                peer = self.place ^ step
+                ways = [(outgoing, {}), ({}, incoming)]
+                for out, into in ways if self.place < peer else ways[::-1]:
+                    stream(
+                        {peer: out[peer]} if peer in out else {},
+                        {peer: into[peer]} if peer in into else {},
+                    )
+
+        self.group.stream = one_by_one  # type: ignore[method-assign]
+        after.callback(lambda: self.group.__dict__.pop("stream"))
+        return self._elaunch(folder, after)
+
+    def _naive(self, _: str, __: contextlib.ExitStack) -> Callable[[], Regions]:
+        routes = self.router.of(self.worker)
+
+        def work() -> Regions:
+            found = {
+                name: [Region(box, self.allocate(name, box)) for box in boxes]
+                for name, boxes in self.change.after[self.worker].items()
+            }
+            for piece in routes.retain:
+                for to, from_ in zip(_part(found, piece), _part(self.state, piece), strict=True):
+                    to.copy_(from_)
+            for step in range(1, len(WORKERS)):
+                peer = self.place ^ step
+                sends = [piece for piece in routes.send if piece.to == WORKERS[peer]]
+                takes = [piece for piece in routes.receive if piece.source == WORKERS[peer]]
+                for turn in (0, 1):
+                    if (self.place < peer) == (turn == 0):
+                        for piece in sends:
+                            for tensor in _part(self.state, piece):
+                                self.group.send(tensor.contiguous().view(-1), peer)
+                    else:
+                        for piece in takes:
+                            for tensor in _part(found, piece):
+                                whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+                                self.group.receive(whole.view(-1), peer)
+                                tensor.copy_(whole)
+            return found
+
+        return work
+
+    def _sockets(self, _: str, after: contextlib.ExitStack) -> Callable[[], None]:
+        routes = self.router.of(self.worker)
+        links = self._bare_links(after)
+        outgoing: dict[int, memoryview] = {}
+        incoming: dict[int, memoryview] = {}
+        for peer, worker in enumerate(WORKERS):
+            sent = n_bytes(self.change.items, [piece for piece in routes.send if piece.to == worker])
+            taken = n_bytes(self.change.items, [piece for piece in routes.receive if piece.source == worker])
+            outgoing |= {peer: memoryview(bytearray(sent))} if sent else {}
+            incoming |= {peer: memoryview(bytearray(taken))} if taken else {}
+
+        def receive(peer: int) -> None:
+            left = incoming[peer]
+            while left:
+                left = left[links[peer].recv_into(left) :]
+
+        def work() -> None:
+            threads = [threading.Thread(target=links[peer].sendall, args=(body,)) for peer, body in outgoing.items()]
+            threads += [threading.Thread(target=receive, args=(peer,)) for peer in incoming]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return work
+
+    def _bare_links(self, after: contextlib.ExitStack) -> dict[int, socket.socket]:
+        listener = after.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ports: list[Any] = [None] * len(WORKERS)
+        dist.all_gather_object(ports, listener.getsockname()[1])
+        links = {}
+        for peer in range(self.place):
+            links[peer] = after.enter_context(socket.create_connection(("127.0.0.1", ports[peer]), PATIENCE_S))
+            links[peer].sendall(bytes([self.place]))
+        for _ in range(self.place + 1, len(WORKERS)):
+            link = after.enter_context(listener.accept()[0])
+            links[link.recv(1)[0]] = link
+        for link in links.values():
+            link.settimeout(None)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return links
+
+    def _checkpoint(self, folder: str, _: contextlib.ExitStack) -> Callable[[], Regions]:
+        def work() -> Regions:
+            dcp.save(self._as_pieces(self.state), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+            found = {
+                name: [Region(box, self.allocate(name, box)) for box in boxes]
+                for name, boxes in self.change.after[self.worker].items()
+            }
+            dcp.load(self._as_pieces(found), storage_reader=dcp.FileSystemReader(folder))
+            return found
+
+        return work
+
+    def _as_pieces(self, state: Regions) -> dict[str, Any]:
+        return {
+            f"{name}.{which}": Pieces(
+                self.change.items[name].shape, [(region.box, region.tensors[which]) for region in regions]
+            )
+            for name, regions in state.items()
+            for which in range(len(self.change.items[name].dtypes))
+        }
+
+
+def _part(state: Regions, piece: Any) -> tuple[Tensor, ...]:
+    for region in state[piece.item]:
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(region.box, piece.box, strict=True)):
+            return region.part(piece.box)
+    raise AssertionError(piece)
+
+
+def serve(place: int, store_port: int, pipe: Connection) -> None:
+    """What a process does: the calls that come through its pipe."""
+    try:
+        rank = Rank(place, store_port)
+        pipe.send(None)
+        while (call := pipe.recv()) is not None:
+            name, *arguments = call
+            pipe.send(getattr(rank, name)(*arguments))
+    except BaseException:
+        pipe.send(RuntimeError(traceback.format_exc()))
+    finally:
+        os._exit(0)
+
+
+class Crew:
+    """The processes; a call goes to all of them at once."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._pipes = pipes
+
+    def __call__(self, *call: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(call)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        said = [pipe.recv() for pipe in self._pipes]
+        for one in said:
+            if isinstance(one, RuntimeError):
+                raise one
+        return said
+
+
+@contextlib.contextmanager
+def crew() -> Iterator[Crew]:
+    """Forked before there are threads."""
+    store_port = _free_port()
+    ends = [FORK.Pipe() for _ in WORKERS]
+    processes = [
+        FORK.Process(target=serve, args=(place, store_port, theirs), daemon=True)
+        for place, (_, theirs) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False)
+    try:
+        found = Crew([ours for ours, _ in ends])
+        found.answers()
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    specs = small_llama(1 if args.quick else 4)
+    items = items_of_layers(specs)
+    ways = {
+        "elaunch": ("elaunch", None),
+        "checked": ("checked", None),
+        "bounded": ("bounded", None),
+        "buffered": ("buffered", None),
+        "naive": ("naive", None),
+        "sockets": ("sockets", None),
+        "checkpoint tmpfs": ("checkpoint", Path("/dev/shm")),
+        "checkpoint disk": ("checkpoint", args.disk),
+    }
+    report = Report(
+        "transfer: a change of plan, four processes on this machine, links over loopback",
+        notes=[
+            f"{sum(n for n in (_elements(item) for name, item in items.items() if '@' not in name)) / 1e6:.0f} M "
+            "parameters in bfloat16, 12 bytes of optimizer state each; seconds: median of "
+            f"{2 if args.quick else args.repeat}, in turn",
+            "no device and no network: memory is copied by the same cores that send and receive",
+        ],
+    )
+    limit_time(1500)
+    with crew() as all_of:
+        for name, old, new in CASES[:: 3 if args.quick else 1]:
+            before, after = (holdings_of_plan(one.plan(len(specs)), specs) for one in (old, new))
+            change = Change(name, old, new, items, before, after)
+            all_of("begin", change)
+            router = change.router
+            moved = [n_bytes(items, router.of(worker).receive) for worker in WORKERS]
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for turn in range(1 + (2 if args.quick else args.repeat)):
+                for way, (method, base) in ways.items():
+                    if base is not None and turn > 2:
+                        continue  # they take long, and vary little
+                    folder = tempfile.mkdtemp(prefix="elaunch-transfer-", dir=base) if base is not None else ""
+                    try:
+                        took = max(all_of("run", method, folder))
+                    finally:
+                        if folder:
+                            shutil.rmtree(folder)
+                    if turn:  # the first one warms memory up
+                        seconds[way].append(took)
+            medians = {way: spread(values).median for way, values in seconds.items()}
+            report.row(
+                {
+                    "change": name,
+                    "from": str(old),
+                    "to": str(new),
+                    "moved_mb": sum(moved) / 1e6,
+                    **{f"{way}_s": median for way, median in medians.items()},
+                    "gb_per_s": sum(moved) / 1e9 / medians["elaunch"],
+                }
+            )
+            case = f"{old} to {new}"
+            if sum(moved) > 64 << 20:
+                report.target(
+                    f"bandwidth of bare sockets, {case}", medians["sockets"] / medians["elaunch"], "of it", at_least=0.8
+                )
+            report.target(
+                f"checkpoint on tmpfs, {case}", medians["checkpoint tmpfs"] / medians["elaunch"], "x", at_least=10
+            )
+    report.print()
+    report.write(args.json)
+    return 0
+
+
+def _elements(item: Item) -> int:
+    return torch.Size(item.shape).numel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Copies of the optimizer's state in other workers' host memory, kept current step by step (ElasWave 5).
+
+Each worker's state is copied by its successors on a ring, on other nodes if there are any. What a copy needs in a step
+is the gradient of its shards: it applies the same update to them on the host, in a thread, while the next step goes on.
+A new copy is made in batches, one in each step, of the state as it is when the step begins; from that step on the
+gradients of the batch's shards follow. A batch counts when its step commits, so a dropped step leaves a copy as it was.
+
+    step k     owner ──state of some shards, gradients of all shards so far──> holder
+    commit k   holder: takes the batch in, updates all its shards
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.workers.comm.group import memory
+from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.engine.layout import Owned, Piece, StateLayout
+from elaunch.workers.engine.messages import Kind, tag
+from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
+from elaunch.workers.engine.standing import forms_from_json, forms_to_json
+from elaunch.workers.state.regions import Region
+
+BATCH_BYTES = 16 << 20
+"""Of state that a worker sends to each holder in a step while a copy is being made; a single shard may be larger."""
+
+_LENGTHS = struct.Struct("<QQ")
+
+
+def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
+    """Who copies whose state: for each worker `copies` others, on as many other nodes as there are.
+
+    The j-th worker of a node is copied by the j-th of the next ones, so that the load is even.
+    """
+    nodes: dict[str, list[str]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.partition("/")[0], []).append(worker)
+    names = list(nodes)
+    found = {}
+    for place, worker in enumerate(workers):
+        node = names.index(worker.partition("/")[0])
+        at = nodes[names[node]].index(worker)
+        away = [nodes[names[(node + by) % len(names)]] for by in range(1, len(names))]
+        near = [workers[(place + by) % len(workers)] for by in range(1, len(workers))]
+        order = [*(others[at % len(others)] for others in away), *near]
+        found[worker] = tuple(dict.fromkeys(order))[:copies]
+    return found
+
+
+@dataclass(eq=False)
+class _Copy:
+    """Of one worker's state. `count` is the number of its shards that are complete."""
+
+    owner: str
+    shards: tuple[Owned, ...]
+    pieces: tuple[Piece, ...]
+    state: Shards | None = None
+    count: int = 0
+    batch: int = 0
+    heads: Tensor = field(default_factory=lambda: torch.empty(_LENGTHS.size, dtype=torch.uint8))
+    came: tuple[dict[str, Any], Tensor] | None = None
+    gradients: dict[Owned, Tensor] = field(default_factory=dict)
+
+    def n_pieces(self, shards: int) -> int:
+        """In the first so many shards."""
+        known = set(self.shards[:shards])
+        return sum(piece.shard in known for piece in self.pieces)
+
+
+class Snapshots:
+    """What this worker keeps of others, and sends to those who keep its own.
+
+    Args:
+        layout: of the shards.
+        workers: of the plan.
+        worker: this one.
+        mine: its shards.
+        copies: of each worker's state.
+        make_optimizer, make_scheduler: as for the shards themselves.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        workers: Sequence[str],
+        worker: str,
+        mine: Shards,
+        copies: int,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+    ) -> None:
+        self._layout, self._mine = layout, mine
+        self._make = make_optimizer, make_scheduler
+        holders = ring(workers, copies)
+        self._numbers = {shard: number for number, shard in enumerate(layout.all_shards)}
+        self._holders = holders[worker]
+        self._own = _Copy(worker, _shards(mine.pieces), mine.pieces)
+        self._copies = [
+            _Copy(owner, _shards(pieces), pieces)
+            for owner in workers
+            if worker in holders[owner] and (pieces := layout.pieces(owner))
+        ]
+        self._thread: ThreadPoolExecutor | None = None
+        self._updating: Future[None] | None = None
+
+    # -- in a step ------------------------------------------------------------------------------------------------
+
+    def begin(self, traffic: Traffic) -> None:
+        """Send the next batch of this worker's state, and have those of others received."""
+        self.settle()
+        if self._holders:
+            self._own.batch = self._next_batch(self._own)
+            if self._own.batch:
+                self._send_batch(traffic)
+        for copy in self._copies:
+            copy.batch = self._next_batch(copy)
+            copy.came = None
+            if copy.batch:
+                traffic.post(copy.owner, self._tag(copy, 0), memory(copy.heads))
+            copy.gradients = {}
+            for shard in copy.shards[: copy.count + copy.batch]:
+                gradient = torch.empty(shard.stop - shard.start, dtype=self._layout.sum_dtype(shard.layer))
+                copy.gradients[shard] = gradient
+                traffic.post(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(gradient))
+
+    def ship(self, traffic: Traffic, gradients: Mapping[Owned, Tensor]) -> None:
+        """Send the gradients of this worker's shards to those who copy them."""
+        for shard in self._own.shards[: self._own.count + self._own.batch] if self._holders else ():
+            sent = gradients[shard].cpu()
+            for holder in self._holders:
+                traffic.send(holder, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(sent), sent)
+
+    def arrive(self, traffic: Traffic) -> None:
+        """Wait until all of the step is here: after that it may commit."""
+        for copy in self._copies:
+            if copy.batch:
+                traffic.wait(copy.owner, self._tag(copy, 0))
+                head_bytes, body_bytes = _LENGTHS.unpack(bytes(memory(copy.heads)))
+                head, body = torch.empty(head_bytes, dtype=torch.uint8), torch.empty(body_bytes, dtype=torch.uint8)
+                traffic.post(copy.owner, self._tag(copy, 1), memory(head))
+                traffic.post(copy.owner, self._tag(copy, 2), memory(body))
+                traffic.wait(copy.owner, self._tag(copy, 1))
+                traffic.wait(copy.owner, self._tag(copy, 2))
+                copy.came = json.loads(bytes(memory(head))), body
+            for shard in copy.gradients:
+                traffic.wait(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]))
+
+    def commit(self, coefficient: float) -> None:
+        """The step has committed: update the copies, in the background."""
+        self._own.count, self._own.batch = self._own.count + self._own.batch, 0
+        if self._copies:
+            self._thread = self._thread or ThreadPoolExecutor(1, "elaunch-snapshots")
+            self._updating = self._thread.submit(self._update, coefficient)
+
+    def drop(self) -> None:
+        """The step is done again: what came of it is of no use."""
+        for copy in (self._own, *self._copies):
+            copy.batch, copy.came, copy.gradients = 0, None, {}
+
+    def settle(self) -> None:
+        """Wait until the copies stand where the last committed step left the state."""
+        updating, self._updating = self._updating, None
+        if updating is not None:
+            updating.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.settle()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # -- for a change of plan ---------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of this worker's state has its copies."""
+        return not self._holders or self._own.count == len(self._own.shards)
+
+    def pieces(self) -> dict[str, int]:
+        """By owner, how many of its pieces are copied here."""
+        self.settle()
+        return {copy.owner: copy.n_pieces(copy.count) for copy in self._copies if copy.count}
+
+    def forms(self) -> dict[str, Form]:
+        """What the optimizers of the copies keep, by name of a parameter."""
+        self.settle()
+        found: dict[str, Form] = {}
+        for copy in self._copies:
+            if copy.state is not None:
+                found |= copy.state.forms(copy.n_pieces(copy.count))
+        return found
+
+    def schedule(self) -> dict[str, Any] | None:
+        """State of the scheduler of a copy."""
+        return next((copy.state.schedule() for copy in self._copies if copy.state is not None), None)
+
+    def regions(self) -> dict[str, list[Region]]:
+        """All that is copied here, by item."""
+        self.settle()
+        found: dict[str, list[Region]] = {}
+        for copy in self._copies:
+            if copy.state is not None:
+                for name, regions in copy.state.regions(copy.n_pieces(copy.count)).items():
+                    found.setdefault(name, []).extend(regions)
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _next_batch(self, copy: _Copy) -> int:
+        """How many more shards come in this step; both ends find the same, since it follows from the layout."""
+        taken, size = 0, 0
+        for shard in copy.shards[copy.count :]:
+            # A master and two moments: what it really is, only the owner knows.
+            size += 3 * (shard.stop - shard.start) * self._layout.sum_dtype(shard.layer).itemsize
+            if taken and size > BATCH_BYTES:
+                break
+            taken += 1
+        return taken
+
+    def _tag(self, copy: _Copy, which: int) -> int:
+        return tag(Kind.SNAPSHOT_STATE, 3 * self._numbers[copy.shards[copy.count]] + which)
+
+    def _send_batch(self, traffic: Traffic) -> None:
+        copy = self._own
+        chosen = set(copy.shards[copy.count : copy.count + copy.batch])
+        places = [place for place, piece in enumerate(copy.pieces) if piece.shard in chosen]
+        parts = [
+            part.detach().cpu().contiguous().view(torch.uint8) for place in places for part in self._mine.tensors(place)
+        ]
+        body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        forms = self._mine.forms()
+        told = {
+            "forms": forms_to_json({name: forms[name] for name in {copy.pieces[place].parameter for place in places}}),
+            "schedule": self._mine.schedule(),
+        }
+        text = json.dumps(told).encode()
+        head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        lengths = torch.frombuffer(bytearray(_LENGTHS.pack(len(text), body.nbytes)), dtype=torch.uint8)
+        for holder in self._holders:
+            for which, message in enumerate((lengths, head, body)):
+                traffic.send(holder, self._tag(copy, which), memory(message), message)
+
+    def _update(self, coefficient: float) -> None:
+        for copy in self._copies:
+            if copy.batch:
+                self._take_in(copy)
+            if copy.state is not None:
+                copy.state.step(copy.gradients, coefficient, copy.n_pieces(copy.count))
+            copy.gradients = {}
+
+    def _take_in(self, copy: _Copy) -> None:
+        assert copy.came is not None
+        told, body = copy.came
+        forms = forms_from_json(told["forms"])
+        if copy.state is None:
+            masters = [
+                (torch.zeros(piece.elements, dtype=self._layout.sum_dtype(piece.shard.layer)),) for piece in copy.pieces
+            ]
+            copy.state = Shards(copy.pieces, masters, *self._make)
+            copy.state.set_schedule(told["schedule"])
+        copy.state.set_options(forms)
+        chosen = set(copy.shards[copy.count : copy.count + copy.batch])
+        first = 0
+        for place, piece in enumerate(copy.pieces):
+            if piece.shard not in chosen:
+                continue
+            form = forms[piece.parameter]
+            parts = []
+            for dtype in (self._layout.sum_dtype(piece.shard.layer), *form.dtypes):
+                n_bytes = piece.elements * dtype.itemsize
+                # Of its own, aligned memory.
+                parts.append(body[first : first + n_bytes].clone().view(dtype))
+                first += n_bytes
+            copy.state.put(place, parts, form)
+        copy.count, copy.batch, copy.came = copy.count + copy.batch, 0, None
+
+
+def _shards(pieces: Sequence[Piece]) -> tuple[Owned, ...]:
+    return tuple(dict.fromkeys(piece.shard for piece in pieces))
