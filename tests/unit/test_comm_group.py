@@ -109,10 +109,13 @@ def test_other_reductions(
     assert all(tensor.tolist() == expected for tensor in tensors)
 
 
-def test_seventeen_members_need_eight_links_each_and_make_others_when_they_use_them() -> None:
+def test_seventeen_members_need_few_links_and_make_others_when_they_use_them() -> None:
     members = [f"a/{index}#0" for index in range(DIRECT_MEMBERS + 1)]
-    assert neighbours(members, "a/0#0") == tuple(members[index] for index in (1, 2, 4, 8, 9, 13, 15, 16))
-    assert neighbours(members, members[-1]) == tuple(members[index] for index in (0, 1, 3, 7, 8, 12, 14, 15))
+    few = {member: neighbours(members, member) for member in members}
+    assert few["a/0#0"] == tuple(members[index] for index in (1, 2, 3, 4, 5, 6, 7, 8, 16))
+    assert few["a/1#0"] == tuple(members[index] for index in (0, 2, 9, 10, 11, 12, 13, 14, 15, 16))
+    assert few["a/7#0"] == tuple(members[index] for index in (0, 6, 8))
+    assert few["a/16#0"] == tuple(members[index] for index in (0, 1, 15))
     with crew(len(members), connected=False) as fabrics:
         by_name = {fabric.worker: fabric for fabric in fabrics}
 
@@ -128,7 +131,7 @@ def test_seventeen_members_need_eight_links_each_and_make_others_when_they_use_t
         assert all(torch.equal(tensor, expected) for tensor in tensors)
         said = each(Group.all_gather_bytes, groups, [b"%d" % index for index in range(17)])
         assert said == [[b"%d" % index for index in range(17)]] * 17
-        assert all(len(fabric.peers) == 8 for fabric in fabrics)
+        assert all(fabric.peers == tuple(sorted(few[fabric.worker])) for fabric in fabrics)
 
         everybody = {name: by_name[name].address for name in members}
         for fabric in fabrics:
@@ -160,6 +163,32 @@ def test_payloads_of_any_size_reach_all_members_of_any_group(fabrics: list[Fabri
     for size in range(1, len(fabrics) + 1):
         payloads = [os.urandom(17 * index % 5 * 40_000 + index) for index in range(size)]
         assert each(Group.all_gather_bytes, groups_of(fabrics[:size]), payloads) == [payloads] * size
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_payloads_reach_all_members_through_trees_of_any_depth(
+    fabrics: list[Fabric], branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "DIRECT_MEMBERS", 0)
+    monkeypatch.setattr(group_module, "BRANCHES", branches)
+    for size in range(1, len(fabrics) + 1):
+        payloads = [os.urandom(index) for index in range(size)]
+        groups = groups_of(fabrics[:size])
+        for _ in range(2):
+            assert each(Group.all_gather_bytes, groups, payloads) == [payloads] * size
+
+
+@pytest.mark.parametrize("size", [18, 64, 74])
+def test_neighbourhood_is_mutual_and_a_loss_makes_few_new_neighbours(size: int) -> None:
+    members = [f"a/{index}#0" for index in range(size)]
+    before = pairs_of_neighbours(members)
+    assert all((other, member) in before for member, other in before)
+    new = [pairs_of_neighbours([one for one in members if one != lost]) - before for lost in members]
+    assert sum(map(len, new)) / size < size / 2
+
+
+def pairs_of_neighbours(members: list[str]) -> set[tuple[str, str]]:
+    return {(member, near) for member in members for near in neighbours(members, member)}
 
 
 def test_up_to_sixteen_members_everyone_is_a_neighbour() -> None:

@@ -6,7 +6,8 @@ Two algorithms behind one choice, made by the number of members:
   order and sends the result to all. Two rounds, and everybody waits for everybody, so a death is noticed at once.
 - *ring*: each worker talks to its two neighbours only, 2(n-1) steps. Chunk j starts at member j+1, goes round and
   ends at its owner j: it is combined in the order j+1, j+2, ..., j (modulo n). Small payloads and barriers do not go
-  round but double their distance: log2(n) rounds, to the members 1, 2, 4, ... places away (Bruck et al., 1997).
+  round but up a tree of the members and down again: most of them send and receive one message, where doubling distances
+  (Bruck et al., 1997) take log2(n) of each, and most changes of members leave most branches as they are.
 
 Either way the order is fixed and each element is combined in one place, so the result does not depend on timing and is
 bitwise the same on all members.
@@ -14,6 +15,7 @@ bitwise the same on all members.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -36,8 +38,11 @@ SMALL_BYTES = 32 << 10
 BROADCAST_CHUNK_BYTES = 1 << 20
 """What a ring member passes on while it receives the next."""
 
-_SIZE_BYTES = 4
-"""Of a payload's length where several travel together."""
+BRANCHES = 8
+"""Of each member in the tree: two levels for up to 73 members, three for 585."""
+
+_RECORD = struct.Struct("<II")
+"""Before a payload where several travel together: the member it is from, and its length."""
 
 Reduction = Literal["sum", "product", "max", "min"]
 Buffer = Tensor | memoryview | bytearray
@@ -55,13 +60,19 @@ def neighbours(members: Sequence[str], me: str) -> tuple[str, ...]:
     if len(members) <= DIRECT_MEMBERS:
         return tuple(member for member in members if member != me)
     here, size = members.index(me), len(members)
-    near = {(here + sign * distance) % size for distance in _distances(size) for sign in (-1, 1)}
+    near = {(here - 1) % size, (here + 1) % size, *_children(here, size)}
+    if here:
+        near.add(_parent(here))
     return tuple(member for index, member in enumerate(members) if index in near)
 
 
-def _distances(members: int) -> list[int]:
-    """1, 2, 4, ... below the number of members."""
-    return [1 << power for power in range((members - 1).bit_length())]
+def _parent(member: int) -> int:
+    return (member - 1) // BRANCHES
+
+
+def _children(member: int, members: int) -> range:
+    first = member * BRANCHES + 1
+    return range(min(first, members), min(first + BRANCHES, members))
 
 
 def even_counts(elements: int, members: int) -> list[int]:
@@ -169,7 +180,7 @@ class Group:
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every member's payload, in member order. For small ones; their lengths may differ."""
         if not self._direct:
-            return self._gather_doubling(payload)
+            return self._gather_by_tree(payload)
         gathered = [bytearray() for _ in self.members]
         gathered[self.rank] += payload
         view = memoryview(payload)
@@ -178,24 +189,18 @@ class Group:
         )
         return [bytes(one) for one in gathered]
 
-    def _gather_doubling(self, payload: bytes) -> list[bytes]:
-        """After k rounds everyone has the payloads of the 2^k members that begin with itself."""
-        op, have = self._next_op(), [payload]
-        for turn, distance in enumerate(_distances(self.size)):
-            more = have[: self.size - distance]
-            sizes = b"".join(len(one).to_bytes(_SIZE_BYTES, "little") for one in more)
-            incoming = bytearray()
-            self.fabric.exchange(
-                self.epoch,
-                op,
-                [(self.members[self.rank - distance], turn, memoryview(sizes + b"".join(more)))],
-                [(self.members[(self.rank + distance) % self.size], turn, incoming)],
-            )
-            head = len(more) * _SIZE_BYTES
-            sizes, bodies = bytes(incoming[:head]), bytes(incoming[head:])
-            lengths = [int.from_bytes(sizes[at : at + _SIZE_BYTES], "little") for at in range(0, head, _SIZE_BYTES)]
-            have += [bodies[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
-        return have[self.size - self.rank :] + have[: self.size - self.rank]
+    def _gather_by_tree(self, payload: bytes) -> list[bytes]:
+        """Up (part 0), each with what is below it, until the first member has everything, and down again (part 1)."""
+        op, children = self._next_op(), [self.members[child] for child in _children(self.rank, self.size)]
+        below = [bytearray() for _ in children]
+        self.fabric.exchange(self.epoch, op, [], [(child, 0, part) for child, part in zip(children, below)])
+        found = memoryview(_RECORD.pack(self.rank, len(payload)) + payload + b"".join(below))
+        if self.rank:
+            parent, everything = self.members[_parent(self.rank)], bytearray()
+            self.fabric.exchange(self.epoch, op, [(parent, 0, found)], [(parent, 1, everything)])
+            found = memoryview(everything)
+        self.fabric.exchange(self.epoch, op, [(child, 1, found) for child in children], [])
+        return _payloads(found)
 
     def barrier(self) -> None:
         """Returns when every member has called it."""
@@ -351,6 +356,17 @@ class Group:
             self._scratch = torch.empty(rows * row_bytes, dtype=torch.uint8)
         flat = self._scratch[: rows * row_bytes].view(like.dtype)
         return list(flat.view(rows, like.numel()).unbind(0))
+
+
+def _payloads(records: memoryview) -> list[bytes]:
+    """In member order."""
+    payloads: dict[int, bytes] = {}
+    at = 0
+    while at < len(records):
+        member, length = _RECORD.unpack_from(records, at)
+        at += _RECORD.size + length
+        payloads[member] = bytes(records[at - length : at])
+    return [payloads[member] for member in sorted(payloads)]
 
 
 def _check(tensor: Tensor, scale: float | None = None) -> None:
