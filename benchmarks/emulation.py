@@ -172,22 +172,26 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plan", type=Path, required=True, help="a file with an execution plan")
     parser.add_argument("--time-scale", type=float, default=1.0, help="factor on the profile's seconds")
     parser.add_argument("--row-bytes", type=int, default=ROW_BYTES, help="bytes of an activation row")
+    parser.add_argument("--width", type=int, default=WIDTH, help="features; a layer has their square of parameters")
     parser.add_argument("--steps", type=int, default=10**9)
     return parser
 
 
 def main() -> None:
     """Train under elaunch."""
-    args = arguments().parse_args()
+    parser = arguments()
+    parser.add_argument("--snapshots", type=int, default=0, help="copies of each worker's optimizer state")
+    args = parser.parse_args()
     # The workers share the cores.
     torch.set_num_threads(1)
     job = elaunch.hybrid()
     engine = job.engine(
-        emulated_layers(Profile.load(args.profile).scaled(args.time_scale)),
+        emulated_layers(Profile.load(args.profile).scaled(args.time_scale), width=args.width),
         loss_fn,
         torch.optim.AdamW,
         Plan.parse(args.plan.read_text()),
-        dataset=Words(args.row_bytes),
+        dataset=Words(args.row_bytes, args.width),
+        snapshots=args.snapshots,
     )
     while engine.step < args.steps:
         job.train_step()

@@ -141,6 +141,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--snapshots", type=int, default=1, help="workers that copy each worker's optimizer state")
     parser.add_argument("--recompute", action="store_true", help="compute activations again instead of keeping them")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--clip-norm", type=float, default=1.0)
@@ -177,6 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         clip_norm=args.clip_norm,
         dtype=DTYPES[args.dtype],
         recompute=args.recompute,
+        snapshots=args.snapshots,
     )
     for report in job.steps(args.steps):
         if job.rank == 0 and report.step % args.log_every == 0:

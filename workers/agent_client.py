@@ -35,6 +35,8 @@ class Client(Protocol):
     token: str
     host: str
     slot: int
+    elastic: bool
+    """Whether the membership can change."""
 
     def listen(self, heard: Callable[[Generation], None]) -> None: ...
     def newest(self) -> Generation | None: ...
@@ -50,6 +52,8 @@ class AgentClient:
     Raises:
         JobFailed: the agent does not answer.
     """
+
+    elastic = True
 
     def __init__(self, path: str, worker: str) -> None:
         self.worker = worker
@@ -187,6 +191,8 @@ class StaticClient:
     The workers find each other through the store that torchrun's variables name. A failure is an error, as it is for
     any script under torchrun.
     """
+
+    elastic = False
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))

@@ -113,6 +113,8 @@ class HybridJob:
             raise StateError("engine() was called twice; a job trains one model")
         plan.validate()
         self._given = plan
+        if not self._client.elastic:
+            settings = {"snapshots": 0, **settings}
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
         self._client.ready(self._fabric.address, takes_plans=True)
         self._settle()

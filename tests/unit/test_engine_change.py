@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,9 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.plan.views import unit_of
+from elaunch.workers.state import reshard as reshard_module
+from elaunch.workers.state.regions import Region
+from elaunch.workers.state.routes import Router
 from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, together
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
 from tests.unit.plan_strategies import valid_plans
@@ -172,6 +176,24 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, bound: int |
         check_same(weights, undisturbed)
     else:
         check_close(reports, weights, expected, undisturbed)
+
+
+def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = symmetric(W, 4, 12, 2, pp=4), symmetric(W, 4, 12, 2, dp=4)
+    gone: list[bool] = []
+    original = reshard_module._let_go
+
+    def let_go(router: Router, name: str, worker: str, state: dict[str, list[Region]], *rest: Any) -> None:
+        moments = [weakref.ref(old.tensors[-1]) for old in state.get(name, ()) if old.tensors[-1]._base is None]
+        flats = [weakref.ref(old.tensors[-1]._base) for old in state.get(name, ()) if old.tensors[-1]._base is not None]
+        guarded = router.lonely(name, worker)
+        original(router, name, worker, state, *rest)
+        gone.extend(ref() is None for ref in (*moments, *flats) if not guarded)
+
+    monkeypatch.setattr(reshard_module, "_let_go", let_go)
+    train_through([(first, 2), (second, 1)], max_extra_bytes=1 << 18)
+    # But for the pieces that stay as they are.
+    assert sum(gone) > len(gone) / 2
 
 
 def test_the_first_change_may_come_before_the_first_step() -> None:

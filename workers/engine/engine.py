@@ -75,10 +75,11 @@ class _Part:
 
 
 class _Hosted(NamedTuple):
-    """State in host memory as it was when the last step committed: by item, and what the optimizers keep."""
+    """State in host memory as it was when the last step committed, and what belongs to the state everywhere then."""
 
     regions: dict[str, list[Region]]
     forms: Mapping[str, Form]
+    schedule: dict[str, Any] | None
 
 
 class Engine:
@@ -256,16 +257,18 @@ class Engine:
         settings = f"{zlib.crc32(repr(self._settings['layers']).encode()):08x} {self._settings['settings']}"
         if self._part is None:
             return Standing(settings=settings)
-        shards, copies = self._part.zero.shards, self._part.snapshots
+        shards, copies, hosted = self._part.zero.shards, self._part.snapshots, self._hosted
         schedule = shards.schedule()
+        if schedule is None:
+            schedule = copies.schedule() if hosted is None else hosted.schedule
         return Standing(
             plan=str(self._part.plan),
             stale=self._stale,
             boxes=None if self._mixed is None else holdings_of(self._mixed),
-            hosted=None if self._hosted is None else holdings_of(self._hosted.regions),
+            hosted=None if hosted is None else holdings_of(hosted.regions),
             snapshots=copies.pieces(),
-            forms={**(copies.forms() if self._hosted is None else self._hosted.forms), **shards.forms()},
-            schedule=copies.schedule() if schedule is None else schedule,
+            forms={**(copies.forms() if hosted is None else hosted.forms), **shards.forms()},
+            schedule=schedule,
             settings=settings,
         )
 
@@ -351,7 +354,7 @@ class Engine:
                 items[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
         return Router(
             items,
-            {who: one.boxes or boxes_of(old[one.plan].pieces(who)) for who, one in holding.items()},
+            {who: _held(who, one, old[one.plan]) for who, one in holding.items()},
             {who: boxes_of(layout.pieces(who)) for who in plan.workers},
             {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
         )
@@ -367,7 +370,13 @@ class Engine:
         """The optimizer's state of the new pieces, and the bytes that came."""
         flats: dict[Piece, tuple[Tensor, ...]] = {}
         mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        known = {(piece.parameter, *piece.boxes): place for place, piece in enumerate(mine.pieces)} if mine else {}
+        wanted = {(piece.parameter, *piece.boxes) for piece in pieces}
+        # Those that stay as they are.
+        known = {
+            which: mine.tensors(place)
+            for place, piece in enumerate(mine.pieces if mine is not None else ())
+            if mine is not None and (which := (piece.parameter, *piece.boxes)) in wanted
+        }
         by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
         regions: dict[Piece, dict[Box, Region]] = {}
 
@@ -381,10 +390,13 @@ class Engine:
         state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
         hosted = self._hosted
         if hosted is None:
-            hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms)
+            hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms, schedule)
         self._next_hosted = hosted
         if self._max_extra_bytes is not None:
             self._mixed, self._hosted = state, hosted
+            if mine is not None:
+                # From here on the regions alone hold it, so that what is let go is free.
+                mine.release()
         new, moved = reshard(
             group,
             router,
@@ -395,10 +407,9 @@ class Engine:
         )
         tensors = []
         for piece in pieces:
-            place = known.get((piece.parameter, *piece.boxes))
-            if place is not None and piece not in flats:
-                assert mine is not None
-                flats[piece] = mine.tensors(place)
+            stayed = known.get((piece.parameter, *piece.boxes))
+            if stayed is not None and piece not in flats:
+                flats[piece] = stayed
             else:
                 here = {region.box: region for region in new[piece.parameter + OPTIMIZER]}
                 for box, region in made(piece).items():
@@ -522,6 +533,11 @@ def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
     for piece in pieces:
         found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
     return {name: tuple(boxes) for name, boxes in found.items()}
+
+
+def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
+    """What a worker has of its own optimizer state."""
+    return standing.boxes if standing.boxes is not None else boxes_of(layout.pieces(worker))
 
 
 def _hosted(standing: Standing, layout: StateLayout) -> Holdings:

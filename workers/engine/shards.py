@@ -162,6 +162,14 @@ class Shards:
             ) from error
         return state
 
+    def release(self) -> None:
+        """Hold nothing any more: the state is somewhere else."""
+        if self._optimizer is not None:
+            # Schedulers and optimizers refer to each other, so they live until the garbage collector comes.
+            self._optimizer.state.clear()
+            self._optimizer.param_groups.clear()
+        self.pieces, self._values, self._optimizer, self._scheduler = (), [], None, None
+
     @property
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty without pieces."""
