@@ -27,7 +27,6 @@ from elaunch.workers.engine import data
 from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.engine.executor import LossFunction
 from elaunch.workers.engine.layers import Factory
-from elaunch.workers.engine.messages import peers
 from elaunch.workers.engine.shards import MakeOptimizer
 from elaunch.workers.engine.standing import Commit
 from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote, tells_again
@@ -291,7 +290,7 @@ class HybridJob:
     def transfer(self, group: Group, verdict: Verdict) -> int:
         assert self._next is not None
         plan = self._next.plan
-        wanted = peers(plan, self.worker) | {self.worker}
+        wanted = self._made.links(plan, self.worker) | {self.worker}
         generation = self._membership.generation
         addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}
         self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)

@@ -173,7 +173,9 @@ class Node:
             NodeWorker(f"{self.name}/{slot}#0", slot, state, f"{self.name}:{slot}") for slot, state in enumerate(states)
         )
         epoch = self.generations[-1].epoch if self.generations else 0
-        self.doc = replace(self.doc, workers=workers, elastic=True, epoch=epoch, took_part=True, **fields)
+        self.doc = replace(
+            self.doc, workers=workers, elastic=True, takes_plans=True, epoch=epoch, took_part=True, **fields
+        )
         self.participant.publish(self.doc)
 
     def hears(self, what: Callable[[Generation], bool]) -> Generation:

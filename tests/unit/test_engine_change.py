@@ -227,8 +227,13 @@ def test_groups_keep_their_options_where_workers_have_other_groups() -> None:
         rest: list[Tensor] = []
         for name, value in named:
             (rest if "bias" in name or "norm" in name else decayed).append(value)
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
-        return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+        empty: list[Tensor] = []
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": rest, "weight_decay": 0.0, "lr": 0.02},
+            {"params": empty, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"] or group is groups[-1]], lr=0.01)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from elaunch.workers.comm import group as groups
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.engine.messages import Rows, exchanges, peers
+from elaunch.workers.engine.snapshots import links
 from elaunch.workers.plan import Plan, symmetric
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans
@@ -49,14 +50,15 @@ def test_links_are_needed_on_both_sides(plan: Plan) -> None:
 
 def test_a_large_group_trains_over_the_links_that_its_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with more than 16 members, where the collectives go round a ring."""
-    plan = symmetric([f"a/{number}#0" for number in range(6)], 3, 8, 1, dp=2, pp=3)
-    alone = symmetric(["a"], 3, 8, 1)
+    plan = symmetric([f"a/{number}#0" for number in range(10)], 5, 8, 1, dp=2, pp=5)
+    alone = symmetric(["a"], 5, 8, 1)
     expected, _ = train(alone, 2)
     monkeypatch.setattr(groups, "DIRECT_MEMBERS", 2)
+    monkeypatch.setattr(groups, "BRANCHES", 2)
     connect = Fabric.connect
 
     def some(fabric: Fabric, members: dict[str, str], **settings: Any) -> None:
-        near = {fabric.worker, *groups.neighbours(plan.workers, fabric.worker), *peers(plan, fabric.worker)}
+        near = {fabric.worker, *groups.neighbours(plan.workers, fabric.worker), *links(plan, fabric.worker, 1)}
         assert len(near) < len(members)
         connect(fabric, {name: members[name] for name in members if name in near}, **settings)
 

@@ -21,7 +21,7 @@ from elaunch.workers.engine.layers import Factory, Layer, build, describe
 from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.engine.samples import Samples
 from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
-from elaunch.workers.engine.snapshots import Snapshots
+from elaunch.workers.engine.snapshots import Snapshots, links
 from elaunch.workers.engine.standing import Commit, Standing
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
@@ -326,6 +326,10 @@ class Engine:
         self._next = part
         self._next_step = step
         return received_bytes
+
+    def links(self, plan: Plan, worker: str) -> frozenset[str]:
+        """The workers to which `worker` needs links under a plan."""
+        return links(plan, worker, self._n_snapshots)
 
     def install(self) -> None:
         """Go on under the plan that the last `change` has prepared."""

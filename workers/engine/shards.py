@@ -223,7 +223,8 @@ class Shards:
         assert self._optimizer is not None
         parameters = {id(value): piece.parameter for piece, value in zip(self.pieces, self._values)}
         for group in self._optimizer.param_groups:
-            form = forms.get(parameters[id(group["params"][0])])
+            known = (forms[name] for value in group["params"] if (name := parameters[id(value)]) in forms)
+            form = next(known, None)
             if form is None:
                 continue
             for key, kept in json.loads(form.options).items():

@@ -24,9 +24,10 @@ from torch import Tensor
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.layout import Owned, Piece, StateLayout
-from elaunch.workers.engine.messages import Kind, tag
+from elaunch.workers.engine.messages import Kind, peers, tag
 from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.engine.standing import forms_from_json, forms_to_json
+from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.regions import Region
 
 BATCH_BYTES = 16 << 20
@@ -53,6 +54,13 @@ def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
         order = [*(others[at % len(others)] for others in away), *near]
         found[worker] = tuple(dict.fromkeys(order))[:copies]
     return found
+
+
+def links(plan: Plan, worker: str, copies: int) -> frozenset[str]:
+    """The workers to which `worker` needs a link under a plan: for its rows and gradients, and for copies."""
+    holders = ring(plan.workers, copies)
+    owners = {owner for owner, others in holders.items() if worker in others}
+    return peers(plan, worker) | owners | frozenset(holders[worker])
 
 
 @dataclass(eq=False)
