@@ -102,7 +102,8 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
     """The reports of each step, and the whole parameters at the end."""
     fabrics = [Fabric(worker, "secret") for worker in plan.workers]
     engines: list[Engine | None] = [None] * len(fabrics)
-    settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), **settings}
+    # Copies of the state are another test's matter.
+    settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), "snapshots": 0, **settings}
     layers = settings.pop("layers", None) or model(plan.n_layers)
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     loss_fn = settings.pop("loss_fn", loss)
