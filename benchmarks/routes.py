@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -72,6 +73,11 @@ def llama2_70b() -> list[LayerSpec]:
         "norm2": ((WIDTH,), Replicate()),
     }
     words: Parameters = {"words": ((WORDS, WIDTH), Shard(0))}
+    return described([words, *[block] * BLOCKS, words])
+
+
+def described(layers: Sequence[Parameters]) -> list[LayerSpec]:
+    """Layers with these parameters, in bfloat16."""
     return [
         LayerSpec(
             index,
@@ -82,7 +88,7 @@ def llama2_70b() -> list[LayerSpec]:
             (torch.Size([WIDTH]), torch.bfloat16),
             RandomTrace((), 1),
         )
-        for index, layer in enumerate([words, *[block] * BLOCKS, words])
+        for index, layer in enumerate(layers)
     ]
 
 

@@ -47,14 +47,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
+from benchmarks.routes import Parameters, described
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.engine.random_trace import RandomTrace
 from elaunch.workers.plan import Layout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region
@@ -69,7 +69,6 @@ PATIENCE_S = 120.0
 FORK = multiprocessing.get_context("fork")
 
 Regions = dict[str, list[Region]]
-Parameters = dict[str, tuple[tuple[int, ...], Placement]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +113,7 @@ def small_llama(blocks: int) -> list[LayerSpec]:
         "norm2": ((WIDTH,), Replicate()),
     }
     words: Parameters = {"words": ((WORDS, WIDTH), Shard(0))}
-    return [
-        LayerSpec(
-            index,
-            f"layer {index}",
-            {name: torch.Size(shape) for name, (shape, _) in layer.items()},
-            dict.fromkeys(layer, torch.bfloat16),
-            {name: placement for name, (_, placement) in layer.items()},
-            (torch.Size([WIDTH]), torch.bfloat16),
-            RandomTrace((), 1),
-        )
-        for index, layer in enumerate([words, *[block] * blocks, words])
-    ]
+    return described([words, *[block] * blocks, words])
 
 
 @dataclasses.dataclass(frozen=True)
