@@ -100,10 +100,10 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, help="runs with and without copies (default 4, quick 1)")
     parser.add_argument("--steps", type=int, help="steps of a run that count (default 12, quick 3)")
     parser.add_argument("--width", type=int, default=128, help="features of the emulated layers")
-    parser.add_argument("--time-scale", type=float, help="factor on the profile's seconds (default 0.1, quick 0.03)")
+    parser.add_argument("--time-scale", type=float, help="factor on the profile's seconds (default 0.2, quick 0.1)")
     parser.add_argument("--limit-s", type=int, default=1800, help="the most that the whole benchmark may take")
     args = parser.parse_args()
-    for name, quick, full in (("pairs", 1, 4), ("steps", 3, 12), ("time_scale", 0.03, 0.1)):
+    for name, quick, full in (("pairs", 1, 4), ("steps", 3, 12), ("time_scale", 0.1, 0.2)):
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else full)
     profile = Profile.load(PROFILE)
