@@ -30,7 +30,7 @@ from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import OPTIMIZER, Holdings, Item
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes
 
 Consistency = Literal["bitwise", "fast"]
 
@@ -359,7 +359,7 @@ class Engine:
         return Router(
             items,
             {who: _held(who, one, old[one.plan]) for who, one in holding.items()},
-            {who: boxes_of(layout.pieces(who)) for who in plan.workers},
+            {who: optimizer_boxes(layout.pieces(who)) for who in plan.workers},
             {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
         )
 
@@ -531,24 +531,18 @@ class Engine:
                 )
 
 
-def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
-    """The boxes of some pieces, by optimizer item."""
-    found: dict[str, list[Box]] = {}
-    for piece in pieces:
-        found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
-    return {name: tuple(boxes) for name, boxes in found.items()}
-
-
 def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
     """What a worker has of its own optimizer state."""
-    return standing.boxes if standing.boxes is not None else boxes_of(layout.pieces(worker))
+    return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
 
 
 def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
     """What a worker has in host memory of others' states, under its plan."""
     if standing.hosted is not None:
         return standing.hosted
-    return boxes_of([piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]])
+    return optimizer_boxes(
+        [piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]]
+    )
 
 
 def _keys(layout: StateLayout, worker: str) -> list[LayerKey]:

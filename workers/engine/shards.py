@@ -113,8 +113,9 @@ class Shards:
 
     def tensors(self, place: int) -> tuple[Tensor, ...]:
         """All tensors of a piece, the master first."""
-        state = self._state(place)
-        return self.master(place), *(state[key] for key, _ in self._form_of(place).tensors)
+        value = self._values[place]
+        kept = (tensor for _, tensor in sorted(self._state(place).items()) if isinstance(tensor, Tensor))
+        return self.master(place), *(tensor for tensor in kept if tensor.shape == value.shape)
 
     def put(self, place: int, parts: Sequence[Tensor], form: Form) -> None:
         """Make these the tensors of a piece; the master must be the one it has, or is copied into it."""
@@ -140,9 +141,13 @@ class Shards:
     def forms(self, count: int | None = None) -> dict[str, Form]:
         """What the optimizer keeps, by name of a parameter; of the first `count` pieces."""
         found: dict[str, Form] = {}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        options = {id(value): text for group in groups for text in (_options(group),) for value in group["params"]}
         for place, piece in enumerate(self.pieces[:count]):
             if piece.parameter not in found:
-                found[piece.parameter] = self._form_of(place)
+                if id(self._values[place]) not in options:
+                    raise StateError(f"the optimizer left out {piece.label}; it must take all that it is given")
+                found[piece.parameter] = self._form_of(place, options[id(self._values[place])])
         return found
 
     def schedule(self) -> dict[str, Any] | None:
@@ -190,16 +195,7 @@ class Shards:
         found: dict[str, Any] = self._optimizer.state.get(self._values[place], {})
         return found
 
-    def _group_of(self, place: int) -> dict[str, Any]:
-        assert self._optimizer is not None
-        value = self._values[place]
-        for group in self._optimizer.param_groups:
-            if any(one is value for one in group["params"]):
-                found: dict[str, Any] = group
-                return found
-        raise StateError(f"the optimizer left out {self.pieces[place].label}; it must take all that it is given")
-
-    def _form_of(self, place: int) -> Form:
+    def _form_of(self, place: int, options: str) -> Form:
         tensors: list[tuple[str, str]] = []
         numbers: list[tuple[str, str, float]] = []
         value, state = self._values[place], self._state(place)
@@ -216,7 +212,7 @@ class Shards:
                     f"the optimizer keeps {key!r} for {self.pieces[place].label}, which is neither a number nor a "
                     "tensor of the parameter's size; use an elementwise optimizer such as AdamW or SGD"
                 )
-        return Form(tuple(tensors), tuple(numbers), _options(self._group_of(place)))
+        return Form(tuple(tensors), tuple(numbers), options)
 
     def set_options(self, forms: Mapping[str, Form]) -> None:
         """Give the groups the options that their parameters have elsewhere."""

@@ -226,14 +226,13 @@ class _Window:
             yield memoryview(codes)
 
     def _receive(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
-        codes = []
-        messages = list(messages_of(pieces, self._items, message_bytes)) if self._checksum else []
+        codes: list[tuple[int, Part]] = []
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._place(part) for part in message]
             with _Buffer(self._moved, self._sizes(message), views) as buffer:
                 yield buffer.bytes
                 if self._checksum:
-                    codes.append(zlib.crc32(buffer.bytes))
+                    codes.append((zlib.crc32(buffer.bytes), message[0]))
                 if buffer.packed:
                     for view, place in zip(views, buffer.places, strict=True):
                         view.copy_(place)
@@ -241,9 +240,8 @@ class _Window:
         if self._checksum:
             told = bytearray(4 * len(codes))
             yield memoryview(told)
-            for number, code in enumerate(codes):
+            for number, (code, first) in enumerate(codes):
                 if code != int.from_bytes(told[4 * number : 4 * number + 4], "little"):
-                    first = messages[number][0]
                     raise StateError(
                         f"{first.item} {list(first.box)} arrived damaged from {pieces[0].source}; if that happens "
                         "again, look for errors of this machine's or that machine's memory or network card"

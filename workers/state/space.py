@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.engine.layout import StateLayout
+from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.boxes import Box, subtract_all, whole
 
@@ -78,10 +78,18 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
                     # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
-    for worker, mine in found.items():
-        for piece in layout.pieces(worker):
-            mine.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
-    return {worker: {name: tuple(boxes) for name, boxes in items.items()} for worker, items in found.items()}
+    return {
+        worker: {name: tuple(boxes) for name, boxes in items.items()} | optimizer_boxes(layout.pieces(worker))
+        for worker, items in found.items()
+    }
+
+
+def optimizer_boxes(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
+    """What the owner of some pieces holds of the optimizer's state."""
+    found: dict[str, list[Box]] = {}
+    for piece in pieces:
+        found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
+    return {name: tuple(boxes) for name, boxes in found.items()}
 
 
 def box_of_placements(
