@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
-from elaunch.errors import StateError
+from elaunch.errors import StateError, StepInterrupted
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
@@ -53,15 +53,22 @@ def train_through(
     received: list[int] = []
 
     def all_at_once(work: Callable[[str], Any], workers: Sequence[str]) -> list[Any]:
+        errors: list[BaseException] = []
+
         def guarded(worker: str) -> Any:
             try:
                 return work(worker)
-            except BaseException:
+            except BaseException as error:
+                errors.append(error)
                 for fabric in fabrics.values():
                     fabric.interrupt(1 << 60)
                 raise
 
-        return together([partial(guarded, worker) for worker in workers], TRAIN_S)
+        try:
+            return together([partial(guarded, worker) for worker in workers], TRAIN_S)
+        except StepInterrupted:
+            # By the first one, whose error is the cause.
+            raise errors[0] from None
 
     def connect(worker: str, epoch: int, members: Sequence[str]) -> Group:
         fabric = fabrics[worker]
