@@ -308,13 +308,11 @@ class Engine:
         schedule = next((one.schedule for one in holding.values() if one.schedule is not None), None)
         router = self._router(plan, layout, old, holding, forms)
         shards, received_bytes = self._moved(group, router, layout.pieces(worker), forms, schedule)
-        layers = self._kept(layout, worker, old, standings.get(worker))
+        kept = {who: _kept_keys(layout, who, old, standings.get(who)) for who in plan.workers}
+        layers = {key: self._here.layers[was] for key, was in kept[worker].items()}
         lacking: dict[str, set[LayerKey]] | None = None
         if not any(one.stale for one in holding.values()):
-            lacking = {
-                who: set(_keys(layout, who)) - set(_kept_keys(layout, who, old, standings.get(who)))
-                for who in plan.workers
-            }
+            lacking = {who: set(_keys(layout, who)) - kept[who].keys() for who in plan.workers}
         for key in _keys(layout, worker):
             if key not in layers:
                 layers[key] = self._built(layout, key, worker, values=False)
@@ -424,14 +422,6 @@ class Engine:
             tensors.append(flats[piece])
         shards = Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
         return shards, moved.received_bytes
-
-    def _kept(
-        self, layout: StateLayout, worker: str, old: Mapping[str, StateLayout], standing: Standing | None
-    ) -> dict[LayerKey, Layer]:
-        """The layers that this worker has as the new plan wants them."""
-        if self._part is None:
-            return {}
-        return {key: self._part.layers[was] for key, was in _kept_keys(layout, worker, old, standing).items()}
 
     # -- parts of an engine ---------------------------------------------------------------------------------------
 
