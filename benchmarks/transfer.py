@@ -24,18 +24,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +51,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import Replicate, Shard
 
+from benchmarks.crew import PATIENCE_S, Rank, crew
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.routes import Parameters, described
-from elaunch.workers.comm.fabric import Fabric
-from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.plan import Layout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
@@ -71,8 +66,6 @@ from elaunch.workers.state.space import Holdings, Item, holdings_of_plan, items_
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 WIDTH, INNER, WORDS = 1024, 2816, 8192
 BOUND_BYTES = 64 << 20
-PATIENCE_S = 120.0
-FORK = multiprocessing.get_context("fork")
 
 Regions = dict[str, list[Region]]
 
@@ -205,23 +198,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self._pieces[index.fqn].__get_tensor_shard__(index)
 
 
-class Rank:
+class TransferRank(Rank):
     """One process of the benchmark."""
 
-    def __init__(self, place: int, store_port: int) -> None:
-        torch.set_num_threads(1)
-        self.worker, self.place = WORKERS[place], place
-        store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    def __init__(self, workers: Sequence[str], place: int, store: dist.Store) -> None:
+        super().__init__(workers, place, store)
+        gloo = dist.PrefixStore("gloo", store)
         dist.init_process_group(
-            "gloo", store=store, rank=place, world_size=len(WORKERS), timeout=timedelta(seconds=PATIENCE_S)
+            "gloo", store=gloo, rank=place, world_size=len(workers), timeout=timedelta(seconds=PATIENCE_S)
         )
-        self.fabric = Fabric(self.worker, "")
-        addresses: list[Any] = [None] * len(WORKERS)
-        dist.all_gather_object(addresses, self.fabric.address)
-        members = dict(zip(WORKERS, addresses, strict=True))
-        self.fabric.introduce(members)
-        self.fabric.connect(members, epoch=1, timeout_s=PATIENCE_S)
-        self.group = Group(self.fabric, 1, WORKERS)
         self.state: Regions = {}
 
     def begin(self, change: Change) -> None:
@@ -393,69 +378,6 @@ def _part(state: Regions, piece: Any) -> tuple[Tensor, ...]:
     raise AssertionError(piece)
 
 
-def serve(place: int, store_port: int, pipe: Connection) -> None:
-    """What a process does: the calls that come through its pipe."""
-    try:
-        rank = Rank(place, store_port)
-        pipe.send(None)
-        while (call := pipe.recv()) is not None:
-            name, *arguments = call
-            pipe.send(getattr(rank, name)(*arguments))
-    except BaseException:
-        pipe.send(RuntimeError(traceback.format_exc()))
-    finally:
-        os._exit(0)
-
-
-class Crew:
-    """The processes; a call goes to all of them at once."""
-
-    def __init__(self, pipes: Sequence[Connection]) -> None:
-        self._pipes = pipes
-
-    def __call__(self, *call: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(call)
-        return self.answers()
-
-    def answers(self) -> list[Any]:
-        said = [pipe.recv() for pipe in self._pipes]
-        for one in said:
-            if isinstance(one, RuntimeError):
-                raise one
-        return said
-
-
-@contextlib.contextmanager
-def crew() -> Iterator[Crew]:
-    """Forked before there are threads."""
-    store_port = _free_port()
-    ends = [FORK.Pipe() for _ in WORKERS]
-    processes = [
-        FORK.Process(target=serve, args=(place, store_port, theirs), daemon=True)
-        for place, (_, theirs) in enumerate(ends)
-    ]
-    for process in processes:
-        process.start()
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False)
-    try:
-        found = Crew([ours for ours, _ in ends])
-        found.answers()
-        yield found
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        del store
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -485,7 +407,7 @@ def main() -> int:
         ],
     )
     limit_time(1500)
-    with crew() as all_of:
+    with crew(WORKERS, TransferRank) as all_of:
         for name, old, new in CASES[:: 3 if args.quick else 1]:
             before, after = (holdings_of_plan(one.plan(len(specs)), specs) for one in (old, new))
             change = Change(name, old, new, items, before, after)

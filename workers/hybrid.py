@@ -261,7 +261,7 @@ class HybridJob:
             "home": str(self._home) if self._home is not None else "",
             "request": self._request,
         }
-        return Vote(engine.step, engine.entered, self._holds, facts)
+        return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
         """Nothing runs in the background between steps."""

@@ -87,6 +87,15 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
         ("0#0", "5:passed"),
         ("1#1", "0:receive"),
         ("1#1", "0:resume"),
+        # While its replacement joins: the state moves during a step.
+        ("0#0", "6:moving"),
+        ("3#0", "6:turn-compute"),
+        ("1#1", "0:turn-compute"),
+        ("0#0", "6:turn-ship"),
+        ("1#1", "0:turn-enter"),
+        ("2#0", "6:turn-half"),
+        ("3#0", "6:turn-passed"),
+        ("1#1", "0:turn-share"),
         ("0#0", "30:barrier"),  # at the end of the job
     ],
 )

@@ -9,6 +9,7 @@ out), `enter`, `half` and `passed` of one step, and, in that step or a later one
     connect    before it makes links
     moving     when it has sent a message of the state
     receive    when it has received one
+    turn-…     compute, enter, half, passed and share of a step in which the plan changes
     resume     when the state has moved, before it goes on
     barrier    before the barrier that ends a job
 """
@@ -37,6 +38,7 @@ from elaunch.workers.engine.snapshots import Snapshots
 from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.hybrid import HybridJob
 from elaunch.workers.plan import symmetric
+from elaunch.workers.state.background import BackgroundMove
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.train import Faults, Pace, Samples, die
@@ -48,6 +50,9 @@ class LayerFaults(Faults):
     """Ends this process at the requested moments of a hybrid job."""
 
     OF_ONE_STEP = ("compute", "ship", "enter", "half", "passed")
+    turned = False
+
+    job: HybridJob
 
     def __init__(self, job: HybridJob, requests: list[str]) -> None:
         super().__init__(job, requests)
@@ -59,6 +64,24 @@ class LayerFaults(Faults):
             self._die_around(Fabric, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
             self._wrap(Group, "stream", self._stream_in_part)
+            self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
+            self._die_around(BackgroundMove, "wait", before="", after="receive")
+            self._wrap(Engine, "apply", self._apply)
+
+    def due(self, phase: str) -> bool:
+        engine = self.job._engine
+        turning = engine is not None and (engine._migration is not None or (phase == "share" and self.turned))
+        return super().due(phase) or (turning and super().due(f"turn-{phase}"))
+
+    def _apply(self, original: Callable[..., Any], engine: Engine, *args: Any) -> None:
+        self.turned = engine._migration is not None
+        original(engine, *args)
+
+    def _leave_in_part(self, original: Callable[..., Any], *args: Any) -> Iterator[tuple[int, memoryview]]:
+        for message in original(*args):
+            yield message
+            if self.due("moving"):
+                die()
 
     def _stream_in_part(
         self,

@@ -79,6 +79,44 @@ def test_messages_arrive_intact_in_whatever_order_they_are_sent_and_posted(data:
             each(take_part, fabrics, [op] * size, [names] * size, [messages] * size, seeds)
 
 
+def test_what_is_fed_leaves_when_nothing_else_waits() -> None:
+    made: list[int] = []
+
+    def parts() -> Iterator[tuple[int, memoryview]]:
+        for number in range(12):
+            made.append(number)
+            yield 10 + number, memoryview(bytes([number]) * BIG_BYTES)
+
+    with crew(2) as (a, b):
+        at_a, at_b = open_all([a, b])
+        at_a.feed(b.worker, parts())
+        wait_until(lambda: made, PATIENCE_S, "the first part to be asked for")
+        at_a.send(b.worker, 1, memoryview(b"urgent"))
+        urgent = bytearray(6)
+        got = [bytearray(BIG_BYTES) for _ in range(12)]
+        at_b.post(a.worker, 1, memoryview(urgent))
+        for number, into in enumerate(got):
+            at_b.post(a.worker, 10 + number, memoryview(into))
+        at_b.wait(a.worker, 1)
+        assert urgent == b"urgent"
+        assert len(made) < 12, "it did not wait for all that is fed"
+        together([at_a.close, at_b.close])
+        assert made == list(range(12))
+        assert all(into == bytes([number]) * BIG_BYTES for number, into in enumerate(got))
+
+
+def test_an_error_of_what_is_fed_ends_the_traffic() -> None:
+    def parts() -> Iterator[tuple[int, memoryview]]:
+        yield 1, memoryview(b"first")
+        raise RuntimeError("no second")
+
+    with crew(2) as (a, b):
+        at_a, _ = open_all([a, b])
+        at_a.feed(b.worker, parts())
+        with pytest.raises(RuntimeError, match="no second"):
+            at_a.close()
+
+
 def test_a_part_that_came_early_is_handed_over_when_it_is_posted() -> None:
     with crew(2) as (a, b):
         at_a, at_b = open_all([a, b])

@@ -157,7 +157,14 @@ def check_close(
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
 
 
-@pytest.mark.parametrize("bound", [None, 1 << 18])
+WAYS: dict[str, dict[str, Setting]] = {
+    "in a step": {},
+    "pausing": {"blocking": True},
+    "in little memory": {"blocking": True, "max_extra_bytes": 1 << 18},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -168,17 +175,42 @@ W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
     ],
     ids=["DP x PP to DP", "PP to DP x TP", "four to two", "two to four"],
 )
-def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, bound: int | None) -> None:
+def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
     kind: dict[str, Setting] = {"scheduler": scheduler, "clip_norm": 0.5}
     # With tensor parallelism sums of floating-point numbers are taken in another order.
     alike = all(len(tile.workers) == 1 for plan in (first, second) for tile in plan.tiles)
-    reports, weights, received = train_through([(first, 2), (second, 2), (first, 1)], max_extra_bytes=bound, **kind)
+    reports, weights, received = train_through([(first, 2), (second, 2), (first, 1)], **WAYS[way], **kind)
     assert all(received)
     expected, undisturbed = train(first, 5, **kind)
     if alike:
+        assert reports == expected
+        check_same(weights, undisturbed)
+    else:
+        check_close(reports, weights, expected, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)),
+        (symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=2, pp=2, zero="contiguous")),
+        (symmetric(W, 4, 12, 2, dp=2, tp=2), symmetric(W, 4, 12, 2, pp=2, tp=2)),
+        (symmetric(W[:1], 4, 12, 2), symmetric(W, 4, 12, 2, dp=4)),
+        (symmetric(W, 4, 12, 2, dp=4), symmetric(W[:1], 4, 12, 2)),
+    ],
+    ids=["layers", "optimizer", "TP tuples", "one to four", "four to one"],
+)
+def test_where_nobody_is_lost_state_moves_during_the_next_step(
+    first: Plan, second: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elaunch.workers.engine.engine.reshard", None)
+    reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5)
+    assert all(received)
+    expected, undisturbed = train(first, 4, clip_norm=0.5)
+    if all(len(tile.workers) == 1 for plan in (first, second) for tile in plan.tiles):
         assert reports == expected
         check_same(weights, undisturbed)
     else:
@@ -198,7 +230,7 @@ def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.
         gone.extend(ref() is None for ref in (*moments, *flats) if not guarded)
 
     monkeypatch.setattr(reshard_module, "_let_go", let_go)
-    train_through([(first, 2), (second, 1)], max_extra_bytes=1 << 18)
+    train_through([(first, 2), (second, 1)], **WAYS["in little memory"])
     # But for the pieces that stay as they are.
     assert sum(gone) > len(gone) / 2
 
@@ -290,11 +322,15 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
     batch, size = 12, 3
     plans = valid_plans(4, batch // size, 4, tp=(1, 2), max_unit_rows=size, exact=True)
     course = [data.draw(plans), data.draw(plans), data.draw(plans)]
-    reports, weights, _ = train_through([(plan, 1) for plan in course])
+    kind: dict[str, Setting] = {
+        "blocking": data.draw(st.booleans()),
+        "consistency": data.draw(st.sampled_from(["bitwise", "fast"])),
+    }
+    reports, weights, _ = train_through([(plan, 1) for plan in course], **kind)
     expected, undisturbed = train(symmetric(["a"], 4, batch, size), 3)
     tiles = [(plan, tile) for plan in course for tile in plan.tiles]
     whole_units = all(unit_of(plan, piece) is not None for plan, tile in tiles for piece in tile.micro_batches)
-    if not whole_units or any(len(tile.workers) > 1 for _, tile in tiles):
+    if kind["consistency"] == "fast" or not whole_units or any(len(tile.workers) > 1 for _, tile in tiles):
         # Parts of a logical micro-batch, and of a matrix product, are sums in another order.
         check_close(reports, weights, expected, undisturbed)
     else:

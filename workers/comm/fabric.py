@@ -155,7 +155,7 @@ class Fabric:
         later operations waits. `deadline_s` is a time of `time.monotonic`. Raises `GenerationChanged` when interrupted,
         `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
         """
-        self._link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
+        self.link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
         with self._running:
             self._begin(epoch)
             links: dict[str, Link] = {}
@@ -176,7 +176,7 @@ class Fabric:
         like `exchange`.
         """
         peers = list(dict.fromkeys((*outgoing, *incoming)))
-        self._link_up(set(peers), epoch)
+        self.link_up(set(peers), epoch)
         with self._running:
             self._begin(epoch)
             flows: list[Flow] = []
@@ -261,7 +261,7 @@ class Fabric:
             raise GenerationChanged(self._floor)
         return ()
 
-    def _link_up(self, peers: Collection[str], epoch: int) -> None:
+    def link_up(self, peers: Collection[str], epoch: int) -> None:
         """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here."""
         self._check(epoch)
         if all(peer in self._links or peer not in self._known for peer in peers):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -280,6 +280,10 @@ class Group:
             {members[peer]: messages for peer, messages in outgoing.items()},
             {members[peer]: messages for peer, messages in incoming.items()},
         )
+
+    def link_up(self, members: Collection[str]) -> None:
+        """Makes the links that an open operation will need to some members (by identity), who call it as well."""
+        self.fabric.link_up(set(members) - {self.fabric.worker}, self.epoch)
 
     def open(self) -> Traffic:
         """An operation to which messages are added over time, between any members with a link (named by identity).

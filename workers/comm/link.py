@@ -112,6 +112,11 @@ class Link:
         """Whether a part that was posted has not come yet."""
         return bool(self._wanted)
 
+    @property
+    def sending(self) -> bool:
+        """Whether something of this operation waits to leave."""
+        return bool(self._sending or self._frames)
+
     def wants(self) -> int:
         """The poll events that let this link go on; 0 when its share of the operation is done."""
         receiving = self._open or bool(self._wanted)

@@ -3,6 +3,7 @@
     with fabric.open(epoch=1, op=4, peers=["a/1#0"]) as traffic:
         traffic.post("a/1#0", 7, writable)      # its part 7 goes here, whether it has come already or not
         traffic.send("a/1#0", 3, view)          # on its way; nothing waits
+        traffic.feed("a/1#0", parts)            # an iterator: each leaves when nothing else does
         ...                                     # compute
         traffic.wait("a/1#0", 7)
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from elaunch.errors import LinkLost
@@ -38,6 +40,7 @@ class _Line:
         self.n_left = 0
         self._link, self._epoch, self._op, self._news = link, epoch, op, news
         self._lock = threading.Lock()
+        self._background: deque[Iterator[tuple[int, memoryview]]] = deque()
         self._moved = False
         self._admitted = False
         self._over = False
@@ -49,6 +52,10 @@ class _Line:
     def queue(self, part: int, body: memoryview, keep: object) -> None:
         with self._lock:
             self._link.post_send(self._epoch, self._op, part, body, partial(self._has_left, keep))
+
+    def feed(self, parts: Iterator[tuple[int, memoryview]]) -> None:
+        with self._lock:
+            self._background.append(parts)
 
     def push(self) -> bool:
         """Gives the kernel what it takes of all that is queued; returns whether some is left."""
@@ -77,12 +84,13 @@ class _Line:
 
     def advance(self, events: int = 0) -> None:
         with self._lock:
+            self._refill()
             self._link.advance(events)
         self.tell()
 
     def wants(self) -> int:
         with self._lock:
-            return self._link.wants()
+            return self._link.wants() | (select.POLLOUT | select.POLLRDHUP if self._background else 0)
 
     def settle(self) -> None:
         with self._lock:
@@ -91,7 +99,17 @@ class _Line:
     def finish(self) -> None:
         with self._lock:
             self._over = True
+            self._background.clear()
             self._link.finish()
+
+    def _refill(self) -> None:
+        """Takes one part from the background, if nothing else waits to leave; so what comes next waits for one."""
+        while self._background and not self._link.sending:
+            found = next(self._background[0], None)
+            if found is None:
+                self._background.popleft()
+            else:
+                self._link.post_send(self._epoch, self._op, *found)
 
     def _has_arrived(self, part: int) -> None:
         self.arrived.add(part)
@@ -160,6 +178,17 @@ class Traffic:
         if left:
             with self._changed:
                 self._look_at(line)
+
+    def feed(self, peer: str, parts: Iterator[tuple[int, memoryview]]) -> None:
+        """Sends pairs (part, body) to `peer`, one at a time, whenever nothing else waits to leave. Returns at once.
+
+        The driving thread asks for each when its turn comes; a body must stay unchanged until the next is asked for.
+        Raises `LinkLost` when there is no link to `peer`. What the iterator raises ends the traffic.
+        """
+        with self._changed:
+            line = self._line_to(peer)
+            line.feed(parts)
+            self._look_at(line)
 
     def wait(self, peer: str, part: int) -> None:
         """Returns when `part` from `peer`, which has been posted, is complete."""
@@ -237,23 +266,28 @@ class Traffic:
         if not 0 <= part < PARTS:
             raise ValueError(f"part {part} to or from {peer} is not a number from 0 to {PARTS - 1}")
         with self._changed:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None)
-            if self._closing:
-                raise RuntimeError(f"operation {self._op} of epoch {self._epoch} is closed: open another one")
             if (peer, part) in tags:
                 done = "sent to" if tags is self._sent else "posted from"
                 raise ValueError(f"part {part} is {done} {peer} twice: give each message of a traffic its own number")
-            line = self._lines.get(peer)
-            if line is None:
-                line = self._lines[peer] = self._line(self._find(peer))
-                self._look_at(line)
+            line = self._line_to(peer)
             tags.add((peer, part))
             try:
                 order(line)
             except LinkLost:
                 # The driving thread finds the same, and ends the traffic by it.
                 self._look_at(line)
+        return line
+
+    def _line_to(self, peer: str) -> _Line:
+        """Under the condition."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._closing:
+            raise RuntimeError(f"operation {self._op} of epoch {self._epoch} is closed: open another one")
+        line = self._lines.get(peer)
+        if line is None:
+            line = self._lines[peer] = self._line(self._find(peer))
+            self._look_at(line)
         return line
 
     def _look_at(self, line: _Line) -> None:

@@ -16,17 +16,18 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
+from elaunch.workers.engine.assembly import Assembly, shape_of
 from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
 from elaunch.workers.engine.layers import Factory, Layer, build, describe
 from elaunch.workers.engine.layout import Piece, StateLayout
+from elaunch.workers.engine.migration import Migration, Side, keys_of, most_extra_bytes, plan_between
 from elaunch.workers.engine.samples import Samples
-from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.engine.snapshots import Snapshots, links
 from elaunch.workers.engine.standing import Commit, Standing
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
 from elaunch.workers.plan.tiling import Plan
-from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
@@ -110,6 +111,8 @@ class Engine:
         snapshots: how many other workers keep a copy of each worker's optimizer state in host memory.
         max_extra_bytes: bound of the memory that a change of plan takes beside the state (see
             `elaunch.workers.state.reshard`).
+        blocking: whether a change of plan waits until all state is where it belongs, even where it could move during
+            the next step.
         joining: `change` will say what this worker does; it holds nothing before.
 
     Raises:
@@ -137,6 +140,7 @@ class Engine:
         device: torch.device | str = "cpu",
         snapshots: int = 1,
         max_extra_bytes: int | None = None,
+        blocking: bool = False,
         joining: bool = False,
     ) -> None:
         if len(layers) != plan.n_layers:
@@ -147,6 +151,7 @@ class Engine:
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._seed, self._dtype, self._bitwise = seed, dtype, consistency == "bitwise"
         self._clip_norm, self._n_snapshots, self._max_extra_bytes = clip_norm, snapshots, max_extra_bytes
+        self._blocking = blocking
         self._recompute = frozenset(range(plan.n_layers) if recompute is True else recompute or ())
         self._device = torch.device(device)
         self._samples = Samples(dataset, seed, shuffle, collate_fn, self._device)
@@ -162,6 +167,9 @@ class Engine:
         """What the members noted at the last barrier that this worker passed; empty after one that it did not pass."""
         self._part: _Part | None = None
         self._next: _Part | None = None
+        # A change that happens in the next step, and what follows when that commits.
+        self._migration: Migration | None = None
+        self._next_migration: Migration | None = None
         self._outcome: Outcome | None = None
         self.last_commit: Commit | None = None
         """What the last step that committed here came to; for who was at its barrier and did not pass."""
@@ -189,6 +197,11 @@ class Engine:
         return self._here.layers
 
     @property
+    def holds(self) -> bool:
+        """Whether this worker has its part of the state; who joins has it when its first step commits at the latest."""
+        return self._part is not None
+
+    @property
     def entered(self) -> bool:
         """Whether complete gradients of a step are here that has neither committed nor been dropped."""
         return self._outcome is not None
@@ -203,14 +216,8 @@ class Engine:
             StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
                 what is lacking is new values of parameters that others own.
         """
-        part, step = self._here, self.step
-        with part.group.open() as traffic:
-            part.snapshots.begin(traffic)
-            outcome = part.executor.run(
-                traffic, step, lambda slots: self._samples.load(part.plan, step, slots), part.sums
-            )
-            part.snapshots.ship(traffic, outcome.gradients)
-            part.snapshots.arrive(traffic)
+        step = self.step
+        part, outcome = self._migrated(step) if self._migration is not None else self._trained(step)
         norm_terms = [] if self._clip_norm is None else part.zero.norm_terms(outcome.gradients)
         mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms, "note": note}).encode()
         self._outcome, self.notes = outcome, ()
@@ -232,11 +239,37 @@ class Engine:
         assert self.report is not None
         return self.report
 
+    def _trained(self, step: int) -> tuple[_Part, Outcome]:
+        part = self._here
+        with part.group.open() as traffic:
+            part.snapshots.begin(traffic)
+            outcome = part.executor.run(
+                traffic, step, lambda slots: self._samples.load(part.plan, step, slots), part.sums
+            )
+            part.snapshots.ship(traffic, outcome.gradients)
+            part.snapshots.arrive(traffic)
+        return part, outcome
+
+    def _migrated(self, step: int) -> tuple[_Part, Outcome]:
+        """Do the step in which the plan changes."""
+        assert self._migration is not None
+        assert self._next is not None
+        part = self._next
+        with part.group.open() as traffic:
+            outcome = self._migration.run(traffic, step, self._samples)
+            # The old copies end with the commit, so the first new ones are made before it.
+            part.snapshots.begin(traffic)
+            part.snapshots.ship(traffic, outcome.gradients)
+            part.snapshots.arrive(traffic)
+        return part, outcome
+
     def apply(self, commit: Commit) -> None:
         """Commit the step whose gradients are here. Parameters that others own have their old values after it."""
         assert self._outcome is not None
         assert commit.step == self.step, f"step {self.step} is here, {commit.step} has committed"
         outcome, self._outcome = self._outcome, None
+        if self._migration is not None:
+            self._take_over()
         self._stale = True
         self._here.zero.shards.step(outcome.gradients, commit.coefficient)
         self._here.snapshots.commit(commit.coefficient)
@@ -247,8 +280,9 @@ class Engine:
 
     def drop(self) -> None:
         """The step in flight is to be done again."""
-        self._outcome = None
-        self._here.snapshots.drop()
+        self._outcome = self._migration = None
+        if self._part is not None:
+            self._part.snapshots.drop()
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
@@ -278,13 +312,17 @@ class Engine:
         All members of the group call it with the same arguments; among those that `plan` uses or leaves idle, each. An
         interruption leaves this worker with what it has: it may be called again, for another plan and other members.
 
+        Where everything that is needed is current at workers that are there, nothing moves yet: it does so during the
+        next step, under the plan between the two (`elaunch.workers.engine.migration`). If that step does not commit,
+        this worker has what it had before.
+
         Args:
             group: of the workers of `plan`, with links between those that exchange anything under it.
             plan: for them.
             step: the number of steps that have committed.
 
         Returns:
-            The bytes that this worker received.
+            The bytes that this worker received, or will in the next step.
 
         Raises:
             StateError: no survivor has some part of the state, or a worker was given other settings.
@@ -295,6 +333,9 @@ class Engine:
         said = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
         standings = {who: Standing.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
         holding = {who: one for who, one in standings.items() if one.plan}
+        self._next_migration = None
+        if not holding and step:
+            raise StateError(f"no member has any of the state of step {step}; go on from the last checkpoint")
         if not holding:
             self._next, self._next_step = self._begun(plan, group), 0
             self._check_same(plan, group)
@@ -306,16 +347,27 @@ class Engine:
         for one in holding.values():
             forms |= one.forms
         schedule = next((one.schedule for one in holding.values() if one.schedule is not None), None)
-        router = self._router(plan, layout, old, holding, forms)
-        shards, received_bytes = self._moved(group, router, layout.pieces(worker), forms, schedule)
+        items = self._items(layout, forms)
         kept = {who: _kept_keys(layout, who, old, standings.get(who)) for who in plan.workers}
         layers = {key: self._here.layers[was] for key, was in kept[worker].items()}
-        lacking: dict[str, set[LayerKey]] | None = None
-        if not any(one.stale for one in holding.values()):
-            lacking = {who: set(_keys(layout, who)) - kept[who].keys() for who in plan.workers}
-        for key in _keys(layout, worker):
+        for key in keys_of(layout, worker):
             if key not in layers:
                 layers[key] = self._built(layout, key, worker, values=False)
+        missing = {who: set(keys_of(layout, who)) - kept[who].keys() for who in plan.workers}
+        if not self._blocking and len(old) == 1 and all(one.whole for one in holding.values()):
+            before = Side(
+                Plan.parse(next(iter(old))), next(iter(old.values())), {} if self._part is None else self.layers
+            )
+            migration = self._migration_to(Side(plan, layout, layers), before, group, missing, items)
+            if migration is not None:
+                tensors = migration.assembly.tensors()
+                shards = self._shards(layout.pieces(worker), tensors, forms, schedule)
+                self._next = self._part_of(plan, group, layout, layers, shards)
+                self._next_migration, self._next_step = migration, step
+                return migration.coming_bytes
+        router = _router(items, plan, layout, old, holding)
+        shards, received_bytes = self._moved(group, router, layout.pieces(worker), forms, schedule)
+        lacking = None if any(one.stale for one in holding.values()) else missing
         part = self._part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
         self._stale = self._stale or lacking is None
@@ -331,35 +383,55 @@ class Engine:
 
     def install(self) -> None:
         """Go on under the plan that the last `change` has prepared."""
+        self.step, self._outcome = self._next_step, None
+        self._migration, self._next_migration = self._next_migration, None
+        if self._migration is None:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """From now on this worker's part is the one that was prepared."""
         assert self._next is not None
         if self._part is not None:
             self._part.snapshots.close()
-        self._part, self._next = self._next, None
+        self._part, self._next, self._migration = self._next, None, None
         self._part.place_layers()
-        self.step = self._next_step
-        self._outcome, self._mixed, self._stale = None, None, False
+        self._mixed, self._stale = None, False
         self._hosted, self._next_hosted = self._next_hosted, None
 
-    def _router(
-        self,
-        plan: Plan,
-        layout: StateLayout,
-        old: Mapping[str, StateLayout],
-        holding: Mapping[str, Standing],
-        forms: Mapping[str, Form],
-    ) -> Router:
-        items = {}
+    def _items(self, layout: StateLayout, forms: Mapping[str, Form]) -> dict[str, Item]:
+        """The space of the optimizer's state."""
+        found = {}
         for spec in self.specs:
             for name, shape in spec.shapes.items():
                 path = f"layers.{spec.index}.{name}"
                 dtypes = (layout.sum_dtype(spec.index), *forms.get(path, Form()).dtypes)
-                items[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
-        return Router(
-            items,
-            {who: _held(who, one, old[one.plan]) for who, one in holding.items()},
-            {who: optimizer_boxes(layout.pieces(who)) for who in plan.workers},
-            {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
-        )
+                found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
+        return found
+
+    def _migration_to(
+        self,
+        new: Side,
+        old: Side,
+        group: Group,
+        missing: Mapping[str, Collection[LayerKey]],
+        items: Mapping[str, Item],
+    ) -> Migration | None:
+        """The change as a part of the next step; None if nothing moves, or only while all pause."""
+        if not any(missing.values()) and not _moves(old, new):
+            return None
+        bound = self._max_extra_bytes
+        if bound is not None and most_extra_bytes(old, new, missing, self.specs, items) > bound:
+            return None
+        between = plan_between(old, new, group.members)
+        if between is None:
+            return None
+        mine, sums = (None, {}) if self._part is None else (self._part.zero.shards, self._part.sums)
+        worker = group.members[group.rank]
+
+        def executor(plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
+            return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
+
+        return Migration(between, group, old, new, missing, self.specs, items, mine, sums, self._device, executor)
 
     def _moved(
         self,
@@ -370,25 +442,8 @@ class Engine:
         schedule: dict[str, Any] | None,
     ) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
-        flats: dict[Piece, tuple[Tensor, ...]] = {}
         mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        wanted = {(piece.parameter, *piece.boxes) for piece in pieces}
-        # Those that stay as they are.
-        known = {
-            which: mine.tensors(place)
-            for place, piece in enumerate(mine.pieces if mine is not None else ())
-            if mine is not None and (which := (piece.parameter, *piece.boxes)) in wanted
-        }
-        by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
-        regions: dict[Piece, dict[Box, Region]] = {}
-
-        def made(piece: Piece) -> dict[Box, Region]:
-            if piece not in regions:
-                dtypes = router.items[piece.parameter + OPTIMIZER].dtypes
-                flats[piece] = tuple(torch.empty(piece.elements, dtype=kind, device=self._device) for kind in dtypes)
-                regions[piece] = {region.box: region for region in regions_of(piece, flats[piece])}
-            return regions[piece]
-
+        assembly = Assembly(pieces, mine, router.items, self._device)
         state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
         hosted = self._hosted
         if hosted is None:
@@ -403,38 +458,36 @@ class Engine:
             group,
             router,
             state,
-            lambda name, box: made(by_box[name, box])[box].tensors,
+            assembly.allocate,
             snapshots=hosted.regions,
             max_extra_bytes=self._max_extra_bytes,
         )
-        tensors = []
-        for piece in pieces:
-            stayed = known.get((piece.parameter, *piece.boxes))
-            if stayed is not None and piece not in flats:
-                flats[piece] = stayed
-            else:
-                here = {region.box: region for region in new[piece.parameter + OPTIMIZER]}
-                for box, region in made(piece).items():
-                    if here[box].tensors[0].data_ptr() != region.tensors[0].data_ptr():
-                        # It stayed where it was, in a longer or shorter piece.
-                        for to, from_ in zip(region.tensors, here[box].tensors, strict=True):
-                            to.copy_(from_)
-            tensors.append(flats[piece])
-        shards = Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
-        return shards, moved.received_bytes
+        return self._shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
+
+    def _shards(
+        self,
+        pieces: Sequence[Piece],
+        tensors: Sequence[tuple[Tensor, ...]],
+        forms: Mapping[str, Form] | None = None,
+        schedule: Mapping[str, Any] | None = None,
+    ) -> Shards:
+        return Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
 
     # -- parts of an engine ---------------------------------------------------------------------------------------
 
     @property
     def _here(self) -> _Part:
-        if self._part is None:
+        part = self._part
+        if part is None and self._migration is not None:
+            part = self._next
+        if part is None:
             raise StateError("this worker has joined no job yet")
-        return self._part
+        return part
 
     def _begun(self, plan: Plan, group: Group) -> _Part:
         """The first state of a job."""
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
-        layers = {key: self._built(layout, key, worker=worker) for key in _keys(layout, worker)}
+        layers = {key: self._built(layout, key, worker=worker) for key in keys_of(layout, worker)}
         pieces = layout.pieces(worker)
         masters = [(master,) for master in first_masters(layout, pieces, layers)]
         shards = Shards(pieces, masters, self._make_optimizer, self._make_scheduler)
@@ -521,6 +574,29 @@ class Engine:
                 )
 
 
+def _router(
+    items: Mapping[str, Item],
+    plan: Plan,
+    layout: StateLayout,
+    old: Mapping[str, StateLayout],
+    holding: Mapping[str, Standing],
+) -> Router:
+    return Router(
+        items,
+        {who: _held(who, one, old[one.plan]) for who, one in holding.items()},
+        {who: optimizer_boxes(layout.pieces(who)) for who in plan.workers},
+        {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
+    )
+
+
+def _moves(old: Side, new: Side) -> bool:
+    """Whether anybody gets something of the optimizer's state."""
+    return any(
+        {shape_of(piece) for piece in new.layout.pieces(who)} - {shape_of(piece) for piece in old.layout.pieces(who)}
+        for who in new.plan.workers
+    )
+
+
 def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
     """What a worker has of its own optimizer state."""
     return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
@@ -535,16 +611,6 @@ def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
     )
 
 
-def _keys(layout: StateLayout, worker: str) -> list[LayerKey]:
-    """The layers of a worker."""
-    return [
-        (layer, replica)
-        for layer, tuples in enumerate(layout.holders)
-        for replica, workers in enumerate(tuples)
-        if worker in workers
-    ]
-
-
 def _kept_keys(
     layout: StateLayout, worker: str, old: Mapping[str, StateLayout], standing: Standing | None
 ) -> dict[LayerKey, LayerKey]:
@@ -553,10 +619,10 @@ def _kept_keys(
         return {}
     before = old[standing.plan]
     there: dict[tuple[int, int, int], list[LayerKey]] = {}
-    for key in _keys(before, worker):
+    for key in keys_of(before, worker):
         there.setdefault(_cut(before, key, worker), []).append(key)
     found = {}
-    for key in _keys(layout, worker):
+    for key in keys_of(layout, worker):
         alike = there.get(_cut(layout, key, worker))
         if alike:
             found[key] = alike.pop(0)

@@ -107,14 +107,28 @@ class Executor:
         for number, members in enumerate(rounds(groups)):
             self._round |= {layer: number for group in members for layer in groups[group].layers}
 
-    def run(self, traffic: Traffic, step: int, load: Load, sums: Mapping[tuple[str, ...], TupleSum]) -> Outcome:
+    def run(
+        self,
+        traffic: Traffic,
+        step: int,
+        load: Load,
+        sums: Mapping[tuple[str, ...], TupleSum],
+        ready: Callable[[range], object] = lambda _: None,
+    ) -> Outcome:
         """Do all actions of step number `step`.
+
+        Args:
+            traffic: of the step.
+            step: its number.
+            load: of the samples.
+            sums: over tensor-parallel tuples.
+            ready: called before some layers are used, returns when they can be.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
             StateError: a layer or the loss does something that cannot be used.
         """
-        return _Step(self, traffic, step, load, sums).run()
+        return _Step(self, traffic, step, load, sums, ready).run()
 
     def _replicas_of(self, tile: int) -> dict[int, int]:
         workers = self._plan.tiles[tile].workers
@@ -167,10 +181,16 @@ class TupleSum:
 
 class _Step:
     def __init__(
-        self, executor: Executor, traffic: Traffic, step: int, load: Load, sums: Mapping[tuple[str, ...], TupleSum]
+        self,
+        executor: Executor,
+        traffic: Traffic,
+        step: int,
+        load: Load,
+        sums: Mapping[tuple[str, ...], TupleSum],
+        ready: Callable[[range], object],
     ) -> None:
         self._of, self._plan = executor, executor._plan
-        self._traffic, self._step, self._load = traffic, step, load
+        self._traffic, self._step, self._load, self._ready = traffic, step, load, ready
         self._saved: dict[tuple[int, int], list[Saved]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
@@ -204,6 +224,7 @@ class _Step:
         first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
         data = self._load(slots) if first or last else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
+        self._ready(tile.layers)
         x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(slots))
         if last:
             assert data is not None

@@ -108,23 +108,32 @@ class Piece:
 
 
 class StateLayout:
-    """Segments of all layers, who holds them, and who owns which shard; the same on every worker."""
+    """Segments of all layers, who holds them, and who owns which shard; the same on every worker.
 
-    def __init__(self, plan: Plan, specs: Sequence[LayerSpec]) -> None:
+    Args:
+        plan: says who holds what.
+        specs: of the layers.
+        owners: the plan under which the shards are owned, by holders of this one and in the same cuts; default: `plan`.
+    """
+
+    def __init__(self, plan: Plan, specs: Sequence[LayerSpec], owners: Plan | None = None) -> None:
         self.holders = holders(plan)
+        owners = owners or plan
         self.cuts = [math.lcm(*(len(workers) for workers in tuples)) for tuples in self.holders]
         self._specs = specs
         self._dtypes = [frozenset(spec.dtypes.values()) for spec in specs]
         self.segments: list[dict[int, Segment]] = [
             _segments(spec, cut) for spec, cut in zip(specs, self.cuts, strict=True)
         ]
-        common = optimizer_shards(plan, [segments[COMMON].elements for segments in self.segments], ALIGN)
+        common = optimizer_shards(owners, [segments[COMMON].elements for segments in self.segments], ALIGN)
         parts = optimizer_shards(
-            plan, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
+            owners, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
         )
+        # The owners' numbers of the tuples, as numbers of the holders.
+        here = [[mine.index(workers) for workers in theirs] for mine, theirs in zip(self.holders, holders(owners))]
         self._shards = [
             tuple(
-                Owned(layer, number, shard.replica, shard.start, shard.stop)
+                Owned(layer, number, here[layer][shard.replica], shard.start, shard.stop)
                 for number in segments
                 for shard in (common if number == COMMON else parts)[layer]
             )

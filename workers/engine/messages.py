@@ -28,6 +28,7 @@ class Kind(IntEnum):
     TENSOR = 4
     SNAPSHOT_STATE = 5
     SNAPSHOT_GRADIENT = 6
+    MIGRATION = 7
 
 
 def tag(kind: Kind, number: int) -> int:

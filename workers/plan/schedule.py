@@ -127,7 +127,7 @@ class _Run:
                     self._begin(action, now)
 
     def _choose(self, worker: str) -> Action | None:
-        """A backward before a forward; of several, the one nearest to the end of the model, then the earliest."""
+        """A backward before a forward; of several, the one nearest to the end of the model, then of the first slots."""
         best: tuple[int, int, int, Action] | None = None
         for tile in self.tiles_of[worker]:
             if not all(self.free[member] for member in self.plan.tiles[tile].workers):
@@ -139,7 +139,9 @@ class _Run:
                 action = Action("F", tile, state.forward[0])
             else:
                 continue
-            rank = (action.kind == "F", -self.plan.tiles[tile].layers.start, action.micro_batch, action)
+            here = self.plan.tiles[tile]
+            first_slot = here.micro_batches[action.micro_batch][0].start
+            rank = (action.kind == "F", -here.layers.start, first_slot, action)
             best = rank if best is None else min(best, rank)
         return None if best is None else best[3]
 

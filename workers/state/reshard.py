@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -214,10 +215,8 @@ class _Window:
         codes = bytearray()
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._held(part) for part in message]
-            with _Buffer(self._moved, self._sizes(message), views) as buffer:
-                if buffer.packed:
-                    for place, view in zip(buffer.places, views, strict=True):
-                        place.copy_(view)
+            with self._buffer(views) as buffer:
+                buffer.pack(views)
                 if self._checksum:
                     codes += zlib.crc32(buffer.bytes).to_bytes(4, "little")
                 self._moved.sent_bytes += len(buffer.bytes)
@@ -229,13 +228,11 @@ class _Window:
         codes: list[tuple[int, Part]] = []
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._place(part) for part in message]
-            with _Buffer(self._moved, self._sizes(message), views) as buffer:
+            with self._buffer(views) as buffer:
                 yield buffer.bytes
                 if self._checksum:
                     codes.append((zlib.crc32(buffer.bytes), message[0]))
-                if buffer.packed:
-                    for view, place in zip(views, buffer.places, strict=True):
-                        view.copy_(place)
+                buffer.unpack(views)
                 self._moved.received_bytes += len(buffer.bytes)
         if self._checksum:
             told = bytearray(4 * len(codes))
@@ -247,49 +244,54 @@ class _Window:
                         "again, look for errors of this machine's or that machine's memory or network card"
                     )
 
-    def _sizes(self, message: Sequence[Part]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [
-            (tuple(stop - start for start, stop in part.box), self._items[part.item].dtypes[part.tensor])
-            for part in message
-        ]
+    @contextmanager
+    def _buffer(self, views: Sequence[Tensor]) -> Iterator[Buffer]:
+        buffer = Buffer(views)
+        self._moved.hold(buffers_bytes=buffer.extra_bytes)
+        try:
+            yield buffer
+        finally:
+            self._moved.hold(buffers_bytes=-buffer.extra_bytes)
 
     def _held(self, part: Part) -> Tensor:
-        return _view((self._snapshots if part.snapshot else self._state)[part.item], part)
+        return view_of((self._snapshots if part.snapshot else self._state)[part.item], part)
 
     def _place(self, part: Part) -> Tensor:
-        return _view(self.regions[part.item], part)
+        return view_of(self.regions[part.item], part)
 
 
-class _Buffer:
-    """The memory of one message: the tensor itself where it is one run of host memory, else a buffer to pack."""
+class Buffer:
+    """The memory of one message: the tensor itself where it is one run of host memory, else a buffer to pack.
 
-    def __init__(
-        self, moved: Moved, sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], views: Sequence[Tensor]
-    ) -> None:
-        self._moved = moved
-        self.packed = len(views) > 1 or views[0].device.type != "cpu" or not views[0].is_contiguous()
-        self.places: list[Tensor] = []
-        self._buffer_bytes = 0
-        if not self.packed:
+    Attributes:
+        bytes: what travels.
+        extra_bytes: of the buffer; none where there is none.
+    """
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        self._packed: list[Tensor] = []
+        self.extra_bytes = 0
+        if len(views) == 1 and views[0].device.type == "cpu" and views[0].is_contiguous():
             self.bytes = memory(views[0])
             return
-        end = 0
-        starts = []
-        for shape, dtype in sizes:
+        starts, end = [], 0
+        for view in views:
             starts.append(_aligned(end))
-            end = starts[-1] + _n_bytes(shape, dtype)
+            end = starts[-1] + view.nbytes
         flat = torch.empty(end, dtype=torch.uint8)
-        for start, (shape, dtype) in zip(starts, sizes, strict=True):
-            self.places.append(flat[start : start + _n_bytes(shape, dtype)].view(dtype).view(shape))
-        self.bytes = memory(flat)
-        self._buffer_bytes = end
+        for start, view in zip(starts, views, strict=True):
+            self._packed.append(flat[start : start + view.nbytes].view(view.dtype).view(view.shape))
+        self.bytes, self.extra_bytes = memory(flat), end
 
-    def __enter__(self) -> _Buffer:
-        self._moved.hold(buffers_bytes=self._buffer_bytes)
-        return self
+    def pack(self, views: Sequence[Tensor]) -> None:
+        """Take in what is to be sent."""
+        for place, view in zip(self._packed, views):
+            place.copy_(view)
 
-    def __exit__(self, *_: object) -> None:
-        self._moved.hold(buffers_bytes=-self._buffer_bytes)
+    def unpack(self, views: Sequence[Tensor]) -> None:
+        """Put what has come where it belongs."""
+        for view, place in zip(views, self._packed):
+            view.copy_(place)
 
 
 def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_bytes: int) -> Iterator[tuple[Part, ...]]:
@@ -354,8 +356,8 @@ def _cut(box: Box, parts: int) -> list[Box]:
     return found
 
 
-def _view(regions: Sequence[Region], part: Part) -> Tensor:
-    """The region that has all of a part: pieces do not go beyond the boxes they come from or go to."""
+def view_of(regions: Sequence[Region], part: Part) -> Tensor:
+    """A part, as a view of the region that has it: pieces do not go beyond the boxes they come from or go to."""
     for region, common in covering(regions, part.box):
         if common == part.box:
             return region.part(part.box)[part.tensor]
@@ -381,10 +383,6 @@ def _let_go(
         if any(intersect(old.box, box) for box in lonely):
             snapshots.setdefault(name, []).append(Region(old.box, tuple(tensor.cpu() for tensor in old.tensors)))
             moved.guarded_bytes += n_bytes
-
-
-def _n_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
 
 
 def _aligned(n_bytes: int) -> int:

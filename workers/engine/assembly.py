@@ -1,0 +1,84 @@
+"""The tensors of the pieces that a worker owns under its next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from elaunch.workers.engine.layout import Piece
+from elaunch.workers.engine.shards import Shards, regions_of
+from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.regions import Region, State
+from elaunch.workers.state.space import OPTIMIZER, Item
+
+Shape = tuple[object, ...]
+"""Of a piece: its parameter and its boxes; two of one shape hold the same elements in the same order."""
+
+
+def shape_of(piece: Piece) -> Shape:
+    """What makes a piece the same under two plans."""
+    return piece.parameter, *piece.boxes
+
+
+class Assembly:
+    """Pieces that stay as they are keep their tensors; the others get new ones, made when they are first asked for.
+
+    Args:
+        pieces: in the order of the layout.
+        mine: what this worker has now, by piece; None: nothing, or not by piece.
+        items: of the space.
+        device: of the new tensors.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], mine: Shards | None, items: Mapping[str, Item], device: torch.device
+    ) -> None:
+        self._pieces, self._items, self._device = pieces, items, device
+        wanted = {shape_of(piece) for piece in pieces}
+        self._stay = {
+            shape_of(piece): mine.tensors(place)
+            for place, piece in enumerate(mine.pieces if mine is not None else ())
+            if mine is not None and shape_of(piece) in wanted
+        }
+        self._by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
+        self._flats: dict[Piece, tuple[Tensor, ...]] = {}
+        self._regions: dict[Piece, dict[Box, Region]] = {}
+
+    def allocate(self, name: str, box: Box) -> tuple[Tensor, ...]:
+        """New tensors of a box of an item."""
+        return self._made(self._by_box[name, box])[box].tensors
+
+    def regions(self) -> dict[str, list[Region]]:
+        """Of all pieces that do not stay, by item."""
+        found: dict[str, list[Region]] = {}
+        for piece in self._pieces:
+            if shape_of(piece) not in self._stay:
+                found.setdefault(piece.parameter + OPTIMIZER, []).extend(self._made(piece).values())
+        return found
+
+    def tensors(self, state: State | None = None) -> list[tuple[Tensor, ...]]:
+        """Of all pieces, flat. Regions of `state` that are not in their piece are copied there."""
+        found = []
+        for piece in self._pieces:
+            stayed = self._stay.get(shape_of(piece))
+            if stayed is not None and piece not in self._flats:
+                self._flats[piece] = stayed
+            elif state is not None:
+                here = {region.box: region for region in state[piece.parameter + OPTIMIZER]}
+                for box, region in self._made(piece).items():
+                    if here[box].tensors[0].data_ptr() != region.tensors[0].data_ptr():
+                        # It stayed where it was, in a longer or shorter piece.
+                        for to, from_ in zip(region.tensors, here[box].tensors, strict=True):
+                            to.copy_(from_)
+            found.append(self._flats[piece])
+        return found
+
+    def _made(self, piece: Piece) -> dict[Box, Region]:
+        if piece not in self._regions:
+            dtypes = self._items[piece.parameter + OPTIMIZER].dtypes
+            flats = tuple(torch.empty(piece.elements, dtype=kind, device=self._device) for kind in dtypes)
+            self._flats[piece] = flats
+            self._regions[piece] = {region.box: region for region in regions_of(piece, flats)}
+        return self._regions[piece]

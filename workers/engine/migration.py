@@ -1,0 +1,209 @@
+"""A change of plan inside a step: nobody pauses while the state moves (ElasWave 6.2; DESIGN section 8).
+
+The step is done under a plan between the old and the new one (`elaunch.workers.plan.transition`). In its background go
+first the parameters of the layers that somebody gets, of which the first use waits, then what the optimizer keeps. All
+of that is what the step before committed, and stays so until this one commits. The gradients go to the owners of the
+new plan, so the commit is theirs. If the step is dropped, everybody still has what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.engine.assembly import Assembly, shape_of
+from elaunch.workers.engine.executor import Executor, LayerKey, Outcome, TupleSum
+from elaunch.workers.engine.layers import Layer, LayerSpec
+from elaunch.workers.engine.layout import StateLayout
+from elaunch.workers.engine.messages import Kind, peers, tag
+from elaunch.workers.engine.samples import Samples
+from elaunch.workers.engine.shards import Shards
+from elaunch.workers.engine.tensor_parallel import Membership
+from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.plan.transition import transitional
+from elaunch.workers.state.background import BackgroundMove
+from elaunch.workers.state.boxes import Box, n_elements, subtract_all
+from elaunch.workers.state.regions import Region
+from elaunch.workers.state.routes import Router, n_bytes
+from elaunch.workers.state.space import OPTIMIZER, Item, box_of_placements, optimizer_boxes
+
+Keys = Mapping[str, Iterable[LayerKey]]
+"""By worker: some of its layers."""
+
+
+class Side(NamedTuple):
+    """One of the two plans, and the layers of this worker under it."""
+
+    plan: Plan
+    layout: StateLayout
+    layers: Mapping[LayerKey, Layer]
+
+
+def plan_between(old: Side, new: Side, members: tuple[str, ...]) -> Plan | None:
+    """The plan of the step in which the members go from one plan to the other; None if they must pause for that."""
+    if any(worker not in members for tile in old.plan.tiles for worker in tile.workers):
+        return None
+    # Shards of layers that are cut otherwise have no place in the sums of the other plan.
+    return transitional(old.plan, new.plan, members) if old.layout.cuts == new.layout.cuts else None
+
+
+def most_extra_bytes(
+    old: Side, new: Side, lacking: Keys, specs: tuple[LayerSpec, ...], items: Mapping[str, Item]
+) -> int:
+    """What some worker holds beside its old state in the step of the change, at most."""
+    most = 0
+    for who in new.plan.workers:
+        stay = {shape_of(piece) for piece in old.layout.pieces(who)}
+        come = [piece for piece in new.layout.pieces(who) if shape_of(piece) not in stay]
+        size = sum(piece.elements * items[piece.parameter + OPTIMIZER].element_bytes for piece in come)
+        for key in lacking.get(who, ()):
+            spec = specs[key[0]]
+            boxes = _boxes(new.layout, who, key, spec)
+            size += sum(n_elements(box) * spec.dtypes[name].itemsize for name, box in boxes.items())
+        most = max(most, size)
+    return most
+
+
+class Migration:
+    """What a worker does in the step of the change.
+
+    Args:
+        between: the plan of the step.
+        group: its workers.
+        old: without layers for a worker that has nothing yet.
+        new: with layers that may have no values yet.
+        lacking: by worker, the layers of the new plan that it has not.
+        specs: of all layers.
+        optimizer_items: of the space.
+        mine: what this worker owns under the old plan.
+        sums: over the tuples of the old plan.
+        device: of the new tensors.
+        make_executor: of a plan, its layout and this worker's layers.
+    """
+
+    def __init__(
+        self,
+        between: Plan,
+        group: Group,
+        old: Side,
+        new: Side,
+        lacking: Keys,
+        specs: tuple[LayerSpec, ...],
+        optimizer_items: Mapping[str, Item],
+        mine: Shards | None,
+        sums: Mapping[tuple[str, ...], TupleSum],
+        device: torch.device,
+        make_executor: Callable[[Plan, StateLayout, Mapping[LayerKey, Layer]], Executor],
+    ) -> None:
+        self.plan = between
+        worker = group.members[group.rank]
+        layout = StateLayout(between, specs, owners=new.plan)
+        self._to_new = dict(zip(layout.all_shards, new.layout.all_shards, strict=True))
+        self._sums = dict(sums)
+        for (index, replica), layer in new.layers.items():
+            workers = new.layout.holders[index][replica]
+            if (index, replica) in lacking.get(worker, ()):
+                add = self._sums.setdefault(workers, TupleSum(workers, worker)) if len(workers) > 1 else None
+                layer.membership = Membership(workers.index(worker), len(workers), add)
+        self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new))
+        self.assembly = Assembly(new.layout.pieces(worker), mine, optimizer_items, device)
+
+        before, after = old.layout, new.layout
+        items: dict[str, Item] = {}
+        moving = sorted({index for keys in lacking.values() for index, _ in keys})
+        for index in moving:
+            for name, shape in specs[index].shapes.items():
+                path = f"layers.{index}.{name}"
+                items[path] = Item(path, tuple(shape), (specs[index].dtypes[name],))
+        self._parameters = {index: {f"layers.{index}.{name}" for name in specs[index].shapes} for index in moving}
+        items |= optimizer_items
+        needed = {who: _parameters(after, who, lacking.get(who, ()), specs) for who in new.plan.workers}
+        for who in new.plan.workers:
+            stay = {shape_of(piece) for piece in before.pieces(who)}
+            needed[who] |= optimizer_boxes([one for one in after.pieces(who) if shape_of(one) not in stay])
+        held = {}
+        for who in old.plan.workers:
+            keys = [key for key in keys_of(before, who) if key[0] in self._parameters]
+            held[who] = _parameters(before, who, keys, specs) | optimizer_boxes(before.pieces(who))
+        router = Router(items, held, needed)
+        routes = router.of(worker)
+        state: dict[str, list[Region]] = {} if mine is None else mine.regions()
+        moved = {key: layer for key, layer in old.layers.items() if key[0] in self._parameters}
+        state |= _parameter_regions(before, worker, moved)
+        places = self.assembly.regions()
+        places |= _parameter_regions(after, worker, {key: new.layers[key] for key in lacking.get(worker, ())})
+        self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
+        self.coming_bytes = n_bytes(items, routes.receive)
+        """That this worker will receive."""
+        ends = {end for piece in (*routes.send, *routes.receive) for end in (piece.source, piece.to)}
+        group.link_up(peers(between, worker) | peers(new.plan, worker) | ends)
+
+    def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
+        """Do the step; when it returns, all that this worker will own is here, with the gradients for it."""
+        self._move.begin(traffic)
+        load = lambda slots: samples.load(self.plan, step, slots)  # noqa: E731
+        outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
+        self._move.wait()
+        return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
+
+    def _wait(self, layers: range) -> None:
+        """Until the parameters of these layers are here."""
+        wanted = [name for index in layers for name in self._parameters.get(index, ())]
+        if wanted:
+            self._move.wait(wanted)
+
+
+def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
+    """The layers of a worker."""
+    return [
+        (layer, replica)
+        for layer, tuples in enumerate(layout.holders)
+        for replica, workers in enumerate(tuples)
+        if worker in workers
+    ]
+
+
+def _layers_of(layout: StateLayout, worker: str, old: Side, new: Side) -> dict[LayerKey, Layer]:
+    """This worker's layers under a plan of which each tuple is one of the two sides'."""
+    found = {
+        (index, side.layout.holders[index][replica]): layer
+        for side in (new, old)
+        for (index, replica), layer in side.layers.items()
+    }
+    return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
+
+
+def _boxes(layout: StateLayout, worker: str, key: LayerKey, spec: LayerSpec) -> dict[str, Box]:
+    """What a worker holds of the parameters of a layer, as a member of a tuple."""
+    workers = layout.holders[key[0]][key[1]]
+    return {
+        name: box_of_placements(shape, (len(workers),), (spec.placements[name],), (workers.index(worker),))
+        for name, shape in spec.shapes.items()
+    }
+
+
+def _parameters(
+    layout: StateLayout, worker: str, keys: Iterable[LayerKey], specs: tuple[LayerSpec, ...]
+) -> dict[str, tuple[Box, ...]]:
+    found: dict[str, tuple[Box, ...]] = {}
+    for key in keys:
+        for name, box in _boxes(layout, worker, key, specs[key[0]]).items():
+            path = f"layers.{key[0]}.{name}"
+            known = found.get(path, ())
+            found[path] = (*known, *subtract_all([box], known))
+    return found
+
+
+def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer]) -> dict[str, list[Region]]:
+    """The parameters of some layers; of what is there twice, one."""
+    found: dict[str, list[Region]] = {}
+    for key, layer in layers.items():
+        for name, box in _boxes(layout, worker, key, layer.spec).items():
+            known = found.setdefault(f"layers.{key[0]}.{name}", [])
+            whole = Region(box, (layer.parameters[name].data,))
+            known += [Region(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]
+    return found
