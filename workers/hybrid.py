@@ -94,7 +94,9 @@ class HybridJob:
         plan: Plan,
         **settings: Any,
     ) -> Engine:
-        """Make the engine of this worker, and wait until it is a member; who joins a running job gets its state here.
+        """Make the engine of this worker, and wait until it is a member.
+
+        Who joins a running job gets its state here, or during its first step.
 
         Args:
             layers: functions that make the layers.
