@@ -1,4 +1,5 @@
-"""What it costs to move 1, 2 or 4 layers to the next stage of a pipeline: pausing, or during the next step.
+"""What it costs to move 1, 2 or 4 layers to the next stage of a pipeline, and to let a replica of each stage join:
+pausing, or during the next step.
 
     python benchmarks/migration.py
     python benchmarks/migration.py --quick --json migration.json
@@ -12,8 +13,8 @@ Moved are the parameters of the layers (float32) and what AdamW keeps of them. S
 
 and for the two layouts of the optimizer's state over the replicas of a stage, *contiguous* and *interleaved*.
 
-The stall is the time from the end of the step before the change to the end of the step after it, less what a step
-takes. The larger stage has as many layers before as after, so that both plans take the same.
+The stall is the time from the end of the step before the change to the end of the step after it, less what a step of
+the old plan takes. Where layers move, the larger stage has as many before as after, so that both plans take the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,7 +35,7 @@ from benchmarks.emulation import Words, emulated_layers, loss_fn
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.workers.engine.engine import Engine
-from elaunch.workers.plan import Layout, Plan, Stage, stages
+from elaunch.workers.plan import Layout, Plan, Stage, stages, symmetric
 from elaunch.workers.policy.profile import LayerProfile, Profile
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
@@ -54,7 +56,10 @@ def plan_of(first: int, layers: int, zero: Layout) -> Plan:
 
 
 def both(moved: int, zero: Layout) -> tuple[Plan, Plan]:
-    """Before and after `moved` layers go from the first stage to the second."""
+    """Before and after `moved` layers go from the first stage to the second; none: before and after replicas join."""
+    if not moved:
+        alone = symmetric(WORKERS[::2], LAYERS, UNITS, 1, pp=2, zero=zero)
+        return replace(alone, idle=tuple(WORKERS[1::2])), plan_of(LAYERS // 2, LAYERS, zero)
     layers = LAYERS - moved % 2
     first = (layers + moved) // 2
     return plan_of(first, layers, zero), plan_of(first - moved, layers, zero)
@@ -137,28 +142,27 @@ def main() -> int:
     )
     limit_time(1500)
     with crew(WORKERS, MigrationRank) as all_of:
-        for moved in (1, 4) if args.quick else MOVED:
+        for moved in (4, 0) if args.quick else (*MOVED, 0):
+            what = f"{moved} layer{'s' if moved > 1 else ''}" if moved else "join"
             stalls: dict[Way, list[float]] = {way: [] for way in ways}
             steps: dict[Way, list[float]] = {way: [] for way in ways}
             bytes_: dict[Way, int] = {}
             for number in range(rounds):
                 for way in ways if number % 2 == 0 else ways[::-1]:
                     all_of("begin", *way, moved, args.width, args.layer_s)
-                    ordinary, changes = [], []
-                    for _ in range(turns):
-                        ordinary += all_of("steps", 2)[0]
+                    for turn in range(turns if moved else 2 * turns):
+                        ordinary = all_of("steps", 3)[0]
                         ended: list[tuple[float, int]] = all_of("turn")
-                        changes.append(ended[0][0])
-                        bytes_[way] = sum(received for _, received in ended)
+                        if moved or turn % 2 == 0:
+                            steps[way] += ordinary
+                            stalls[way].append(ended[0][0] - statistics.median(ordinary))
+                            bytes_[way] = sum(received for _, received in ended)
                     all_of("end")
-                    usual_s = statistics.median(ordinary)
-                    steps[way] += ordinary
-                    stalls[way] += [seconds - usual_s for seconds in changes]
             for way in ways:
                 found = spread(stalls[way])
                 report.row(
                     {
-                        "layers": moved,
+                        "change": what,
                         "way": name_of(way),
                         "moved_mb": bytes_[way] / 1e6,
                         "changes": found.count,
@@ -168,13 +172,13 @@ def main() -> int:
                         "worst_ms": 1e3 * found.worst,
                     }
                 )
+            if not moved:
+                way = (False, "interleaved")
+                stall_s, step_s = spread(stalls[way]).median, spread(steps[way]).median
+                report.target("stall of a join in a step", stall_s / step_s, "steps", below=1)
+                continue
             worse, better = (spread(stalls[way]).median for way in ((True, "contiguous"), (False, "interleaved")))
-            report.target(
-                f"stall saved, {moved} layer{'s' if moved > 1 else ''}",
-                100 * (1 - better / worse),
-                "%",
-                at_least=100 * LEAST_SAVED,
-            )
+            report.target(f"stall saved, {what}", 100 * (1 - better / worse), "%", at_least=100 * LEAST_SAVED)
     report.print()
     report.write(args.json)
     return 0
