@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import (
@@ -28,7 +30,7 @@ from elaunch.workers.state.reshard import (
     plan_stages,
     reshard,
 )
-from elaunch.workers.state.routes import Router
+from elaunch.workers.state.routes import CUT_BYTES, HOPS, Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
 from tests.unit.comm_crew import addresses, connect_all, each, outcomes, together
 from tests.unit.plan_strategies import valid_plans
@@ -115,9 +117,11 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
     before = {worker: what for worker, what in held.items() if worker not in dead}
     hosts = {worker: what for worker, what in kept.items() if worker not in dead}
     after = {worker: what for worker, what in needed.items() if worker not in dead}
-    router = Router(ITEMS, before, after, hosts)
-    if router.missing():
-        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_module, "CUT_BYTES", data.draw(st.sampled_from([16, CUT_BYTES])))
+        router = Router(ITEMS, before, after, hosts)
+        if router.missing():
+            return
     bound = data.draw(st.sampled_from([None, 4 * SMALLEST_MESSAGE_BYTES, 1 << 20]))
     checksum = data.draw(st.booleans())
     members = list(dict.fromkeys((*before, *after)))
@@ -230,6 +234,125 @@ def test_a_worker_that_dies_half_way_leaves_the_others_with_a_whole_state(bound:
             truth.check(found, thirds[fabric.worker])
 
         each(second, left)
+
+
+ONE_TO_MANY = ["a/0#0", "a/1#0", "b/0#0", "b/1#0", "c/0#0", "c/1#0"]
+WIDE = {f"w{number}": Item(f"w{number}", (96, 2048), (torch.bfloat16, torch.float32)) for number in range(4)}
+ALL_OF_WIDE: dict[str, tuple[Box, ...]] = dict.fromkeys(WIDE, (((0, 96), (0, 2048)),))
+WIDE_BYTES = sum(96 * 2048 * item.element_bytes for item in WIDE.values())
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_module, "CUT_BYTES", 16 << 10)
+
+
+@pytest.mark.parametrize("bound", [None, 5 << 20])
+@pytest.mark.parametrize("needed", ["whole", "columns"])
+@pytest.mark.usefixtures("small_slabs")
+def test_what_many_need_leaves_who_has_it_once_and_goes_on_from_there(bound: int | None, needed: str) -> None:
+    truth = Truth(WIDE)
+    # Columns are not one run of memory, neither where they are nor where they go.
+    box = ((0, 96), (0, 2048)) if needed == "whole" else ((0, 96), (512, 1536))
+    part = dict.fromkeys(WIDE, (box,))
+    router = Router(WIDE, {"a/0#0": ALL_OF_WIDE}, {"a/0#0": ALL_OF_WIDE} | dict.fromkeys(ONE_TO_MANY[1:], part))
+
+    def work(fabric: Fabric) -> Moved:
+        state = truth.state(ALL_OF_WIDE if fabric.worker == "a/0#0" else {})
+        group = Group(fabric, 1, ONE_TO_MANY)
+        found, moved = reshard(group, router, state, allocator(WIDE), max_extra_bytes=bound, checksum=True)
+        truth.check(found, ALL_OF_WIDE if fabric.worker == "a/0#0" else part)
+        return moved
+
+    with fabrics_of(ONE_TO_MANY) as fabrics:
+        first, near, *far = each(partial(_stopping_all, fabrics, work), fabrics)
+    share = WIDE_BYTES * n_elements(box) // (96 * 2048)
+    # Once to its own node, and once to the four workers of the others.
+    assert first.sent_bytes == pytest.approx(2 * share, rel=0.01)
+    assert near.sent_bytes == 0
+    assert all(one.sent_bytes == pytest.approx(0.75 * share, rel=0.01) for one in far)
+    assert all(one.received_bytes == pytest.approx(share, rel=0.01) for one in (near, *far))
+    if bound is not None:
+        assert all(one.peak_extra_bytes <= bound for one in (first, near, *far))
+
+
+@pytest.mark.parametrize("hop", range(1, HOPS))
+@pytest.mark.parametrize("bound", [None, 4 << 20])
+@pytest.mark.usefixtures("small_slabs")
+def test_a_worker_that_dies_while_it_passes_on_leaves_the_others_with_a_whole_state(
+    bound: int | None, hop: int
+) -> None:
+    """Of the one worker that had everything, who leaves with this change, and those who take over."""
+    truth, workers, victim = Truth(WIDE), [worker for worker in ONE_TO_MANY if worker != "a/1#0"], "b/0#0"
+    router = Router(WIDE, {"a/0#0": ALL_OF_WIDE}, dict.fromkeys(workers[1:], ALL_OF_WIDE))
+    states = {worker: truth.state(ALL_OF_WIDE if worker == "a/0#0" else {}) for worker in workers}
+    snapshots: dict[str, Regions] = {worker: {} for worker in workers}
+
+    def first(fabric: Fabric) -> object:
+        group = Group(fabric, 1, workers)
+        if fabric.worker == victim:
+            # In the second window, if there are several: a stream for each hop of each.
+            _die_in_stream(group, hop if bound is None else HOPS + hop)
+        moved = reshard(
+            group,
+            router,
+            states[fabric.worker],
+            allocator(WIDE),
+            snapshots=snapshots[fabric.worker],
+            max_extra_bytes=bound,
+        )
+        group.barrier()
+        return moved
+
+    with fabrics_of(workers) as fabrics:
+        ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
+        for worker, end in zip(workers, ends, strict=True):
+            assert isinstance(end, Killed if worker == victim else StepInterrupted), (worker, end)
+        left = [fabric for fabric in fabrics if fabric.worker != victim]
+        survivors = [fabric.worker for fabric in left]
+        for fabric in left:
+            fabric.interrupt(2)
+            fabric.retain(survivors)
+        each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+        before = {worker: holdings_of(states[worker]) for worker in survivors}
+        for worker in survivors:
+            truth.check(states[worker], before[worker])
+        # All others have what the windows brought that were done, and who had everything has let go of that.
+        assert all(len(before[worker]) == (bound is not None) for worker in survivors[1:]), before
+        assert len(before["a/0#0"]) == len(WIDE) - (bound is not None)
+        hosts = {worker: holdings_of(snapshots[worker]) for worker in survivors}
+        again = Router(WIDE, before, dict.fromkeys(survivors[1:], ALL_OF_WIDE), hosts)
+
+        def second(fabric: Fabric) -> None:
+            found, _ = reshard(
+                Group(fabric, 2, survivors),
+                again,
+                states[fabric.worker],
+                allocator(WIDE),
+                snapshots=snapshots[fabric.worker],
+                max_extra_bytes=bound,
+            )
+            truth.check(found, ALL_OF_WIDE if fabric.worker != "a/0#0" else {})
+
+        each(second, left)
+
+
+def _die_in_stream(group: Group, number: int) -> None:
+    """At the first message of a stream; 0 is the first stream in which the group takes part."""
+    stream, begun = group.stream, itertools.count()
+
+    def dying(messages: Messages) -> Messages:
+        for _ in messages:
+            raise Killed
+        yield from messages
+
+    def streamed(outgoing: Mapping[int, Messages], incoming: Mapping[int, Messages]) -> None:
+        if next(begun) == number:
+            assert outgoing, "it has nothing to send"
+            outgoing = {peer: dying(messages) for peer, messages in outgoing.items()}
+        stream(outgoing, incoming)
+
+    group.stream = streamed  # type: ignore[method-assign]
 
 
 def _as_process(work: Any, fabric: Fabric, fabrics: list[Fabric]) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -18,8 +18,9 @@ from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.random_trace import RandomTrace
 from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
-from elaunch.workers.state.routes import CUT_BYTES, Piece, Router, Routes, n_bytes
+from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
 from tests.unit.plan_strategies import valid_plans
 
@@ -80,18 +81,27 @@ def play(items: Mapping[str, Item], before: Held, after: Held, snapshots: Held, 
     for one in routes.values():
         for piece in one.send:
             sent[piece.source, piece.to].append(piece)
+    found = {to: played.filled({}) for to in after}
+    for hop in range(HOPS):
+        # What is passed on has come by an earlier hop.
+        arrived = []
+        for to in after:
+            for piece in (*routes[to].retain, *routes[to].receive):
+                assert piece.to == to
+                assert n_elements(piece.box)
+                assert piece.hop < HOPS
+                if piece.hop == hop:
+                    there = (found if hop else hosts if piece.snapshot else devices)[piece.source][piece.item]
+                    assert (at(there, piece.box) >= 0).all(), f"{piece} is not there"
+                    arrived.append((piece, at(there, piece.box).copy()))
+        for piece, values in arrived:
+            place = at(found[piece.to][piece.item], piece.box)
+            assert (place == -1).all(), f"{piece} comes twice"
+            place[...] = values
     for to, needed in after.items():
-        found = {name: np.full(item.shape, -1) for name, item in items.items()}
-        for piece in (*routes[to].retain, *routes[to].receive):
-            assert piece.to == to
-            assert n_elements(piece.box)
-            there = (hosts if piece.snapshot else devices)[piece.source][piece.item]
-            assert (at(there, piece.box) >= 0).all(), f"{piece} is not there"
-            assert (at(found[piece.item], piece.box) == -1).all(), f"{piece} comes twice"
-            at(found[piece.item], piece.box)[...] = at(there, piece.box)
         expected = played.filled(needed)
         for name in items:
-            assert np.array_equal(found[name], expected[name]), f"{name} of {to}"
+            assert np.array_equal(found[to][name], expected[name]), f"{name} of {to}"
         # Each stays where it was if it can, and both ends of a link know of the same pieces in the same order.
         for piece in routes[to].receive:
             assert piece.source != to
@@ -119,7 +129,10 @@ def test_after_the_routes_everybody_has_what_the_new_plan_asks_for(data: DataObj
     before = {worker: held[worker] for worker in ring if worker not in dead}
     hosts = {worker: snapshots[worker] for worker in ring if worker not in dead}
     after = {worker: what for worker, what in needed.items() if worker not in dead or data.draw(st.booleans())}
-    router = Router(items, before, after, hosts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_module, "CUT_BYTES", data.draw(st.sampled_from([16, CUT_BYTES])))
+        router = Router(items, before, after, hosts)
+        missing = router.missing()
     played = Played(items)
     lacking = set()
     for name in items:
@@ -128,7 +141,7 @@ def test_after_the_routes_everybody_has_what_the_new_plan_asks_for(data: DataObj
         wanted = np.max([np.full(items[name].shape, -1), *(played.filled(w)[name] for w in after.values())], axis=0)
         if (union < wanted).any():
             lacking.add(name)
-    assert {one.item for one in router.missing()} == lacking
+    assert {one.item for one in missing} == lacking
     if lacking:
         with pytest.raises(StateError, match=r"no surviving worker has all of layers\."):
             router.of(next(iter(after)))
@@ -177,6 +190,102 @@ def test_small_pieces_come_from_the_sources_in_turn() -> None:
     assert all(piece.box == ((0, 4), (0, 4)) for piece in router.of("n7/0#0").receive)
 
 
+class Sent:
+    """Copies of an item that the workers send: each one, and from node to node."""
+
+    def __init__(self, holders: Sequence[str], receivers: Sequence[str]) -> None:
+        items = {"w": Item("w", (720, 2), (torch.float32,))}
+        held = {"w": [((0, 720), (0, 2))]}
+        before, after = dict.fromkeys(holders, held), dict.fromkeys((*holders, *receivers), held)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routes_module, "CUT_BYTES", 8)
+            router = Router(items, before, after)
+            routes = {worker: router.of(worker) for worker in after}
+        play(items, before, after, {}, routes)
+        one = 720 * 2 * 4
+        self.by = {worker: n_bytes(items, mine.send) / one for worker, mine in routes.items()}
+        self.into: dict[str, float] = {}
+        self.out_of: dict[str, float] = {}
+        for piece in (piece for mine in routes.values() for piece in mine.send):
+            source, to = piece.source.partition("/")[0], piece.to.partition("/")[0]
+            if source != to:
+                self.into[to] = self.into.get(to, 0) + n_bytes(items, [piece]) / one
+                self.out_of[source] = self.out_of.get(source, 0) + n_bytes(items, [piece]) / one
+
+
+@pytest.mark.parametrize(("n_holders", "n_receivers"), [(1, 2), (1, 8), (1, 32), (2, 6), (3, 7)])
+def test_who_has_a_box_sends_it_once_however_many_need_it(n_holders: int, n_receivers: int) -> None:
+    holders = [f"h{node}/0#0" for node in range(n_holders)]
+    receivers = [f"r{node}/0#0" for node in range(n_receivers)]
+    sent = Sent(holders, receivers).by
+    assert sum(sent[worker] for worker in holders) == pytest.approx(1)
+    assert max(sent[worker] for worker in holders) <= 1 / n_holders + 1 / n_receivers
+    assert max(sent[worker] for worker in receivers) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=2, max_size=18), st.data())
+def test_a_box_comes_to_each_node_without_it_once_and_to_the_others_never(
+    places: set[tuple[int, int]], data: DataObject
+) -> None:
+    workers = data.draw(st.permutations([f"n{node}/{slot}#0" for node, slot in sorted(places)]))
+    n_holders = data.draw(st.integers(1, len(workers) - 1))
+    holders, receivers = workers[:n_holders], workers[n_holders:]
+    sent = Sent(holders, receivers)
+    nodes = {worker.partition("/")[0] for worker in receivers}
+    with_it = {worker.partition("/")[0] for worker in holders}
+    lacking = nodes - with_it
+    assert sent.into.keys() == lacking
+    assert all(copies == pytest.approx(1) for copies in sent.into.values())
+    if len(lacking) > len(holders):
+        assert sum(sent.out_of[node] for node in with_it & sent.out_of.keys()) == pytest.approx(1)
+    assert max(sent.by[worker] for worker in receivers) < 2
+
+
+def test_a_node_that_has_a_box_serves_its_own_workers() -> None:
+    sent = Sent(["n0/0#0"], [f"n{node}/{slot}#0" for node, slot in product(range(4), range(8)) if node or slot])
+    # One copy to its own node, one to all others together.
+    assert sent.by["n0/0#0"] == pytest.approx(2)
+    assert sent.out_of["n0"] == pytest.approx(1)
+
+
+def test_what_is_too_small_to_be_cut_comes_straight_from_who_has_it() -> None:
+    items = one_item(2 * (CUT_BYTES >> 10) - 1)
+    held = {"w": [((0, items["w"].shape[0]), (0, 256))]}
+    receivers = {f"n{node}/0#0": held for node in range(1, 6)}
+    router = Router(items, {"n0/0#0": held}, {"n0/0#0": held, **receivers})
+    assert [piece.box for piece in router.of("n0/0#0").send] == held["w"] * 5
+
+
+def test_receivers_pass_on_in_turn() -> None:
+    two = n_elements(ALL["w"][0]) * 2 // 64
+    items = {f"w{number}": Item(f"w{number}", (two // 256, 256), (torch.float32,)) for number in range(6)}
+    held = {name: [((0, two // 256), (0, 256))] for name in items}
+    receivers = {f"n{node}/0#0": held for node in range(1, 7)}
+    router = Router(items, {"n0/0#0": held}, receivers)
+    # Of the two slabs of each item.
+    assert [len(router.of(worker).send) for worker in receivers] == [10] * 6
+    assert len(router.of("n0/0#0").send) == 12
+
+
+def test_a_snapshot_is_passed_on_like_any_other_source() -> None:
+    receivers = [f"n{node}/0#0" for node in range(1, 5)]
+    items = one_item(4 * CUT_BYTES >> 10)
+    held = {"w": [((0, items["w"].shape[0]), (0, 256))]}
+    before: Held = {"n0/0#0": {}}
+    after = dict.fromkeys(receivers, held)
+    router = Router(items, before, after, {"n0/0#0": held})
+    play(items, before, after, {"n0/0#0": held}, {worker: router.of(worker) for worker in ("n0/0#0", *receivers)})
+    assert [(piece.snapshot, piece.hop) for piece in router.of("n0/0#0").send] == [(True, 0)] * 4
+    assert {(piece.snapshot, piece.hop) for piece in router.of(receivers[0]).send} == {(False, 1)}
+
+
+def test_without_relays_all_comes_straight_from_who_has_it() -> None:
+    receivers = [f"n{node}/0#0" for node in range(1, 5)]
+    router = Router(BIG, {"n0/0#0": ALL}, dict.fromkeys(receivers, ALL), relays=False)
+    assert [piece.box for piece in router.of("n0/0#0").send] == ALL["w"] * 4
+
+
 def test_a_snapshot_is_used_where_no_device_has_it_and_the_own_one_before_peers() -> None:
     half, rest = [((0, 8), (0, 256))], [((8, 16), (0, 256))]
     items = one_item(16)
@@ -215,7 +324,8 @@ def plan_kinds() -> list[Plan]:
 
 @pytest.mark.parametrize("new", range(5))
 @pytest.mark.parametrize("old", range(5))
-def test_hybrid_changes(old: int, new: int) -> None:
+def test_hybrid_changes(old: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_module, "CUT_BYTES", 16)
     layers = specs(4)
     items = items_of_layers(layers)
     before, after = (holdings_of_plan(plan_kinds()[number], layers) for number in (old, new))

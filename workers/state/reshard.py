@@ -8,6 +8,13 @@ one stage. With one, the pairs of workers are taken in the order of the XOR sche
 their buffers fit: in step s worker i is paired with worker i ^ s and with nobody else. The steps run to the next power
 of two, since fewer miss pairs (errata 1).
 
+Slabs that receivers pass on go hop by hop: all stages for what comes from those who had it, then again for what those
+pass on to whom it has come, out of their new regions. A worker begins a hop when all that it sends and receives in the
+one before is done; no barrier is needed. Nobody can wait in a circle: everybody goes through the same sequence of
+operations (window, hop, stage), and in each one all links and both directions of a link move by themselves. So whoever
+is in the earliest operation waits only for others that are in it too or have still to come, whom nothing holds up, or
+for bytes that those who are further have left in the kernel.
+
 Under a bound the items, too, are taken in *windows*: of each the new regions are allocated, filled, and the old ones
 let go, before the next begins. An interruption leaves the items of completed windows in the new layout and all others,
 those of the window under way included, in the old one. So what a worker holds is always described by its regions, and
@@ -32,7 +39,7 @@ from elaunch.workers.comm.group import Group, memory
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
 from elaunch.workers.state.regions import Region, State, covering
-from elaunch.workers.state.routes import Piece, Router, Routes
+from elaunch.workers.state.routes import HOPS, Piece, Router, Routes
 from elaunch.workers.state.space import Item
 
 MESSAGE_BYTES = 4 << 20
@@ -54,6 +61,7 @@ class Part(NamedTuple):
     box: Box
     tensor: int
     snapshot: bool
+    hop: int
 
 
 @dataclass(frozen=True)
@@ -176,15 +184,17 @@ class _Window:
         """Fill the new regions."""
         for piece in self._routes.retain:
             self._keep(piece)
-        for stage in stages:
-            peers = [self._group.rank ^ step for step in stage.steps]
-            peers = [peer for peer in peers if peer < self._group.size]
-            outgoing = {peer: self._outgoing(peer, stage.message_bytes) for peer in peers}
-            incoming = {peer: self._incoming(peer, stage.message_bytes) for peer in peers}
-            self._group.stream(
-                {peer: messages for peer, messages in outgoing.items() if messages is not None},
-                {peer: messages for peer, messages in incoming.items() if messages is not None},
-            )
+        for hop in range(HOPS):
+            send = _by(lambda piece: piece.to, hop, self._routes.send)
+            receive = _by(lambda piece: piece.source, hop, self._routes.receive)
+            for stage in stages:
+                ranks = [self._group.rank ^ step for step in stage.steps]
+                peers = {rank: self._group.members[rank] for rank in ranks if rank < self._group.size}
+                size = stage.message_bytes
+                self._group.stream(
+                    {rank: self._send(send[peer], size) for rank, peer in peers.items() if peer in send},
+                    {rank: self._receive(receive[peer], size) for rank, peer in peers.items() if peer in receive},
+                )
 
     def _region(self, name: str, box: Box, allocate: Allocate) -> Region:
         for old in self._state.get(name, ()):
@@ -202,14 +212,6 @@ class _Window:
                 if region is not source:
                     for to, from_ in zip(region.part(common), source.part(common), strict=True):
                         to.copy_(from_)
-
-    def _outgoing(self, peer: int, message_bytes: int) -> Messages | None:
-        pieces = [piece for piece in self._routes.send if piece.to == self._group.members[peer]]
-        return self._send(pieces, message_bytes) if pieces else None
-
-    def _incoming(self, peer: int, message_bytes: int) -> Messages | None:
-        pieces = [piece for piece in self._routes.receive if piece.source == self._group.members[peer]]
-        return self._receive(pieces, message_bytes) if pieces else None
 
     def _send(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
         codes = bytearray()
@@ -254,7 +256,8 @@ class _Window:
             self._moved.hold(buffers_bytes=-buffer.extra_bytes)
 
     def _held(self, part: Part) -> Tensor:
-        return view_of((self._snapshots if part.snapshot else self._state)[part.item], part)
+        sources = self.regions if part.hop else self._snapshots if part.snapshot else self._state
+        return view_of(sources[part.item], part)
 
     def _place(self, part: Part) -> Tensor:
         return view_of(self.regions[part.item], part)
@@ -305,7 +308,7 @@ def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_byte
         for tensor, dtype in enumerate(items[piece.item].dtypes):
             n_bytes = n_elements(piece.box) * dtype.itemsize
             for box in _cut(piece.box, -(-n_bytes // message_bytes)):
-                part = Part(piece.item, box, tensor, piece.snapshot)
+                part = Part(piece.item, box, tensor, piece.snapshot, piece.hop)
                 part_bytes = _aligned(n_elements(box) * dtype.itemsize)
                 if 2 * part_bytes >= message_bytes:
                     yield (part,)
@@ -330,6 +333,15 @@ def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
         Stage(range(first, min(first + at_a_time, steps)), message_bytes // _ALIGN * _ALIGN)
         for first in range(1, steps, at_a_time)
     ]
+
+
+def _by(peer_of: Callable[[Piece], str], hop: int, pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+    """Those of a hop, by peer."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.hop == hop:
+            found.setdefault(peer_of(piece), []).append(piece)
+    return found
 
 
 def _windows(router: Router, max_bytes: int) -> list[list[str]]:
