@@ -10,13 +10,15 @@ by side, in turn, after the same change:
 - *elaunch*: `elaunch.workers.state.reshard` as jobs run it, new memory allocated, no bound.
 - *elaunch, checked*: with a checksum of each message.
 - *elaunch, bounded*: with 64 MiB of memory beside the old state.
+- *elaunch, straight*: nothing is passed on by receivers; all comes from those who had it.
 - *buffered*: messages packed in the same way, one pair of workers at a time, each waiting for the other.
-- *naive*: each tensor's part by itself, blocking, one pair at a time.
+- *naive*: each tensor's part by itself, blocking, one pair at a time, straight from those who had it.
 - *sockets*: the same number of bytes between the same pairs over bare TCP sockets, from and into buffers that exist.
 - *checkpoint*: `torch.distributed.checkpoint` save and load of the same boxes, on tmpfs and on the disk.
 
 Timed is from a barrier until the last process has all that it needs. The result of each way of elaunch is compared with
-the state as the new plan makes it, bit by bit.
+the state as the new plan makes it, bit by bit. *Most sent* is what the busiest worker sends, with and without passing
+on; in *one to many* it is parameters alone that move, which all need whole.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.reshard import plan_stages, reshard
 from elaunch.workers.state.routes import Router, n_bytes
-from elaunch.workers.state.space import Holdings, Item, holdings_of_plan, items_of_layers
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 WIDTH, INNER, WORDS = 1024, 2816, 8192
@@ -90,10 +92,13 @@ class Degrees:
         return text if self.zero == "interleaved" else f"{text}, contiguous"
 
 
+ONE_TO_MANY = "one to many"
+
 CASES = [
     ("DP", Degrees(dp=2), Degrees(dp=4)),
     ("TP", Degrees(tp=4), Degrees(dp=2, tp=2)),
     ("PP", Degrees(pp=4), Degrees(dp=2, pp=2)),
+    (ONE_TO_MANY, Degrees(), Degrees(dp=4)),
     ("ZeRO", Degrees(dp=4), Degrees(dp=4, zero="contiguous")),
     ("hybrid", Degrees(dp=2, pp=2), Degrees(dp=2, tp=2)),
     ("hybrid", Degrees(pp=2, tp=2), Degrees(dp=4)),
@@ -127,8 +132,10 @@ class Change:
     after: Mapping[str, Holdings]
 
     @property
-    def router(self) -> Router:
-        return Router(self.items, self.before, self.after)
+    def routers(self) -> tuple[Router, Router]:
+        """As jobs have it, and without passing on."""
+        with_, without = (Router(self.items, self.before, self.after, relays=relays) for relays in (True, False))
+        return with_, without
 
 
 def value_of(item: Item, number: int, box: Box) -> tuple[Tensor, ...]:
@@ -211,7 +218,8 @@ class TransferRank(Rank):
 
     def begin(self, change: Change) -> None:
         """Make the state that the old plan gives."""
-        self.change, self.router = change, change.router
+        self.change = change
+        self.router, self.straight = change.routers
         numbers = {name: number for number, name in enumerate(change.items)}
         self.state = {
             name: [Region(box, value_of(change.items[name], numbers[name], box)) for box in boxes]
@@ -250,6 +258,9 @@ class TransferRank(Rank):
     def _elaunch(self, _: str, __: contextlib.ExitStack, **settings: Any) -> Callable[[], Regions]:
         return lambda: reshard(self.group, self.router, dict(self.state), self.allocate, **settings)[0]
 
+    def _straight(self, _: str, __: contextlib.ExitStack) -> Callable[[], Regions]:
+        return lambda: reshard(self.group, self.straight, dict(self.state), self.allocate)[0]
+
     def _checked(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
         return self._elaunch(folder, after, checksum=True)
 
@@ -275,7 +286,7 @@ class TransferRank(Rank):
         return self._elaunch(folder, after)
 
     def _naive(self, _: str, __: contextlib.ExitStack) -> Callable[[], Regions]:
-        routes = self.router.of(self.worker)
+        routes = self.straight.of(self.worker)
 
         def work() -> Regions:
             found = {
@@ -391,6 +402,7 @@ def main() -> int:
         "elaunch": ("elaunch", None),
         "checked": ("checked", None),
         "bounded": ("bounded", None),
+        "straight": ("straight", None),
         "buffered": ("buffered", None),
         "naive": ("naive", None),
         "sockets": ("sockets", None),
@@ -410,10 +422,12 @@ def main() -> int:
     with crew(WORKERS, TransferRank) as all_of:
         for name, old, new in CASES[:: 3 if args.quick else 1]:
             before, after = (holdings_of_plan(one.plan(len(specs)), specs) for one in (old, new))
+            if name == ONE_TO_MANY:
+                before, after = _parameters(before), _parameters(after)
             change = Change(name, old, new, items, before, after)
             all_of("begin", change)
-            router = change.router
-            moved = [n_bytes(items, router.of(worker).receive) for worker in WORKERS]
+            relayed, straight = ([router.of(worker) for worker in WORKERS] for router in change.routers)
+            moved = [n_bytes(items, routes.receive) for routes in relayed]
             seconds: dict[str, list[float]] = {way: [] for way in ways}
             for turn in range(1 + (2 if args.quick else args.repeat)):
                 for way, (method, base) in ways.items():
@@ -434,6 +448,8 @@ def main() -> int:
                     "from": str(old),
                     "to": str(new),
                     "moved_mb": sum(moved) / 1e6,
+                    "most_sent_mb": max(n_bytes(items, routes.send) for routes in relayed) / 1e6,
+                    "most_sent_straight_mb": max(n_bytes(items, routes.send) for routes in straight) / 1e6,
                     **{f"{way}_s": median for way, median in medians.items()},
                     "gb_per_s": sum(moved) / 1e9 / medians["elaunch"],
                 }
@@ -449,6 +465,13 @@ def main() -> int:
     report.print()
     report.write(args.json)
     return 0
+
+
+def _parameters(held: Mapping[str, Holdings]) -> dict[str, Holdings]:
+    return {
+        worker: {name: boxes for name, boxes in mine.items() if not name.endswith(OPTIMIZER)}
+        for worker, mine in held.items()
+    }
 
 
 def _elements(item: Item) -> int:
