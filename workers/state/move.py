@@ -1,7 +1,9 @@
 """Send the state of the job from the members that hold it to those that need it, memory to memory.
 
-Every source sends an even part of the bytes, straight from its tensors, to every receiver; what is not a tensor comes
-from the first source. Each part carries a checksum. This is the transfer for state that all members hold whole.
+Every source sends an even part of the bytes, straight from its tensors; what is not a tensor comes from the first
+source. Where more receive than send, each gets a chunk of that part and passes it on to the others: a source's link
+carries its part once, however many join. Each part carries a checksum. This is the transfer for state that all members
+hold whole.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.state.codec import describe, restore
-from elaunch.workers.state.transfer import allocate, checksum, cut, stage, total_bytes, windows
+from elaunch.workers.state.transfer import allocate, checksum, cut, scatter, stage, total_bytes, windows
 
 
 def move_state(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> tuple[int, int]:
@@ -38,12 +40,16 @@ def _send(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int)
     total = total_bytes(tensors)
     parts = {int(source): (start, stop) for source, start, stop in cut(total, [str(s) for s in verdict.sources])}
     start, stop = parts.get(group.rank, (0, 0))
-    views = windows(stage(tensors, start, stop), start, stop)
+    staged = stage(tensors, start, stop)
+    views = windows(staged, start, stop)
     head = json.dumps({"step": step, "total": total, "checksum": checksum(views)}).encode()
     if group.rank == verdict.sources[0]:
         head += b"\n" + json.dumps(manifest).encode()
-    outgoing = [memoryview(head), *views]
-    group.exchange([(receiver, view) for receiver in verdict.receivers for view in outgoing], [])
+    chunks = scatter(start, stop, len(verdict.sources), verdict.receivers)
+    outgoing = (
+        {to: windows(staged, *ends) for to, *ends in chunks} if chunks else dict.fromkeys(verdict.receivers, views)
+    )
+    group.exchange([(to, view) for to in verdict.receivers for view in (memoryview(head), *outgoing.get(to, ()))], [])
 
 
 def _receive(group: Group, verdict: Verdict, objects: Mapping[str, Any]) -> tuple[int, int]:
@@ -58,9 +64,23 @@ def _receive(group: Group, verdict: Verdict, objects: Mapping[str, Any]) -> tupl
     tensors = allocate(manifest, into=objects)
     parts = {int(source): (start, stop) for source, start, stop in cut(total, [str(s) for s in verdict.sources])}
     incoming = {source: windows(tensors, *parts.get(source, (0, 0))) for source in verdict.sources}
-    group.exchange([], [(source, view) for source, views in incoming.items() for view in views])
+    straight: list[tuple[int, memoryview]] = []
+    own: list[memoryview] = []
+    passed_on: list[tuple[int, memoryview]] = []
+    for source, views in incoming.items():
+        chunks = scatter(*parts.get(source, (0, 0)), len(verdict.sources), verdict.receivers)
+        straight += [(source, view) for view in views if not chunks]
+        for receiver, *ends in chunks:
+            if receiver == group.rank:
+                own += windows(tensors, *ends)
+                straight += [(source, view) for view in windows(tensors, *ends)]
+            else:
+                passed_on += [(receiver, view) for view in windows(tensors, *ends)]
+    group.exchange([], straight)
+    # Chunks travel between two receivers in the order of the sources they come from.
+    group.exchange([(to, view) for to in verdict.receivers if to != group.rank for view in own], passed_on)
     for source, head in zip(verdict.sources, heads, strict=True):
         if checksum(incoming[source]) != head["checksum"]:
-            raise StateError(f"the part of the state that {group.members[source]} sent arrived damaged")
+            raise StateError(f"the part of the state that {group.members[source]} has arrived damaged")
     restore(objects, manifest, tensors)
     return total, step

@@ -16,6 +16,9 @@ from torch import nn
 from elaunch.workers.plan.shares import share
 from elaunch.workers.state.codec import Manifest, describe, dtype_of
 
+CHUNK_BYTES = 1 << 20
+"""No chunk that receivers pass on is smaller: that would not be worth a link between them."""
+
 
 def cut(total_bytes: int, sources: Sequence[str]) -> list[tuple[str, int, int]]:
     """Which source sends which interval: (source, start, stop), contiguous, in order, sizes differ by at most 1 byte.
@@ -26,6 +29,19 @@ def cut(total_bytes: int, sources: Sequence[str]) -> list[tuple[str, int, int]]:
         raise ValueError(f"no source for {total_bytes} bytes")
     parts = ((source, share(total_bytes, len(sources), index)) for index, source in enumerate(sources))
     return [(source, part.start, part.stop) for source, part in parts if part]
+
+
+def scatter(start: int, stop: int, n_sources: int, receivers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Which receiver gets which chunk of a source's interval, to pass it on to all others: (receiver, start, stop).
+
+    So a source sends its interval once, and a receiver about as much as it receives. None, and the source sends all of
+    it to each, where there are no more receivers than sources or nothing of `CHUNK_BYTES` for two of them.
+    """
+    n_chunks = min(len(receivers), (stop - start) // CHUNK_BYTES)
+    if len(receivers) <= n_sources or n_chunks < 2:
+        return []
+    parts = [share(stop - start, n_chunks, index) for index in range(n_chunks)]
+    return [(to, start + part.start, start + part.stop) for to, part in zip(receivers, parts, strict=False)]
 
 
 def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
