@@ -129,7 +129,8 @@ class Migration:
         for who in old.plan.workers:
             keys = [key for key in keys_of(before, who) if key[0] in self._parameters]
             held[who] = _parameters(before, who, keys, specs) | optimizer_boxes(before.pieces(who))
-        router = Router(items, held, needed)
+        # What is passed on would come later, and all has the time of a step.
+        router = Router(items, held, needed, relays=False)
         routes = router.of(worker)
         state: dict[str, list[Region]] = {} if mine is None else mine.regions()
         moved = {key: layer for key, layer in old.layers.items() if key[0] in self._parameters}
