@@ -421,9 +421,7 @@ def main() -> int:
     limit_time(1500)
     with crew(WORKERS, TransferRank) as all_of:
         for name, old, new in CASES[:: 3 if args.quick else 1]:
-            before, after = (holdings_of_plan(one.plan(len(specs)), specs) for one in (old, new))
-            if name == ONE_TO_MANY:
-                before, after = _parameters(before), _parameters(after)
+            before, after = (_held(name, one.plan(len(specs)), specs) for one in (old, new))
             change = Change(name, old, new, items, before, after)
             all_of("begin", change)
             relayed, straight = ([router.of(worker) for worker in WORKERS] for router in change.routers)
@@ -467,10 +465,11 @@ def main() -> int:
     return 0
 
 
-def _parameters(held: Mapping[str, Holdings]) -> dict[str, Holdings]:
+def _held(name: str, plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, Holdings]:
+    """By worker; of the parameters alone, where one has them and all get them."""
     return {
-        worker: {name: boxes for name, boxes in mine.items() if not name.endswith(OPTIMIZER)}
-        for worker, mine in held.items()
+        worker: {item: boxes for item, boxes in held.items() if name != ONE_TO_MANY or not item.endswith(OPTIMIZER)}
+        for worker, held in holdings_of_plan(plan, specs).items()
     }
 
 
