@@ -85,15 +85,18 @@ class Group:
 
     A member is named by its position. All methods block, and raise `LinkLost` or `GenerationChanged`; then the contents
     of the tensors passed are unspecified, and the group is of no more use: make one for the next epoch.
+
+    Groups of one generation that have two members in common, and take turns, need different `number`s.
     """
 
-    def __init__(self, fabric: Fabric, epoch: int, members: Sequence[str]) -> None:
+    def __init__(self, fabric: Fabric, epoch: int, members: Sequence[str], number: int = 0) -> None:
         self.fabric = fabric
         self.epoch = epoch
         self.members = tuple(members)
         self.size = len(self.members)
         self.rank = self.members.index(fabric.worker)
         self._direct = self.size <= DIRECT_MEMBERS
+        self._first_op = number << 32
         self._others = [member for member in range(self.size) if member != self.rank]
         self._collectives = 0
         self._sent = [0] * self.size
@@ -264,7 +267,7 @@ class Group:
             incoming.append((self.members[peer], self._received[peer], destination))
             self._received[peer] += 1
         # Odd numbers lie between the collectives before and after.
-        self.fabric.exchange(self.epoch, 2 * self._collectives + 1, outgoing, incoming)
+        self.fabric.exchange(self.epoch, self._first_op + 2 * self._collectives + 1, outgoing, incoming)
         for device, host in staged:
             device.copy_(host)
 
@@ -344,7 +347,7 @@ class Group:
 
     def _next_op(self) -> int:
         self._collectives += 1
-        return 2 * self._collectives
+        return self._first_op + 2 * self._collectives
 
     def _counts(self, tensor: Tensor, counts: Sequence[int] | None) -> Sequence[int]:
         if counts is None:

@@ -1,0 +1,124 @@
+"""Device meshes of `torch.distributed` whose groups run over links.
+
+    meshes = Meshes(process_group)                       # registered: the default group
+    mesh = meshes.make(group, "cpu", (2, 2), ("dp", "tp"))    # on all members of the group alike
+
+DTensor, `parallelize_module` and `fully_shard` work on such a mesh. It belongs to the group's generation: an
+interruption is raised by whatever operation runs, in forward or backward, and the next generation makes a new mesh.
+"""
+
+# torch declares overloads for calls with and without an options object; here come only those with one.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute as redistribute
+from torch.distributed.tensor import debug
+
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.process_group import NAME, ElasticProcessGroup
+
+
+class AxisGroup(ElasticProcessGroup):
+    """The process group of one axis of a mesh, as this worker sees it; its members never change.
+
+    Args:
+        group: along the axis.
+        name: under which functional collectives find it.
+        ranks: its members in the default group.
+    """
+
+    def __init__(self, group: Group, name: str, ranks: Sequence[int]) -> None:
+        super().__init__(lambda: group)
+        self._name = name
+        self._seen = group
+        self._ranks.update({rank: place for place, rank in enumerate(ranks)})
+
+    @property
+    def group_name(self) -> str:
+        """The name under which functional collectives find this group."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """The same; torch calls it from C++."""
+        return self._name
+
+    def register(self) -> None:
+        """Enters it in the tables of `torch.distributed`; `dist.destroy_process_group(group)` undoes it."""
+        world = distributed_c10d._world
+        world.pg_map[self] = (NAME, None)
+        world.pg_names[self] = self._name
+        world.pg_group_ranks[self] = self._ranks
+        world.pg_backend_config[self] = f"cpu:{NAME},cuda:{NAME}"
+        world.pg_to_tag[self] = f"ptd:{self._name}"
+        world.tags_to_pg.setdefault(f"ptd:{self._name}", []).append(self)
+        world.tags_to_pg.setdefault("", []).append(self)
+        distributed_c10d._register_process_group(distributed_c10d.GroupName(self._name), self)
+
+
+class Meshes:
+    """The meshes of one worker."""
+
+    def __init__(self) -> None:
+        self._made: list[AxisGroup] = []
+        self._epoch = 0
+        self._number = 0
+
+    def make(self, group: Group, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
+        """A mesh of the first members of a group, row by row. All members make the same meshes in the same order.
+
+        Returns:
+            The mesh; None if this worker has no place in it.
+
+        Raises:
+            ValueError: it has more places than the group has members, or not one name for each axis.
+        """
+        places = math.prod(shape)
+        if not shape or len(names) != len(shape) or not 0 < places <= group.size:
+            raise ValueError(f"a mesh of {tuple(shape)} named {tuple(names)} cannot be made of {group.size} members")
+        self.forget_before(group.epoch)
+        ranks = torch.arange(places).view(*shape)
+        axes: list[AxisGroup] = []
+        for axis in range(len(shape)):
+            self._number += 1
+            for row in ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist():
+                if group.rank in row:
+                    members = [group.members[rank] for rank in row]
+                    along = Group(group.fabric, group.epoch, members, self._number)
+                    axes.append(AxisGroup(along, f"{NAME}/{group.epoch}/{self._number}/{names[axis]}", row))
+        if not axes:
+            return None
+        _forget_equal_meshes()
+        for one in axes:
+            one.register()
+        self._made += axes
+        if len(axes) > 1:
+            return DeviceMesh.from_group(list(axes), device_type, ranks, mesh_dim_names=tuple(names))
+        return DeviceMesh.from_group(axes[0], device_type, mesh_dim_names=tuple(names))
+
+    def forget_before(self, epoch: int) -> None:
+        """Take the groups of older generations out of torch's tables."""
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        self._number = 0
+        for one in self._made:
+            if one in distributed_c10d._world.pg_map:
+                distributed_c10d.destroy_process_group(one)
+        self._made = []
+
+
+def _forget_equal_meshes() -> None:
+    """Empty the caches of DTensor, which take two meshes of the same shape for one.
+
+    What they hold refers to the former mesh: to its groups, and to the place that this worker had in it.
+    """
+    debug._clear_sharding_prop_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    redistribute.clear_redistribute_planner_cache()
