@@ -1,9 +1,9 @@
 """elaunch: a drop-in replacement for torchrun that keeps a training job alive.
 
 A training script uses `elaunch.init()` and the `Job` that it returns, or, with a model given in layers,
-`elaunch.hybrid()` and the `HybridJob` that it returns; a program that starts jobs uses `LaunchConfig` and
-`elastic_launch` or `launch_agent`. Nothing else here is public. The import is light: torch is loaded only when `init`
-or `hybrid` is called.
+`elaunch.hybrid()` and the `HybridJob` that it returns; a framework with an engine of its own uses `elaunch.attach()`
+and `elaunch.hooks`; a program that starts jobs uses `LaunchConfig` and `elastic_launch` or `launch_agent`. Nothing else
+here is public. The import is light: torch is loaded only when `init`, `hybrid` or `attach` is called.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elaunch.api import LaunchConfig, elastic_launch, launch_agent
     from elaunch.workers.hybrid import HybridJob, hybrid
+    from elaunch.workers.member import Member, attach
     from elaunch.workers.session import Job, init
 
 __version__ = "0.1.0"
-__all__ = ["HybridJob", "Job", "LaunchConfig", "__version__", "elastic_launch", "hybrid", "init", "launch_agent"]
+__all__ = [
+    "HybridJob",
+    "Job",
+    "LaunchConfig",
+    "Member",
+    "__version__",
+    "attach",
+    "elastic_launch",
+    "hybrid",
+    "init",
+    "launch_agent",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from elaunch.workers import hybrid
 
         return getattr(hybrid, name)
+    if name in ("Member", "attach"):
+        from elaunch.workers import member
+
+        return getattr(member, name)
     if name in ("LaunchConfig", "elastic_launch", "launch_agent"):
         from elaunch import api
 

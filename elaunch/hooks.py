@@ -1,0 +1,59 @@
+"""The hook protocol, for frameworks that bring their own engine (docs/hooks.md).
+
+    Hooks                        what a training runtime offers, so that it can be recovered, re-planned and moved
+    Vote, Verdict                what a worker brings into an agreement, and what follows from the votes
+    Generation, Group            the agreed workers, and the collectives over the links between them
+    attach, Member               this worker as a member of its job
+    Layout, TensorSpace, Moved   which member holds which part of each tensor, how they move, and what it has cost
+    tensors_of                   from a model and its optimizer to tensors by name,
+    load_model, load_optimizer   and back
+
+The import is light: torch is loaded with the first of these names that is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.membership import Generation
+    from elaunch.workers.comm.group import Group
+    from elaunch.workers.hooks import Hooks, Verdict, Vote
+    from elaunch.workers.member import Member, attach
+    from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
+    from elaunch.workers.state.reshard import Moved
+    from elaunch.workers.state.tensors import Layout, TensorSpace
+
+__all__ = [
+    "Generation",
+    "Group",
+    "Hooks",
+    "Layout",
+    "Member",
+    "Moved",
+    "TensorSpace",
+    "Verdict",
+    "Vote",
+    "attach",
+    "load_model",
+    "load_optimizer",
+    "tensors_of",
+]
+
+_HOMES = {
+    "elaunch.rendezvous.membership": ("Generation",),
+    "elaunch.workers.comm.group": ("Group",),
+    "elaunch.workers.hooks": ("Hooks", "Verdict", "Vote"),
+    "elaunch.workers.member": ("Member", "attach"),
+    "elaunch.workers.state.modules": ("load_model", "load_optimizer", "tensors_of"),
+    "elaunch.workers.state.reshard": ("Moved",),
+    "elaunch.workers.state.tensors": ("Layout", "TensorSpace"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'elaunch.hooks' has no attribute {name!r}")
