@@ -287,3 +287,31 @@ def test_unsuitable_tensors_are_refused_with_their_shape(fabrics: list[Fabric]) 
 def test_a_worker_outside_the_members_has_no_group(fabrics: list[Fabric]) -> None:
     with pytest.raises(ValueError, match="not in"):
         Group(fabrics[0], 1, ["b/0#0"])
+
+
+def test_groups_of_one_generation_with_members_in_common_take_turns(fabrics: list[Fabric], algorithm: str) -> None:
+    """As the axes of a mesh do: each member has the same order of operations as every other, where both take part."""
+    epoch = next(_epochs)
+    workers = [fabric.worker for fabric in fabrics]
+    sets = [workers, workers[:4], workers[2:7], workers[::2], workers[::-1]]
+    order = torch.randint(len(sets), (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+    def run(fabric: Fabric) -> dict[int, list[float]]:
+        groups = {
+            number: Group(fabric, epoch, members, number)
+            for number, members in enumerate(sets)
+            if fabric.worker in members
+        }
+        found: dict[int, list[float]] = {number: [] for number in groups}
+        for turn, number in enumerate(order):
+            if number in groups:
+                tensor = torch.full((3,), float(turn * 100 + workers.index(fabric.worker)))
+                groups[number].all_reduce(tensor)
+                found[number].append(tensor[0].item())
+        return found
+
+    for found in each(run, fabrics):
+        for number, sums in found.items():
+            places = [workers.index(worker) for worker in sets[number]]
+            turns = [turn for turn, chosen in enumerate(order) if chosen == number]
+            assert sums == [float(sum(100 * turn + place for place in places)) for turn in turns]

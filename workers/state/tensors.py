@@ -146,7 +146,6 @@ class TensorSpace:
         self._state: dict[str, list[Region]] = {}
         self._guarded: dict[str, list[Region]] = {}
         self._next: tuple[Layout, dict[str, list[Region]]] | None = None
-        self._moving = False
 
     @property
     def layout(self) -> Layout | None:
@@ -160,7 +159,7 @@ class TensorSpace:
         values: Mapping[str, Any] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Say what this worker holds; it is not copied. Between a move and its `install` that is known better here.
+        """Say what this worker holds; it is not copied. Where a move was not installed, that is known better here.
 
         Args:
             layout: by which it lies.
@@ -171,7 +170,7 @@ class TensorSpace:
         Raises:
             StateError: a part has not the shape that the layout says.
         """
-        if self._moving:
+        if self._next is not None or (self._layout is None and self._state):
             return
         whole_shapes = {name: tuple((shapes or {}).get(name, one.shape)) for name, one in tensors.items()}
         self._items = {name: Item(name, whole_shapes[name], (one.dtype,)) for name, one in tensors.items()}
@@ -202,7 +201,6 @@ class TensorSpace:
             StepInterrupted: a peer was lost, or the generation changed.
         """
         self._gather()
-        self._moving = True
         before, guarded, layout = self._hear(group, layout)
         wanted = layout.holdings(self._items)
         after = {member: _lists(wanted.get(member, {})) for member in group.members}
@@ -225,7 +223,7 @@ class TensorSpace:
         if self._next is None:
             raise StateError("nothing has moved; call move() before install()")
         self._layout, self._state = self._next
-        self._next, self._guarded, self._moving = None, {}, False
+        self._next, self._guarded = None, {}
 
     def names(self) -> tuple[str, ...]:
         """Of all tensors of the job, as far as this worker knows them."""

@@ -1,0 +1,90 @@
+"""Device meshes over links, as one worker sees them; examples/train_dtensor.py uses them between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from elaunch.errors import GenerationChanged
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.mesh import Meshes
+from elaunch.workers.comm.process_group import ElasticProcessGroup
+from tests.unit.comm_crew import crew
+
+
+class World:
+    """The default group of torch, over the group of the time."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.group = Group(fabric, 1, [fabric.worker])
+        self.meshes = Meshes()
+        ElasticProcessGroup(lambda: self.group).register()
+
+    def mesh(self, epoch: int = 1) -> DeviceMesh:
+        if epoch != self.group.epoch:
+            self.group = Group(self.fabric, epoch, [self.fabric.worker])
+        mesh = self.meshes.make(self.group, "cpu", (1, 1), ("dp", "tp"))
+        assert mesh is not None
+        return mesh
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with crew(1) as (fabric,):
+        yield World(fabric)
+        dist.destroy_process_group()
+
+
+def product(mesh: DeviceMesh) -> DTensor:
+    weight = distribute_tensor(torch.arange(6.0).view(2, 3), mesh, (Replicate(), Shard(0)), src_data_rank=None)
+    found = weight @ weight.t()
+    assert isinstance(found, DTensor)
+    return found
+
+
+def test_dtensor_computes_and_is_gathered_over_it(world: World) -> None:
+    expected = torch.arange(6.0).view(2, 3) @ torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(product(world.mesh()).full_tensor(), expected)
+    along = world.mesh()["tp"]
+    summed = torch.ones(2)
+    dist.all_reduce(summed, group=along.get_group())
+    assert summed.tolist() == [1.0, 1.0]
+
+
+def test_the_mesh_of_a_generation_is_not_taken_for_one_of_the_same_shape_before_it(world: World) -> None:
+    before = world.mesh()
+    assert product(before).device_mesh is before
+    after = world.mesh(epoch=2)
+    assert product(after).device_mesh is after
+    assert torch.equal(product(after).full_tensor(), product(after).to_local())
+
+
+def test_the_groups_of_older_generations_leave_the_tables_of_torch(world: World) -> None:
+    known = dist.distributed_c10d._world.pg_map
+    world.mesh()
+    world.mesh()
+    assert len(known) == 5
+    old = world.mesh().get_group("tp")
+    world.mesh(epoch=2)
+    assert len(known) == 3
+    assert old not in known
+
+
+def test_an_interruption_comes_out_of_the_operation(world: World) -> None:
+    mesh = world.mesh()
+    world.fabric.interrupt(2)
+    with pytest.raises(GenerationChanged):
+        dist.barrier(group=mesh.get_group("tp"))
+
+
+def test_what_is_no_mesh_of_these_members_is_refused(world: World) -> None:
+    for shape, names in (((2,), ("tp",)), ((1,), ("dp", "tp")), ((), ())):
+        with pytest.raises(ValueError, match="cannot be made of 1 members"):
+            world.meshes.make(world.group, "cpu", shape, names)
