@@ -49,10 +49,8 @@ WIDTH = 12
 class LayerFaults(Faults):
     """Ends this process at the requested moments of a hybrid job."""
 
-    OF_ONE_STEP = ("compute", "ship", "enter", "half", "passed")
+    OF_ONE_STEP: tuple[str, ...] = ("compute", "ship", "enter", "half", "passed")
     turned = False
-
-    job: HybridJob
 
     def __init__(self, job: HybridJob, requests: list[str]) -> None:
         super().__init__(job, requests)
@@ -69,7 +67,7 @@ class LayerFaults(Faults):
             self._wrap(Engine, "apply", self._apply)
 
     def due(self, phase: str) -> bool:
-        engine = self.job._engine
+        engine = getattr(self.job, "_engine", None)
         turning = engine is not None and (engine._migration is not None or (phase == "share" and self.turned))
         return super().due(phase) or (turning and super().due(f"turn-{phase}"))
 

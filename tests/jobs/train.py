@@ -101,7 +101,7 @@ class Pace:
 class Faults:
     """Ends this process at the requested moments; counts on what each phase calls."""
 
-    OF_ONE_STEP = ("compute", "reduce", "enter", "half", "passed")
+    OF_ONE_STEP: tuple[str, ...] = ("compute", "reduce", "enter", "half", "passed")
 
     def __init__(self, job: elaunch.Job | HybridJob, requests: list[str]) -> None:
         self.job = job

@@ -1,0 +1,99 @@
+"""Workers of examples/train_dtensor.py die and come back; the others go on in other layouts, in the same processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Spawner
+from tests.jobs.watch import Node, assert_same, digests, elaunch, losses
+
+SCRIPT = ROOT / "tests" / "jobs" / "dtensor.py"
+SMALL = ("--layers=2", "--width=16", "--context=8", "--batch-size=12", "--corpus-bytes=20000", "--dtype=float64")
+STEPS = ("--steps=10",)
+LIMIT_S = 150.0
+ROUNDING = 1e-10
+
+pytestmark = pytest.mark.timeout(400)
+
+_references: dict[tuple[str, ...], tuple[dict[int, float], list[str]]] = {}
+
+
+def run(spawn: Spawner, folder: Path, *arguments: str) -> Node:
+    flags = ("--standalone", "--nproc-per-node=4")
+    return elaunch(spawn, folder, *flags, script=(SCRIPT, *SMALL, *arguments))
+
+
+def reference(spawn: Spawner, folder: Path, *arguments: str) -> tuple[dict[int, float], list[str]]:
+    """An undisturbed run by one worker; done once a session."""
+    if arguments not in _references:
+        node = elaunch(spawn, folder, "--standalone", script=(SCRIPT, *SMALL, *arguments), name="reference")
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        _references[arguments] = losses(node), digests(node)
+    return _references[arguments]
+
+
+def check(node: Node, expected: tuple[dict[int, float], list[str]], dead: list[str]) -> None:
+    """That these workers were killed, and the others ended well in their first processes, with the same results."""
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    exits = {event["worker"]: event for event in node.events("worker_exited")}
+    for worker in dead:
+        assert exits.pop(f"node0/{worker}").get("signal") == signal.SIGKILL, node.agent.tail()
+    assert not any(event.get("exitcode") for event in exits.values()), node.agent.tail()
+    started = {event["worker"]: event["pid"] for event in node.events("worker_started")}
+    ended = dict(re.findall(r"^ended (\S+) pid (\d+)", node.agent.text(), re.MULTILINE))
+    survivors = {f"node0/{slot}#0" for slot in range(4)} - {f"node0/{worker}" for worker in dead}
+    assert {worker: int(ended[worker]) for worker in survivors} == {worker: started[worker] for worker in survivors}
+    found, samples = expected
+    assert_same(losses(node), found, ROUNDING)
+    assert digests(node) == samples
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize("phase", ["compute", "forward", "enter", "half", "passed"])
+def test_the_others_go_on_with_the_step_that_a_death_interrupted(
+    spawn: Spawner, tmp_path: Path, phase: str, slot: int
+) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    node = run(spawn, tmp_path, *STEPS, "--layout=2x2", "--die", f"{slot}:4:{phase}")
+    check(node, expected, [f"{slot}#0"])
+    assert [event["plan"] for event in node.events("decision")][:2] == ["2x2", "1x2"]
+
+
+@pytest.mark.parametrize("bound", [(), ("--max-extra-bytes=300000",)])
+def test_a_replacement_receives_its_parts_and_the_layout_grows_again(
+    spawn: Spawner, tmp_path: Path, bound: tuple[str, ...]
+) -> None:
+    steps = ("--steps=40",)
+    expected = reference(spawn, tmp_path, *steps)
+    node = run(spawn, tmp_path, *steps, *bound, "--layout=2x2", "--crew=4", "--die=1:4:compute")
+    check(node, expected, ["1#0"])
+    assert [event["plan"] for event in node.events("decision")] == ["2x2", "1x2", "2x2"]
+    assert node.members()[-1] == "node0/1#1"
+    grown = [event for event in node.events("transition") if event["cause"] == "node0/1#1 joins"]
+    assert all(event["bytes_moved"] > 0 for event in grown)
+    assert len(grown) == 1
+
+
+@pytest.mark.parametrize("moment", ["vote", "moving", "receive", "resume", "compute", "passed", "barrier"])
+def test_a_second_death_in_any_phase_of_the_move_is_survived(spawn: Spawner, tmp_path: Path, moment: str) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    # Both parts of the model are left, each on one worker.
+    node = run(spawn, tmp_path, *STEPS, "--layout=2x2", "--die=1:4:compute", f"--die=2:4:{moment}")
+    check(node, expected, ["1#0", "2#0"])
+
+
+def test_a_death_while_the_members_move_by_themselves_is_survived(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    node = run(spawn, tmp_path, *STEPS, "--layout=4x1", "--switch=4:2x2", "--die=2:4:resume")
+    check(node, expected, ["2#0"])
+
+
+def test_without_replicas_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:
+    node = run(spawn, tmp_path, *STEPS, "--layout=1x4", "--die=1:4:compute")
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+    lost = r"StateError: no surviving worker has all of \d\.(qkv|up)\.weight.*; go on from the last checkpoint"
+    assert re.search(lost, node.agent.text()), node.agent.tail()

@@ -1,0 +1,76 @@
+"""The trainer of examples/train_dtensor.py, that can hurt itself on request: `--die SLOT:STEP:PHASE`.
+
+The phases are those of tests/jobs/train.py and tests/jobs/layers.py, and `forward`: in the first sum of a forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from elaunch.workers.comm.group import Group
+from tests.helpers import ROOT
+from tests.jobs import say
+from tests.jobs.layers import LayerFaults
+from tests.jobs.train import Pace, die
+
+sys.path.insert(0, str(ROOT / "examples"))
+from train_dtensor import Trainer, parse
+
+
+class Watched(Trainer):  # type: ignore[misc]  # an example is no module where types are checked
+    """A trainer that dies, or slows down, at the given moments; it looks like a job to those who see to that."""
+
+    def __init__(self, arguments: list[str], requests: list[str], crew: int) -> None:
+        super().__init__(parse(arguments))
+        self._membership = self.member._membership
+        self.faults = TensorFaults(self, requests)
+        self.pace = Pace(self, self.args.steps, 0.0, crew, 0, "")
+
+    @property
+    def worker(self) -> str:
+        return str(self.member.worker)
+
+    @property
+    def size(self) -> int:
+        return int(self.member.size)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.member.generation.epoch)
+
+    def gradients(self) -> float:
+        self.pace.before()
+        if self.faults.due("compute"):
+            die()
+        loss = float(super().gradients())
+        self.pace.after()
+        return loss
+
+
+class TensorFaults(LayerFaults):
+    """Ends this process at the requested moments of a trainer."""
+
+    OF_ONE_STEP = (*LayerFaults.OF_ONE_STEP, "forward")
+
+    def __init__(self, trainer: Watched, requests: list[str]) -> None:
+        super().__init__(trainer, requests)
+        if self.steps:
+            self._die_around(Group, "all_reduce", before="forward")
+            self._die_around(Trainer, "vote", before="vote")
+            self._die_around(Trainer, "resume", before="resume")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--die", action="append", default=[])
+    parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
+    ours, rest = parser.parse_known_args()
+    trainer = Watched(rest, ours.die, ours.crew)
+    trainer.train()
+    say(f"ended {trainer.worker} pid {os.getpid()}")
+
+
+if __name__ == "__main__":
+    main()
