@@ -1,0 +1,42 @@
+"""The smallest runtime of docs/hooks.md is a program that works, and what the page names is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from elaunch import hooks
+from tests.helpers import ROOT, Spawner
+from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
+
+PAGE = (ROOT / "docs" / "hooks.md").read_text()
+STEPS = "3000"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_smallest_runtime_survives_a_death(spawn: Spawner, tmp_path: Path) -> None:
+    script = tmp_path / "runtime.py"
+    (code,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE, re.DOTALL)
+    script.write_text(code)
+    alone = elaunch(spawn, tmp_path, "--standalone", script=(script, STEPS), name="alone")
+    assert alone.agent.wait(START_S) == 0, alone.agent.tail()
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(script, STEPS))
+    wait_for_step(node, 5)
+    os.kill(node.pids()["node0/0#0"], signal.SIGKILL)
+    assert node.agent.wait(START_S) == 0, node.agent.tail()
+    assert [len(event["workers"]) for event in node.events("generation") if event["stage"] == "train"][:2] == [3, 2]
+    assert not any(event.get("exitcode") for event in node.events("worker_exited"))
+    assert_same(losses(node), losses(alone), 1e-10)
+
+
+def test_every_public_name_has_a_home_and_is_told_of() -> None:
+    for name in hooks.__all__:
+        assert getattr(hooks, name).__name__ == name
+        assert name in PAGE or name == "Moved"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hooks.nothing  # noqa: B018
