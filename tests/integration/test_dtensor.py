@@ -51,7 +51,7 @@ def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = ("--steps=150",)
+    steps = ("--steps=300",)
     alone = run(spawn, tmp_path, 1, *steps)
     assert alone.agent.wait(LIMIT_S) == 0, alone.agent.tail()
     node = run(spawn, tmp_path, 4, *steps)
