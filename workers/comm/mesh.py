@@ -3,8 +3,8 @@
     meshes = Meshes(process_group)                       # registered: the default group
     mesh = meshes.make(group, "cpu", (2, 2), ("dp", "tp"))    # on all members of the group alike
 
-DTensor, `parallelize_module` and `fully_shard` work on such a mesh. It belongs to the group's generation: an
-interruption is raised by whatever operation runs, in forward or backward, and the next generation makes a new mesh.
+DTensor and `parallelize_module` work on such a mesh. It belongs to the group's generation: an interruption is raised by
+whatever operation runs, in forward or backward, and the next generation makes a new mesh.
 """
 
 # torch declares overloads for calls with and without an options object; here come only those with one.
