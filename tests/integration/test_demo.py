@@ -6,15 +6,20 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT, Spawner
 
 DEMO = ROOT / "examples" / "demo.py"
+
+# It trains a real model: beside many other jobs a step takes seconds.
+pytestmark = pytest.mark.timeout(330)
 
 
 def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     demo = spawn.python(DEMO, "--steps=36", "--workers=2", f"--events={log}", name="demo")
-    assert demo.wait(100) == 0, demo.tail()
+    assert demo.wait(280) == 0, demo.tail()
     text = demo.text()
     events = [json.loads(line) for line in log.read_text().splitlines()]
     pids = {event["worker"]: event["pid"] for event in events if event["kind"] == "worker_started"}
@@ -29,7 +34,7 @@ def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_pat
 
 def test_an_interrupted_demo_ends_everything_that_it_started(spawn: Spawner) -> None:
     demo = spawn.python(DEMO, "--workers=2", name="demo")
-    demo.wait_for_text("step     0", timeout_s=90)
+    demo.wait_for_text("step     0", timeout_s=200)
     demo.signal(signal.SIGINT)
     assert demo.wait(40) == 130, demo.tail()
     assert "interrupted; the job was ended" in demo.text()
