@@ -43,14 +43,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.crew import PATIENCE_S, Rank, crew
@@ -60,6 +52,7 @@ from benchmarks.routes import Parameters, described
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.plan import Layout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.checkpoint import LoadPlanner, Pieces, SavePlanner
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.reshard import plan_stages, reshard
 from elaunch.workers.state.routes import Router, n_bytes
@@ -148,61 +141,6 @@ def value_of(item: Item, number: int, box: Box) -> tuple[Tensor, ...]:
         ends = torch.arange(start, stop, dtype=torch.float32) * (stride % 8191 + 1)
         whole = whole + ends.view([-1 if axis == dim else 1 for axis in range(len(box))])
     return tuple(((whole + 13 * number + which) % 253).to(dtype) for which, dtype in enumerate(item.dtypes))
-
-
-class Pieces:
-    """One tensor of an item in boxes, as torch.distributed.checkpoint wants to see it."""
-
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Box, Tensor]]) -> None:
-        self._shape, self._parts = torch.Size(shape), {tuple(start for start, _ in box): part for box, part in parts}
-
-    def _chunk(self, offsets: tuple[int, ...]) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(offsets), self._parts[offsets].shape)
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(name, torch.Size(offsets)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    self._chunk(offsets), TensorProperties.create_from_tensor(part), self._shape
-                ),
-            )
-            for offsets, part in self._parts.items()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(offsets) for offsets in self._parts]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._parts[tuple(index.offset)]
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Finds the tensors of `Pieces`; torch's looks into tensors only."""
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        found: Pieces = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index)
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def __init__(self, pieces: Mapping[str, Pieces]) -> None:
-        super().__init__()
-        self._pieces = pieces
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        found = []
-        for name, pieces in self._pieces.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            found += create_read_items_for_chunk_list(name, stored, pieces.__create_chunk_list__())
-        return LoadPlan(found)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].__get_tensor_shard__(index)
 
 
 class TransferRank(Rank):
@@ -360,14 +298,14 @@ class TransferRank(Rank):
     def _checkpoint(self, folder: str, _: contextlib.ExitStack) -> Callable[[], Regions]:
         def work() -> Regions:
             writer = dcp.FileSystemWriter(folder, sync_files=True)
-            dcp.save(self._as_pieces(self.state), storage_writer=writer, planner=_SavePlanner())
+            dcp.save(self._as_pieces(self.state), storage_writer=writer, planner=SavePlanner())
             found = {
                 name: [Region(box, self.allocate(name, box)) for box in boxes]
                 for name, boxes in self.change.after[self.worker].items()
             }
             pieces = self._as_pieces(found)
             # torch's loader hands on what it knows, and drops the rest.
-            dcp.load(dict.fromkeys(pieces), storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(pieces))
+            dcp.load(dict.fromkeys(pieces), storage_reader=dcp.FileSystemReader(folder), planner=LoadPlanner(pieces))
             return found
 
         return work

@@ -36,6 +36,7 @@ from elaunch.wire import (
     Progress,
     Ready,
     Report,
+    Saved,
     Settled,
     Unreachable,
     Welcome,
@@ -117,7 +118,12 @@ class Agent:
         self._participant = Participant(
             open_store,
             config.job,
-            JobConfig(config.min_nodes, config.max_nodes, config.max_restarts),
+            JobConfig(
+                config.min_nodes,
+                config.max_nodes,
+                config.max_restarts,
+                checkpoint_every=config.checkpoints.every if config.checkpoints is not None else 0,
+            ),
             Settings(
                 min_nodes=config.min_nodes,
                 max_nodes=config.max_nodes,
@@ -293,6 +299,8 @@ class Agent:
             life.on_settled(worker, message.epoch)
         elif isinstance(message, Progress):
             life.on_progress(worker)
+        elif isinstance(message, Saved):
+            life.on_saved(message.step)
         elif isinstance(message, Unreachable):
             life.on_unreachable(message.epoch, message.peer, message.gone)
             if message.gone:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elaunch import __version__
+from elaunch import __version__, checkpoints
 from elaunch.config import (
     BACKENDS,
     CONNECT_S,
@@ -35,6 +35,7 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.launch import is_free_here, launch
 from elaunch.logs import LogSettings, parse_filters, parse_mask, parse_ranks
 
+CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
 FOREIGN = "foreign"  # a rendezvous of somebody else's
 
 
@@ -133,6 +134,16 @@ def parser() -> argparse.ArgumentParser:
         "--events", default=os.environ.get("ELAUNCH_EVENTS"), help="append events to this file; %%n: the node"
     )
     p.add_argument(
+        "--checkpoint-dir",
+        default=os.environ.get(checkpoints.FOLDER),
+        help="folder for checkpoints of a script that uses elaunch, the same for all nodes; the job resumes from there",
+    )
+    p.add_argument(
+        "--checkpoint-every",
+        default=os.environ.get(checkpoints.EVERY),
+        help=f"steps from one checkpoint to the next; if not given, {checkpoints.DEFAULT_EVERY}",
+    )
+    p.add_argument(
         "--preload",
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
@@ -194,6 +205,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         warm=bool(preload),
         preload=preload,
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
+        checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 from dataclasses import dataclass, field, replace
 
+from elaunch.checkpoints import Checkpointing
 from elaunch.errors import LaunchError, UsageError
 from elaunch.logs import LogSettings
 
@@ -114,6 +115,7 @@ class AgentConfig:
     warm: bool = True
     preload: tuple[str, ...] = PRELOAD
     shutdown_timeout: float = 30.0
+    checkpoints: Checkpointing | None = None
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

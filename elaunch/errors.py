@@ -10,6 +10,7 @@
     ├── RequestRefused         a job cannot do what was asked of it
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
+    │   └── StateLost          no survivor has some part of it
     └── StepInterrupted        the step in flight cannot finish; never reaches a training script
         ├── GenerationChanged  a newer generation was announced
         └── LinkLost           the connection to one peer broke
@@ -67,6 +68,10 @@ class ProtocolError(ElaunchError):
 
 class StateError(ElaunchError):
     """Training state cannot be described, moved or restored."""
+
+
+class StateLost(StateError):
+    """No surviving worker has some part of the state: it is only in a checkpoint, if there is one."""
 
 
 class StepInterrupted(ElaunchError):

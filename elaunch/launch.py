@@ -10,6 +10,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
+from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.config import ETCD_PORT, STATIC_SHIFT, AgentConfig, own_address, parse_endpoint
 from elaunch.errors import LaunchError
 from elaunch.jobs import LocalJob, make_folder, register
@@ -30,6 +31,8 @@ def launch(config: AgentConfig) -> int:
     if problem:
         raise LaunchError(problem)
     _check_events(config)
+    if config.checkpoints is not None:
+        make_checkpoint_folder(config.checkpoints, "--checkpoint-dir")
     hosted: EmbeddedEtcd | None = None
     directory = ""
     registration: BinaryIO | None = None

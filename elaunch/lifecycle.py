@@ -171,6 +171,7 @@ class Lifecycle:
     plan_epoch: int = 0  # of the first generation with the present request for a plan that was heard of here
     failures: dict[int, Ended] = field(default_factory=dict)  # by slot, of workers that were not replaced
     takes_plans: bool = False
+    saved: int | None = None  # number of steps in the newest checkpoint
 
     def __post_init__(self) -> None:
         self.slots = [Slot(index) for index in range(self.settings.slots)]
@@ -234,6 +235,7 @@ class Lifecycle:
             took_part=self.took_part,
             takes_plans=self.takes_plans,
             plan_request=self._plan_request(),
+            saved=self.saved,
             role=self.settings.role,
             rank=self.settings.rank,
         )
@@ -427,6 +429,9 @@ class Lifecycle:
         slot = self.find(worker)
         if slot is not None:
             slot.progressed, slot.fruitless = True, 0
+
+    def on_saved(self, step: int) -> None:
+        self.saved = step
 
     def on_finished(self, worker: str) -> None:
         slot = self.find(worker)

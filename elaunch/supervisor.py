@@ -13,6 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from elaunch import nursery
+from elaunch.checkpoints import EVERY, FOLDER
 
 if TYPE_CHECKING:
     from elaunch.config import AgentConfig
@@ -155,6 +156,8 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "ELAUNCH_CONTROL": control,
         "ELAUNCH_WORKER": start.worker,
     }
+    if config.checkpoints is not None:
+        variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc_per_node > 1:

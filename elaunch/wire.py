@@ -1,6 +1,6 @@
 """Messages between an agent and its workers: typed, versioned, one JSON object a line.
 
-    worker -> agent   Attach, Ready, Settled, Progress, Report, Unreachable, Finished, Leaving
+    worker -> agent   Attach, Ready, Settled, Progress, Saved, Report, Unreachable, Finished, Leaving
     agent -> worker   Welcome, Announce
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError.
@@ -59,6 +59,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """There is a complete checkpoint of the job's state after so many steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the event log."""
 
@@ -94,11 +101,11 @@ class Announce:
     generation: str
 
 
-Message = Attach | Welcome | Ready | Settled | Progress | Report | Unreachable | Finished | Leaving | Announce
+Message = Attach | Welcome | Ready | Settled | Progress | Saved | Report | Unreachable | Finished | Leaving | Announce
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Attach, Welcome, Ready, Settled, Progress, Report, Unreachable, Finished, Leaving, Announce)
+    for kind in (Attach, Welcome, Ready, Settled, Progress, Saved, Report, Unreachable, Finished, Leaving, Announce)
 }
 _TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool, "dict[str, Any]": dict}
 

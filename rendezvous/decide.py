@@ -12,6 +12,8 @@ from math import inf
 from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, Worker, WorkerState
 
 PLAN_ASKED = "a new plan was asked for"
+RESUMES = 3
+"""How often a job goes back to the same checkpoint, where --max-restarts is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
         workers=workers,
         attempt=attempt,
         restarts=former.restarts if former else 0,
+        saved=former.saved if former else None,
+        resumes=former.resumes if former else 0,
         cause=former.cause if former else "start",
         cause_t=former.cause_t if former else 0.0,
         master_addr=chosen[0].host,
@@ -235,6 +239,8 @@ def _again(view: View, generation: Generation, cause: str, cause_t: float, failu
         restarts=generation.restarts + (1 if failure else 0),
         cause=cause,
         cause_t=cause_t,
+        saved=generation.saved,
+        resumes=generation.resumes,
     )
 
 
@@ -451,7 +457,23 @@ def _all_lost(view: View, generation: Generation, change: _Change, settings: Set
     count = len(change.lost)
     who = "the last worker of the job" if count == 1 else f"all {count} workers of the job"
     text = f"{who} failed, and the state in memory with {'it' if count == 1 else 'them'}: {failed or cause}"
+    saved = max((doc.saved for doc in view.nodes if doc.saved is not None), default=None)
+    if saved is not None:
+        return _go_back(view, generation, text, saved, settings)
     if generation.restarts < (settings.max_restarts or 0):
         return Decision(text, generation=_again(view, generation, text, 0.0, failure=True))
     advice = "start the job again from your last checkpoint, or give --max-restarts to let elaunch start it again"
     return Decision(text, result=Result(False, f"{text}; {advice}"))
+
+
+def _go_back(view: View, generation: Generation, text: str, saved: int, settings: Settings) -> Decision:
+    """The state is lost, and there is a checkpoint of `saved` steps."""
+    resumes = 1 + (generation.resumes if saved == generation.saved else 0)
+    limit = settings.max_restarts
+    if resumes <= RESUMES if limit is None else generation.restarts < limit:
+        cause = f"{text}; the job goes on from its checkpoint of {saved} steps"
+        again = _again(view, generation, cause, 0.0, failure=True)
+        return Decision(cause, generation=replace(again, saved=saved, resumes=resumes))
+    used = f"it has gone back there {RESUMES} times" if limit is None else f"--max-restarts {limit} is used up"
+    message = f"{text}; there is a checkpoint of {saved} steps, but {used}: start the job again to go on from it"
+    return Decision(text, result=Result(False, message))

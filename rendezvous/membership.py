@@ -88,6 +88,7 @@ class JobConfig:
     max_nodes: int
     max_restarts: int | None
     token: str = ""
+    checkpoint_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class NodeDoc:
     `door` is an address (host:port) at which the agent listens for nothing but this: where nobody listens any more, the
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
-    that its workers can go over to any plan (`elaunch.hybrid()`).
+    that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
+    checkpoint that it knows of.
     """
 
     node: str
@@ -119,6 +121,7 @@ class NodeDoc:
     took_part: bool = False
     takes_plans: bool = False
     plan_request: str = ""
+    saved: int | None = None
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)
@@ -135,6 +138,8 @@ class Generation:
     `hold` tells the members to keep their state and wait: the job has fewer nodes than its minimum.
     `plan` is the text of the plan that was asked for last in this attempt, and `plan_request` the id of that request,
     both empty while there was none. A member that has not acted on this request yet does so when it changes over.
+    `saved` is the number of steps in the checkpoint from which this attempt began, and `resumes` how often the job has
+    gone back to that one.
     """
 
     epoch: int
@@ -153,6 +158,8 @@ class Generation:
     roles: tuple[tuple[str, str], ...] = ()
     plan: str = ""
     plan_request: str = ""
+    saved: int | None = None
+    resumes: int = 0
 
     @property
     def ids(self) -> tuple[str, ...]:

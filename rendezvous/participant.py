@@ -559,7 +559,8 @@ class Participant:
 
 def _settings_text(config: JobConfig) -> str:
     restarts = "unset" if config.max_restarts is None else config.max_restarts
-    return f"--nnodes={config.min_nodes}:{config.max_nodes} and --max-restarts {restarts}"
+    text = f"--nnodes={config.min_nodes}:{config.max_nodes} and --max-restarts {restarts}"
+    return f"{text} and --checkpoint-every {config.checkpoint_every}" if config.checkpoint_every else text
 
 
 def _nobody_listens(door: str) -> bool:

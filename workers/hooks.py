@@ -38,12 +38,16 @@ class Vote:
         entered: it has complete gradients of one more step and waited at that step's barrier.
         holds: it holds the state of the job.
         facts: whatever else its runtime tells the others, as JSON.
+        saved: number of steps in the newest checkpoint that it sees; None: it sees none.
+        every: steps from one checkpoint to the next; 0: there are none.
     """
 
     step: int = 0
     entered: bool = False
     holds: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+    saved: int | None = None
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,10 @@ class Verdict:
         committing: members that still have to apply the step they hold gradients of.
         sources: members that hold the state.
         receivers: members that need it.
-        fresh: nobody holds state yet; the first member's initial values count.
+        fresh: nobody holds state; the first member's initial values count, or the checkpoint, if there is one.
         facts: of all members, in their order.
+        saved: number of steps in the checkpoint to which all go back where the state is not in memory; the one that
+            the first member sees.
     """
 
     step: int
@@ -65,6 +71,7 @@ class Verdict:
     receivers: tuple[int, ...]
     fresh: bool = False
     facts: tuple[dict[str, Any], ...] = ()
+    saved: int | None = None
 
     @property
     def passed(self) -> int:
@@ -84,18 +91,25 @@ def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     """
     members = range(len(votes))
     facts = tuple(vote.facts for vote in votes)
+    saved = votes[0].saved
     holders = [member for member in members if votes[member].holds]
     if not holders:
-        if begun:
+        if begun and saved is None:
             raise StateError("no surviving worker holds the state of the job; start it again from the last checkpoint")
-        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True, facts=facts)
+        every = {vote.every for vote in votes}
+        if len(every) > 1:
+            raise StateError(
+                f"the members save the state every {' or '.join(map(str, sorted(every)))} steps (0: never); give all "
+                "nodes the same --checkpoint-dir and --checkpoint-every"
+            )
+        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True, facts=facts, saved=saved)
     step = max(votes[member].step for member in holders)
     behind = tuple(member for member in holders if votes[member].step < step)
     for member in behind:
         if votes[member].step != step - 1 or not votes[member].entered:
             raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
     receivers = tuple(member for member in members if not votes[member].holds)
-    return Verdict(step, behind, tuple(holders), receivers, facts=facts)
+    return Verdict(step, behind, tuple(holders), receivers, facts=facts, saved=saved)
 
 
 class Left(ElaunchError):

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from elaunch.errors import StateError, StepInterrupted
+from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Leaving, Progress, Report
 from elaunch.workers import agent_client
+from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -45,6 +46,7 @@ class HybridJob:
     def __init__(self, client: agent_client.Client) -> None:
         self._client = client
         self._fabric = Fabric(client.worker, client.token, client.host)
+        self._checkpoints = Checkpoints(client)
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._engine: Engine | None = None
@@ -148,6 +150,7 @@ class HybridJob:
                 self._agree(None)
                 continue
             try:
+                self._save()
                 engine.train_step(note=self._membership.newest_epoch())
                 self._tell()
             except StepInterrupted as error:
@@ -160,11 +163,17 @@ class HybridJob:
 
     def finish(self) -> None:
         """All steps are done: wait for the other members, so that nobody takes the end of one for a failure."""
+        count = self.step
         while self._group is not None and not self._finished:
             self._settle()
+            while self.step < count:
+                self.train_step()  # it went back to a checkpoint
             try:
+                self._save()
+                self._checkpoints.settle()
                 self._group.barrier()
                 self._finished = True
+                self._checkpoints.finish()
                 self._client.send(Finished())
             except StepInterrupted as error:
                 self._agree(error)
@@ -174,6 +183,7 @@ class HybridJob:
         if not self._closed:
             self._closed = True
             self._fabric.interrupt(NEVER)
+            self._checkpoints.close()
             if self._engine is not None:
                 self._engine.close()
             self._fabric.close()
@@ -248,6 +258,20 @@ class HybridJob:
             "seconds": round(seconds, 6),
         }
 
+    def _save(self) -> None:
+        """Between two steps: begin a checkpoint, if one is due."""
+        assert self._group is not None
+        self._checkpoints.boundary(self._group, self.step, self._made.durable)
+
+    def _go_back(self, group: Group, plan: Plan, step: int, had: int) -> int:
+        """Prepare to go on from a checkpoint; `had` steps had committed before, as far as anybody knows."""
+        start_s = time.monotonic()
+        saved = self._checkpoints.open(step)
+        read_bytes = self._made.restore(group, plan, saved)
+        self._last_step = None
+        self._checkpoints.resumed(group, saved, had, read_bytes, time.monotonic() - start_s)
+        return 0
+
     def _leave(self, left: Left) -> NoReturn:
         self._client.send(Leaving(self._made.step))
         self.close()
@@ -263,7 +287,8 @@ class HybridJob:
             "home": str(self._home) if self._home is not None else "",
             "request": self._request,
         }
-        return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
+        saved = self._checkpoints
+        return Vote(engine.step, engine.entered, self._holds and engine.holds, facts, saved.newest(), saved.every)
 
     def pause(self) -> None:
         """Nothing runs in the background between steps."""
@@ -296,19 +321,30 @@ class HybridJob:
         generation = self._membership.generation
         addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}
         self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
-        return self._made.change(group, plan, verdict.step)
+        if verdict.fresh and verdict.saved is not None:
+            return self._go_back(group, plan, verdict.saved, 0)
+        try:
+            return self._made.change(group, plan, verdict.step)
+        except StateLost:
+            # All members find the same.
+            if verdict.saved is None:
+                raise
+            return self._go_back(group, plan, verdict.saved, verdict.step)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         assert self._next is not None
         self._made.install()
         self._group, self._home, self._request = group, self._next.home, generation.plan_request
         self._holds, self._changeover = True, False
+        self._checkpoints.entered(group.members)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
 
     def _chosen(self, generation: Generation, verdict: Verdict) -> Takeover:
         """The next plan; the same on all members."""
         assert self._given is not None
         members = generation.ids
+        if verdict.fresh and verdict.saved is not None and len(self._given.workers) != len(members):
+            return take_over(self._given, members)
         if verdict.fresh:
             if len(self._given.workers) != len(members):
                 raise StateError(

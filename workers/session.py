@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Leaving, Progress, Report
 from elaunch.workers import agent_client
+from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
@@ -36,6 +37,10 @@ from elaunch.workers.hooks import Left, Membership, Verdict, Vote, tells_again
 from elaunch.workers.plan.shares import DataParallelPlan, micro_batches
 from elaunch.workers.policy.reroute import reroute
 from elaunch.workers.state.move import move_state
+
+# torch.distributed.checkpoint is imported by jobs that have checkpoints only.
+if TYPE_CHECKING:
+    from elaunch.workers.state.checkpoint import Part, Saved
 
 NEVER = 1 << 62  # above every epoch
 
@@ -75,6 +80,16 @@ class _Layout:
     seed: int
     shuffle: bool
 
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """What a number of steps means."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "samples in the data set": self.n_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
     def code(self) -> int:
         return zlib.crc32(repr(self).encode())
 
@@ -91,6 +106,8 @@ class Job:
         self._client = client
         self._fabric = Fabric(client.worker, client.token, client.host)
         self._reducer = Reducer()
+        self._checkpoints = Checkpoints(client)
+        self._went_back: Saved | None = None
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
@@ -238,8 +255,13 @@ class Job:
         self._layout = _Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
         self._order = data.SampleOrder(n_samples, seed, shuffle)
         self._become_member()
+        if self._went_back is not None:
+            self._went_back.check("objects", self._layout.cursor)
+            self._went_back = None
         while True:
             self._settle()
+            if not self._save():
+                continue
             if self.step >= steps:
                 break
             yield from self._attempt(dataset, ranges, collate_fn)
@@ -259,6 +281,7 @@ class Job:
             # A script that failed in its backward may have left an all-reduce behind, whose peers wait for this worker.
             self._fabric.interrupt(NEVER)
             self._reducer.close()
+            self._checkpoints.close()
             self._fabric.close()
             self._client.close()
 
@@ -474,6 +497,33 @@ class Job:
         except Left as left:
             self._leave(left)
 
+    def _save(self) -> bool:
+        """At a step boundary: begin a checkpoint, if one is due. False: a change came between, and is to be settled."""
+        assert self._group is not None
+        try:
+            self._checkpoints.boundary(self._group, self.step, self._durable)
+        except StepInterrupted as error:
+            self._recover(error)
+            return False
+        return True
+
+    def _durable(self) -> Part:
+        from elaunch.workers.state.objects import part_of
+
+        assert self._layout is not None
+        assert self._group is not None
+        return part_of(self._objects, self._layout.cursor, self._group.rank, self._group.size)
+
+    def _go_back(self, group: Group, step: int) -> None:
+        """All members read a checkpoint, whose settings are known when `batches` is called."""
+        from elaunch.workers.state.objects import load
+
+        start_s = time.monotonic()
+        saved = self._checkpoints.open(step)
+        read_bytes = load(self._objects, saved)
+        self.step, self._went_back = saved.step, saved
+        self._checkpoints.resumed(group, saved, 0, read_bytes, time.monotonic() - start_s)
+
     def _leave(self, left: Left) -> None:
         """End this process: the members go on without it."""
         self._client.send(Leaving(self.step))
@@ -487,17 +537,22 @@ class Job:
         while True:
             assert self._group is not None
             try:
+                self._checkpoints.settle()
                 self._group.barrier()
                 break
             except StepInterrupted as error:
                 self._recover(error)
                 self._settle()
+                while not self._save():
+                    self._settle()
+        self._checkpoints.finish()
         self._client.send(Finished())
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
-        return Vote(step=self.step, entered=self._entered and self._outcome is None, holds=self._holds)
+        entered, saved = self._entered and self._outcome is None, self._checkpoints
+        return Vote(self.step, entered, self._holds, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
         self._reducer.cancel()
@@ -520,6 +575,9 @@ class Job:
         return decision.event()
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
+        if verdict.fresh and verdict.saved is not None:
+            self._go_back(group, verdict.saved)
+            return 0
         if not verdict.receivers:
             return 0
         received_bytes, self.step = move_state(group, verdict, self._objects, self.step)
@@ -527,6 +585,7 @@ class Job:
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         self._group = group
+        self._checkpoints.entered(group.members)
         self._holds = True
         self._entered = False
         self._changeover = False

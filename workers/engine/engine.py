@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes
+
+# torch.distributed.checkpoint is imported by jobs that have checkpoints only.
+if TYPE_CHECKING:
+    from elaunch.workers.state.checkpoint import Part, Saved
 
 Consistency = Literal["bitwise", "fast"]
 
@@ -472,6 +476,45 @@ class Engine:
         schedule: Mapping[str, Any] | None = None,
     ) -> Shards:
         return Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def durable(self) -> Part:
+        """What this worker adds to a checkpoint of the state between two steps; the tensors are the live ones."""
+        from elaunch.workers.engine.durable import part_of
+
+        return part_of(self.specs, self._here.zero.shards, self._cursor(self.plan))
+
+    def restore(self, group: Group, plan: Plan, saved: Saved) -> int:
+        """Go back to a checkpoint, under any plan; it takes effect with `install`.
+
+        All members of the group call it with the same arguments, as `change`.
+
+        Returns:
+            The bytes that this worker read.
+
+        Raises:
+            StateError: the checkpoint is of another job or damaged, or a worker was given other settings.
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        from elaunch.workers.engine.durable import shards_of
+
+        plan.validate(group.members)
+        self._check_same(plan, group)
+        layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
+        pieces = layout.pieces(worker)
+        make = self._make_optimizer, self._make_scheduler
+        shards, read_bytes = shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._device, *make)
+        layers = {key: self._built(layout, key, worker, values=False) for key in _keys(layout, worker)}
+        part = self._part_of(plan, group, layout, layers, shards)
+        with group.open() as traffic:
+            part.zero.share(traffic)
+        self._next, self._next_step, self._next_hosted = part, saved.step, None
+        return read_bytes
+
+    def _cursor(self, plan: Plan) -> dict[str, Any]:
+        """What a number of steps means."""
+        return {"global_batch_size": plan.global_batch_size, **self._samples.described()}
 
     # -- parts of an engine ---------------------------------------------------------------------------------------
 

@@ -37,6 +37,11 @@ class Samples:
         self.order = data.SampleOrder(data.count_samples(dataset), seed, shuffle)
         self._units: dict[tuple[int, int], Any] = {}
 
+    def described(self) -> dict[str, Any]:
+        """What decides which samples a step uses, beside the size of its batch."""
+        order = self.order
+        return {"samples in the data set": order.n_samples, "seed": order.seed, "shuffle": order.shuffle}
+
     def example(self) -> Tensor:
         """One row of input (1, …).
 

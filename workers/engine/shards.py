@@ -176,6 +176,11 @@ class Shards:
         self.pieces, self._values, self._optimizer, self._scheduler = (), [], None, None
 
     @property
+    def optimizer_name(self) -> str:
+        """Its class; empty without pieces."""
+        return "" if self._optimizer is None else type(self._optimizer).__name__
+
+    @property
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty without pieces."""
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]

@@ -24,6 +24,7 @@ from torch import nn
 from elaunch.errors import ProtocolError, StateError
 
 VERSION = 1
+PEERS = "the peers"
 _DEEPEST = 64
 _MOST_NAMED = 5
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
@@ -55,11 +56,14 @@ def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
     return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder.tensors
 
 
-def restore(objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
+def restore(
+    objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[torch.Tensor], whose: str = PEERS
+) -> None:
     """Load the described state into `objects`, which must have the names and shapes of the described ones.
 
     Names and shapes are checked first: if they differ, nothing is changed. Objects may keep the given tensors as
-    their own (optimizers do), so these must not be used for anything else afterwards.
+    their own (optimizers do), so these must not be used for anything else afterwards. `whose` state it is
+    goes into messages.
 
     Raises:
         StateError: names, shapes or dtypes differ, or an object refuses its state.
@@ -69,7 +73,7 @@ def restore(objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[to
         raise ProtocolError(f"a state manifest of version {manifest.get('version')!r}, expected {VERSION}")
     if set(objects) != set(manifest["objects"]):
         raise StateError(
-            f"registered here: {', '.join(sorted(objects)) or 'nothing'}; registered by the peers: "
+            f"registered here: {', '.join(sorted(objects)) or 'nothing'}; registered by {whose}: "
             f"{', '.join(sorted(manifest['objects'])) or 'nothing'}. All workers must register the same names"
         )
     _check_tensors(manifest, tensors)
@@ -81,7 +85,7 @@ def restore(objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[to
             states[name] = decoder.decode(manifest["objects"][name])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"the manifest of {name} is damaged: {error!r}") from error
-        _check_fits(name, thing, states[name])
+        _check_fits(name, thing, states[name], whose)
     for name, thing in objects.items():
         try:
             if isinstance(thing, torch.optim.Optimizer):
@@ -89,7 +93,7 @@ def restore(objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[to
             else:
                 thing.load_state_dict(states[name])
         except Exception as error:
-            raise StateError(f"{name}: {type(thing).__name__} does not take the state of the peers: {error}") from error
+            raise StateError(f"{name}: {type(thing).__name__} does not take the state of {whose}: {error}") from error
 
 
 def digest(manifest: Manifest) -> str:
@@ -265,19 +269,20 @@ def _check_tensors(manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _check_fits(name: str, thing: Any, state: Any) -> None:
+def _check_fits(name: str, thing: Any, state: Any, whose: str) -> None:
     wrong = []
     if isinstance(thing, nn.Module):
-        wrong = _differences(thing.state_dict(), state)
+        wrong = _differences(thing.state_dict(), state, whose)
     elif isinstance(thing, torch.optim.Optimizer) and _is_usual(state):
         here = [len(group["params"]) for group in thing.param_groups]
         there = [len(group["params"]) for group in state["param_groups"]]
         if here != there:
-            wrong = [f"parameters per group: {here} here, {there} at the peers"]
+            wrong = [f"parameters per group: {here} here, {there} at {whose}"]
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise StateError(
-            f"{name} is not what its peers have: {'; '.join(wrong[:_MOST_NAMED])}{more}. "
+            f"{name} is not what {'its peers have' if whose == PEERS else f'{whose} has'}: "
+            f"{'; '.join(wrong[:_MOST_NAMED])}{more}. "
             "A joining worker must build the same model and optimizer"
         )
 
@@ -287,18 +292,18 @@ def _is_usual(state: Any) -> bool:
     return isinstance(state, dict) and set(state) >= {"state", "param_groups"}
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any], whose: str) -> list[str]:
     wrong = []
     for key in [*here, *(key for key in there if key not in here)]:
         if key not in here or key not in there:
-            wrong.append(f"{key} only {'here' if key in here else 'at the peers'}")
+            wrong.append(f"{key} only {'here' if key in here else f'at {whose}'}")
             continue
         shapes = [
             f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
             for value in (here[key], there[key])
         ]
         if shapes[0] != shapes[1]:
-            wrong.append(f"{key} is {shapes[0]} here, {shapes[1]} at the peers")
+            wrong.append(f"{key} is {shapes[0]} here, {shapes[1]} at {whose}")
     return wrong
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from elaunch.errors import StateError
+from elaunch.errors import StateError, StateLost
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs, subtract, subtract_all
 from elaunch.workers.state.space import Holdings, Item
 
@@ -178,13 +178,13 @@ class Router:
         """The part of one worker.
 
         Raises:
-            StateError: names what nobody has.
+            StateLost: names what nobody has.
         """
         missing = self.missing()
         if missing:
             names = ", ".join(one.item for one in missing[:_MOST_NAMES])
             more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
-            raise StateError(f"no surviving worker has all of {names}{more}; go on from the last checkpoint")
+            raise StateLost(f"no surviving worker has all of {names}{more}; go on from the last checkpoint")
         retain: list[Piece] = []
         send: list[Piece] = []
         receive: list[Piece] = []

@@ -1,0 +1,102 @@
+"""The state of a model in layers as a part of a checkpoint, and back under any plan.
+
+`model.layers.3.mlp.weight` is the master, `optimizer.layers.3.mlp.weight.exp_avg` what the optimizer keeps beside it.
+The parameters follow from the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch.workers.engine.layers import LayerSpec
+from elaunch.workers.engine.layout import Piece, StateLayout
+from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.engine.standing import forms_from_json, forms_to_json
+from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.checkpoint import Part, Pieces, Saved
+from elaunch.workers.state.space import OPTIMIZER
+
+KIND = "layers"
+
+MODEL, STATES = "model.", "optimizer."
+
+
+def part_of(specs: Sequence[LayerSpec], shards: Shards, settings: Mapping[str, Any]) -> Part:
+    """What a worker adds to a checkpoint; the tensors are the live ones."""
+    shapes = _shapes(specs)
+    forms = shards.forms()
+    tensors = {}
+    for item, regions in shards.regions().items():
+        path = item.removesuffix(OPTIMIZER)
+        for place, name in enumerate(_names(path, forms[path])):
+            tensors[name] = Pieces(shapes[path], [(region.box, region.tensors[place]) for region in regions])
+    facts = {"forms": forms_to_json(forms), "schedule": shards.schedule(), "optimizer": shards.optimizer_name}
+    return Part(KIND, settings, tensors, facts)
+
+
+def shards_of(
+    saved: Saved,
+    specs: Sequence[LayerSpec],
+    layout: StateLayout,
+    pieces: Sequence[Piece],
+    settings: Mapping[str, Any],
+    device: torch.device,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+) -> tuple[Shards, int]:
+    """Masters and states of some pieces from a checkpoint, and the bytes that were read.
+
+    Raises:
+        StateError: the checkpoint is of another job, or damaged.
+    """
+    saved.check(KIND, settings)
+    _check_shapes(saved, specs)
+    forms: dict[str, Form] = {}
+    for one in saved.facts:
+        forms |= forms_from_json(one["forms"])
+    schedule = next((one["schedule"] for one in saved.facts if one["schedule"] is not None), None)
+    shapes = _shapes(specs)
+    boxes: dict[str, list[tuple[Box, Tensor]]] = {}
+    tensors: list[tuple[Tensor, ...]] = []
+    for piece in pieces:
+        form = forms[piece.parameter]
+        dtypes = (layout.sum_dtype(piece.shard.layer), *form.dtypes)
+        tensors.append(tuple(torch.empty(piece.elements, dtype=dtype, device=device) for dtype in dtypes))
+        for region in regions_of(piece, tensors[-1]):
+            for name, part in zip(_names(piece.parameter, form), region.tensors, strict=True):
+                boxes.setdefault(name, []).append((region.box, part))
+    paths = {name: piece.parameter for piece in pieces for name in _names(piece.parameter, forms[piece.parameter])}
+    read_bytes = saved.read({name: Pieces(shapes[paths[name]], parts) for name, parts in boxes.items()})
+    shards = Shards(pieces, tensors, make_optimizer, make_scheduler, forms, schedule)
+    kinds = {one["optimizer"] for one in saved.facts if one["optimizer"]}
+    if shards.optimizer_name and kinds and shards.optimizer_name not in kinds:
+        saved.refuse([f"the optimizer is {', '.join(sorted(kinds))} there and {shards.optimizer_name} here"])
+    return shards, read_bytes
+
+
+def _names(path: str, form: Form) -> list[str]:
+    """Of the tensors of a parameter, the master first."""
+    return [MODEL + path, *(f"{STATES}{path}.{key}" for key, _ in form.tensors)]
+
+
+def _shapes(specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    return {f"layers.{spec.index}.{name}": tuple(shape) for spec in specs for name, shape in spec.shapes.items()}
+
+
+def _check_shapes(saved: Saved, specs: Sequence[LayerSpec]) -> None:
+    there, here = saved.shapes(MODEL), _shapes(specs)
+    saved.refuse(
+        [
+            f"{path} is {_said(there.get(path))} there and {_said(here.get(path))} here"
+            for path in dict.fromkeys([*there, *here])
+            if there.get(path) != here.get(path)
+        ]
+    )
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
