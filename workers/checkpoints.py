@@ -11,6 +11,7 @@ folder incomplete, and the job goes on to the next checkpoint.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -73,7 +74,7 @@ class Checkpoints:
         self._attempt: _Attempt | None = None
         if self._settings is not None:
             # Now rather than between two steps.
-            import elaunch.workers.state.checkpoint
+            importlib.import_module("elaunch.workers.state.checkpoint")
         self._done = (0, 0)
         self._told: int | None = None
 
@@ -129,13 +130,22 @@ class Checkpoints:
         if self._attempt is not None:
             self._attempt.gone |= frozenset(self._attempt.members) - frozenset(members)
 
-    def settle(self) -> None:
-        """Wait until this worker's part is on the disk."""
+    def last(self, group: Group, step: int, state: Callable[[], Part]) -> None:
+        """All steps of the job are done: as `boundary`, but wait until what has been begun is complete.
+
+        Raises:
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        if self._settings is not None:
+            self._settle(group)
+            self.boundary(group, step, state)
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
         if self._attempt is not None:
             self._attempt.written.wait()
-
-    def finish(self) -> None:
-        """The job is done, and all members have settled: wait until the last checkpoint is complete."""
+        group.barrier()
+        # All parts are there, so the first member only has to see them.
         if self._attempt is not None and not self._attempt.over.wait(VISIBLE_S):
             _say(f"the checkpoint after {self._attempt.step} steps is not complete: not all parts of it are seen here")
 

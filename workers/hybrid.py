@@ -169,11 +169,9 @@ class HybridJob:
             while self.step < count:
                 self.train_step()  # it went back to a checkpoint
             try:
-                self._save()
-                self._checkpoints.settle()
+                self._checkpoints.last(self._group, self.step, self._made.durable)
                 self._group.barrier()
                 self._finished = True
-                self._checkpoints.finish()
                 self._client.send(Finished())
             except StepInterrupted as error:
                 self._agree(error)

@@ -260,10 +260,10 @@ class Job:
             self._went_back = None
         while True:
             self._settle()
-            if not self._save():
-                continue
             if self.step >= steps:
                 break
+            if not self._save():
+                continue
             yield from self._attempt(dataset, ranges, collate_fn)
         self._finish()
 
@@ -537,15 +537,12 @@ class Job:
         while True:
             assert self._group is not None
             try:
-                self._checkpoints.settle()
+                self._checkpoints.last(self._group, self.step, self._durable)
                 self._group.barrier()
                 break
             except StepInterrupted as error:
                 self._recover(error)
                 self._settle()
-                while not self._save():
-                    self._settle()
-        self._checkpoints.finish()
         self._client.send(Finished())
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------

@@ -12,6 +12,11 @@ out), `enter`, `half` and `passed` of one step, and, in that step or a later one
     turn-…     compute, enter, half, passed and share of a step in which the plan changes
     resume     when the state has moved, before it goes on
     barrier    before the barrier that ends a job
+
+and, with a number of steps as STEP, while the checkpoint after so many is written,
+
+    written    with its part on the disk, before it says so
+    complete   as the first member, when all parts are there
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from elaunch.workers.engine.snapshots import Snapshots
 from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.hybrid import HybridJob
 from elaunch.workers.plan import symmetric
+from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
@@ -65,6 +71,16 @@ class LayerFaults(Faults):
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
             self._wrap(Engine, "apply", self._apply)
+            original, phases = checkpoint._write, {"part": "written", "elaunch": "complete"}
+
+            def write(path: Path, said: Any) -> None:
+                # The folder has the number of steps in its name.
+                step = self.steps.get(phases[path.stem.partition("-")[0]], -1)
+                if path.parent.name.startswith(f"step-{step:09d}."):
+                    die()
+                original(path, said)
+
+            checkpoint._write = write
 
     def due(self, phase: str) -> bool:
         engine = getattr(self.job, "_engine", None)
@@ -137,6 +153,7 @@ def main() -> None:
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
+    parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     args = parser.parse_args()
     layer, _, step = args.raise_at.partition(":")
     raise_at = (int(layer), int(step)) if args.raise_at else None
@@ -164,7 +181,7 @@ def main() -> None:
         if faults.due("compute"):
             die()
 
-    while engine.step < args.steps:
+    while engine.step < min(args.steps, args.stop or args.steps):
         for layer_here in engine.layers.values():
             assert isinstance(layer_here.module, Layer)
             layer_here.module.step, layer_here.module.before = engine.step, before

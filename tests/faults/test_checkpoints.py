@@ -1,0 +1,202 @@
+"""The state is lost, in part or with all workers: the job goes on from its checkpoint; no bit of the result changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elaunch import checkpoints
+from tests.faults.test_hybrid import Reference, reference, weights
+from tests.faults.test_workers import ending, kill_at_once
+from tests.helpers import ROOT, Spawner
+from tests.jobs.watch import SCRIPT as OBJECTS
+from tests.jobs.watch import Node, digests, elaunch, losses, wait_for, wait_for_step
+
+LAYERS = ROOT / "tests" / "jobs" / "layers.py"
+STEPS = ("--steps", "14")
+LIMIT_S = 150.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def run(
+    spawn: Spawner,
+    folder: Path,
+    *script: str | Path,
+    workers: int = 4,
+    flags: tuple[str, ...] = (),
+    name: str = "n0",
+) -> Node:
+    """A job with a checkpoint every eight steps: the next one does not wait for a slow disk."""
+    saved = ("--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", "8")
+    many = ("--standalone", f"--nproc-per-node={workers}", *saved, *flags)
+    return elaunch(spawn, folder, *many, script=script, name=name)
+
+
+def run_layers(spawn: Spawner, folder: Path, *arguments: str, flags: tuple[str, ...] = (), name: str = "n0") -> Node:
+    return run(spawn, folder, LAYERS, *STEPS, *arguments, flags=flags, name=name)
+
+
+def saved(node: Node, step: int) -> bool:
+    return any(event["step"] == step for event in node.events("checkpoint"))
+
+
+def wait_for_checkpoint(node: Node, step: int) -> None:
+    wait_for(node, partial(saved, node, step), 60, f"a checkpoint after {step} steps")
+
+
+def went_back_to(node: Node) -> list[int]:
+    return [event["step"] for event in node.events("resume")]
+
+
+def check(node: Node, expected: Reference, *before: Node) -> None:
+    """That the job ended well, with the undisturbed run's results, bit by bit; earlier runs did its first steps."""
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    found, samples, ended = expected
+    assert losses([*before, node]) == found
+    assert digests([*before, node]) == samples
+    assert weights(node) == ended
+
+
+def kill_all(node: Node, gate: Path) -> None:
+    """At a step at which they wait, when the checkpoint before is there."""
+    wait_for_step(node, 9)
+    wait_for_checkpoint(node, 8)
+    kill_at_once(node, list(node.pids().values()))
+    gate.touch()
+
+
+def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    node = run_layers(spawn, tmp_path, "--dp=2", "--pp=2", "--hold", f"10:{gate}")
+    kill_all(node, gate)
+    check(node, expected)
+    assert went_back_to(node) == [8]
+    assert "the job goes on from its checkpoint of 8 steps" in node.agent.text()
+    assert checkpoints.complete(tmp_path / "saved") == [8]
+
+
+def test_without_restarts_it_ends_and_says_that_there_is_one(spawn: Spawner, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    node = run_layers(spawn, tmp_path, "--dp=2", "--pp=2", "--hold", f"10:{gate}", flags=("--max-restarts=0",))
+    kill_all(node, gate)
+    assert node.agent.wait(LIMIT_S) == 1
+    assert "there is a checkpoint of 8 steps, but --max-restarts 0 is used up" in node.agent.text()
+
+
+@pytest.mark.parametrize("slot", [1, 0])
+def test_what_nobody_has_a_copy_of_comes_from_the_checkpoint(spawn: Spawner, tmp_path: Path, slot: int) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    node = run_layers(spawn, tmp_path, "--dp=2", "--pp=2", "--snapshots=0", "--hold", f"10:{gate}")
+    wait_for_step(node, 9)
+    wait_for_checkpoint(node, 8)
+    os.kill(node.pids()[f"node0/{slot}#0"], signal.SIGKILL)
+    gate.touch()
+    check(node, expected)
+    assert went_back_to(node)[0] == 8
+    assert node.events("resume")[0]["again"] in (2, 3)
+    assert "parts of the state were lost" in node.agent.text()
+
+
+@pytest.mark.parametrize(("slot", "moment"), [(1, "written"), (0, "complete")])
+def test_a_death_while_one_is_written_leaves_the_one_before(
+    spawn: Spawner, tmp_path: Path, slot: int, moment: str
+) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    die = ("--die", f"{slot}:8:{moment}", "--hold", f"7:{gate}")
+    script = (LAYERS, *STEPS, "--dp=2", "--pp=2", "--snapshots=0", *die)
+    node = run(spawn, tmp_path, *script, flags=("--checkpoint-every=4",))
+    wait_for_checkpoint(node, 4)
+    gate.touch()
+    check(node, expected)
+    assert went_back_to(node)[0] == 4
+    # A later one was completed, and nothing is left of the first attempt.
+    whole = checkpoints.complete(tmp_path / "saved")
+    assert whole[0] in (8, 12)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {f"step-{step:09d}" for step in whole}
+
+
+def test_a_job_that_is_started_again_goes_on_under_another_plan(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    first = run_layers(spawn, tmp_path, "--dp=2", "--pp=2", "--hold", f"10:{tmp_path / 'never'}", name="first")
+    wait_for_step(first, 9)
+    wait_for_checkpoint(first, 8)
+    first.agent.signal(signal.SIGINT)
+    assert first.agent.wait(LIMIT_S) == 1
+    second = run_layers(spawn, tmp_path, "--pp=4", name="second")
+    check(second, expected, first)
+    assert went_back_to(second) == [8]
+
+
+def test_a_job_that_is_over_has_nothing_left_to_do(spawn: Spawner, tmp_path: Path) -> None:
+    arguments = (LAYERS, "--steps", "16", "--pp=2")
+    first = run(spawn, tmp_path, *arguments, workers=2, name="first")
+    assert first.agent.wait(LIMIT_S) == 0, first.agent.tail()
+    assert [event["step"] for event in first.events("checkpoint")] == [8, 16]
+    second = run(spawn, tmp_path, *arguments, workers=2, name="second")
+    assert second.agent.wait(LIMIT_S) == 0, second.agent.tail()
+    assert second.events("step") == []
+    assert weights(second) == weights(first)
+
+
+def test_plain_python_reads_the_same_settings(spawn: Spawner, tmp_path: Path) -> None:
+    env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "saved"), "ELAUNCH_CHECKPOINT_EVERY": "8"}
+    whole, half = (
+        spawn.python(LAYERS, "--pp=1", *STEPS, "--stop", stop, env=env if stop == "9" else None, name=f"to{stop}")
+        for stop in ("14", "9")
+    )
+    assert (whole.wait(LIMIT_S), half.wait(LIMIT_S)) == (0, 0)
+    assert checkpoints.complete(tmp_path / "saved") == [8]
+    rest = spawn.python(LAYERS, "--pp=1", *STEPS, env=env, name="rest")
+    assert rest.wait(LIMIT_S) == 0, rest.tail()
+    lines = [line for line in whole.text().splitlines() if line.startswith(("step", "weights"))]
+    assert [line for line in rest.text().splitlines() if line.startswith(("step", "weights"))] == lines[8:]
+
+
+class TestDataParallel:
+    ARGUMENTS = (OBJECTS, "--steps", "14", "--extras")
+
+    def undisturbed(self, spawn: Spawner, folder: Path) -> Node:
+        node = elaunch(spawn, folder, "--standalone", "--nproc-per-node=3", script=self.ARGUMENTS, name="undisturbed")
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        return node
+
+    def check(self, node: Node, undisturbed: Node, *before: Node) -> None:
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        assert losses([*before, node]) == losses(undisturbed)
+        assert digests([*before, node]) == digests(undisturbed)
+        assert ending(node.agent.text()) == ending(undisturbed.agent.text())
+
+    def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(self, spawn: Spawner, tmp_path: Path) -> None:
+        undisturbed = self.undisturbed(spawn, tmp_path)
+        gate = tmp_path / "gate"
+        node = run(spawn, tmp_path, *self.ARGUMENTS, "--gather", "3", "--hold", f"10:{gate}", workers=3)
+        kill_all(node, gate)
+        self.check(node, undisturbed)
+        assert went_back_to(node) == [8]
+
+    def test_so_does_one_that_is_started_again(self, spawn: Spawner, tmp_path: Path) -> None:
+        undisturbed = self.undisturbed(spawn, tmp_path)
+        hold = ("--gather", "3", "--hold", f"10:{tmp_path / 'never'}")
+        first = run(spawn, tmp_path, *self.ARGUMENTS, *hold, workers=3, name="first")
+        wait_for_step(first, 9)
+        wait_for_checkpoint(first, 8)
+        first.agent.signal(signal.SIGINT)
+        assert first.agent.wait(LIMIT_S) == 1
+        second = run(spawn, tmp_path, *self.ARGUMENTS, workers=3, name="second")
+        self.check(second, undisturbed, first)
+        assert went_back_to(second) == [8]
+
+    def test_a_checkpoint_of_other_settings_is_refused(self, spawn: Spawner, tmp_path: Path) -> None:
+        first = run(spawn, tmp_path, *self.ARGUMENTS, workers=1, name="first")
+        assert first.agent.wait(LIMIT_S) == 0, first.agent.tail()
+        second = run(spawn, tmp_path, *self.ARGUMENTS, "--global-batch-size", "12", workers=1, name="second")
+        assert second.agent.wait(LIMIT_S) == 1
+        assert "global_batch_size is 24 there and 12 here" in second.agent.text()
