@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch import cli, config
+from elaunch.checkpoints import Checkpointing
 from elaunch.config import (
     PRELOAD,
     AgentConfig,
@@ -29,6 +30,8 @@ def a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("PET_", "ELAUNCH_ETCD_")) or name in (
             "ELAUNCH_EVENTS",
             "ELAUNCH_PRELOAD",
+            "ELAUNCH_CHECKPOINT_DIR",
+            "ELAUNCH_CHECKPOINT_EVERY",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             "CUDA_VISIBLE_DEVICES",
         ):
@@ -203,6 +206,18 @@ class TestCommandLine:
         assert parse("--no-python", "bash", "-c", "true").script_args == ("-c", "true")
         with pytest.raises(UsageError, match="--module and --no-python exclude each other"):
             parse("-m", "--no-python", "x")
+
+    def test_checkpoints(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert parse("t.py").checkpoints is None
+        assert parse("--checkpoint-dir=saved", "t.py").checkpoints == Checkpointing(Path.cwd() / "saved", 100)
+        with pytest.raises(UsageError, match="--checkpoint-every=0: expected a number of steps of at least 1"):
+            parse("--checkpoint-dir=saved", "--checkpoint-every=0", "t.py")
+        with pytest.raises(UsageError, match="--checkpoint-every=5 needs --checkpoint-dir=PATH"):
+            parse("--checkpoint-every=5", "t.py")
+        monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(tmp_path))
+        monkeypatch.setenv("ELAUNCH_CHECKPOINT_EVERY", "20")
+        assert parse("t.py").checkpoints == Checkpointing(tmp_path, 20)
+        assert parse("--checkpoint-every=30", "t.py").checkpoints == Checkpointing(tmp_path, 30)
 
     def test_an_empty_preload_means_no_warm_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse("t.py").preload == PRELOAD

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import Decision, Settings, View, decide, next_epoch
+from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, decide, next_epoch
 from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
@@ -501,6 +501,27 @@ class TestAllLost:
         assert (again.epoch, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 1, 2)
         assert not again.begun
         assert not ended(ask(replace(lost, restarts=2), *docs, settings=settings)).succeeded
+
+    def test_with_a_checkpoint_it_starts_again_without_being_asked(self) -> None:
+        docs = node("a", None, saved=200), node("b", None, saved=100)
+        again = announced(ask(train("a/0#0", "b/0#0"), *docs))
+        assert (again.stage, again.attempt, again.saved, again.resumes) == (Stage.ASSEMBLE, 1, 200, 1)
+        assert again.cause.endswith("the job goes on from its checkpoint of 200 steps")
+        begun = announced(ask(again, node("a", attempt=1)))
+        assert (begun.stage, begun.saved, begun.resumes) == (Stage.START, 200, 1)
+
+    def test_but_not_for_ever_from_the_same_one(self) -> None:
+        lost = train("a/0#0", saved=200, resumes=RESUMES)
+        result = ended(ask(lost, node("a", None, saved=200)))
+        assert "there is a checkpoint of 200 steps, but it has gone back there 3 times" in result.message
+        assert announced(ask(lost, node("a", None, saved=300))).resumes == 1
+
+    def test_a_limit_of_restarts_counts_for_checkpoints_too(self) -> None:
+        one = replace(SETTINGS, max_restarts=1)
+        doc = node("a", None, saved=200)
+        assert announced(ask(train("a/0#0"), doc, settings=one)).restarts == 1
+        result = ended(ask(train("a/0#0", restarts=1), doc, settings=one))
+        assert "but --max-restarts 1 is used up: start the job again to go on from it" in result.message
 
     def test_where_no_node_that_ran_it_is_left_it_begins_again_on_those_that_are_here(self) -> None:
         for former in (train("a/0#0", "b/0#0", restarts=2, attempt=3), start("a", "b", epoch=5, restarts=2, attempt=3)):

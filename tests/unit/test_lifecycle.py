@@ -145,6 +145,15 @@ class TestStart:
         assert not doc.finished
 
 
+class TestCheckpoints:
+    def test_the_report_names_the_newest_one_that_a_worker_told_of(self) -> None:
+        life = Node().life
+        assert life.doc().saved is None
+        life.on_saved(100)
+        life.on_saved(200)
+        assert life.doc().saved == 200
+
+
 class TestProgressOfAWorker:
     def test_from_starting_over_ready_and_member_to_done(self) -> None:
         node = Node()

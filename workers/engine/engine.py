@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from elaunch.errors import StateError
+from elaunch.errors import StateError, StateLost
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -339,7 +339,7 @@ class Engine:
         holding = {who: one for who, one in standings.items() if one.plan}
         self._next_migration = None
         if not holding and step:
-            raise StateError(f"no member has any of the state of step {step}; go on from the last checkpoint")
+            raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
         if not holding:
             self._next, self._next_step = self._begun(plan, group), 0
             self._check_same(plan, group)
@@ -483,7 +483,9 @@ class Engine:
         """What this worker adds to a checkpoint of the state between two steps; the tensors are the live ones."""
         from elaunch.workers.engine.durable import part_of
 
-        return part_of(self.specs, self._here.zero.shards, self._cursor(self.plan))
+        # Who joins during the next step has nothing yet.
+        shards = self._here.zero.shards if self.holds else self._shards((), ())
+        return part_of(self.specs, shards, self._cursor(self.plan))
 
     def restore(self, group: Group, plan: Plan, saved: Saved) -> int:
         """Go back to a checkpoint, under any plan; it takes effect with `install`.
@@ -505,11 +507,11 @@ class Engine:
         pieces = layout.pieces(worker)
         make = self._make_optimizer, self._make_scheduler
         shards, read_bytes = shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._device, *make)
-        layers = {key: self._built(layout, key, worker, values=False) for key in _keys(layout, worker)}
+        layers = {key: self._built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
         part = self._part_of(plan, group, layout, layers, shards)
         with group.open() as traffic:
             part.zero.share(traffic)
-        self._next, self._next_step, self._next_hosted = part, saved.step, None
+        self._next, self._next_step, self._next_hosted, self._next_migration = part, saved.step, None, None
         return read_bytes
 
     def _cursor(self, plan: Plan) -> dict[str, Any]:

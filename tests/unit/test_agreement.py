@@ -1,0 +1,36 @@
+"""What follows from the votes of the members where none, or not all, hold the state."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaunch.errors import StateError
+from elaunch.workers.hooks import Verdict, Vote, agree
+
+NONE = Vote()
+
+
+def test_before_the_job_has_begun_the_first_member_counts() -> None:
+    assert agree([NONE, NONE], begun=False) == Verdict(0, (), (0,), (1,), fresh=True, facts=({}, {}))
+
+
+def test_a_job_that_has_begun_and_that_nobody_holds_is_lost() -> None:
+    with pytest.raises(StateError, match="start it again from the last checkpoint"):
+        agree([NONE, NONE], begun=True)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_unless_the_first_member_sees_a_checkpoint(begun: bool) -> None:
+    verdict = agree([Vote(saved=200, every=100), Vote(saved=100, every=100), Vote(every=100)], begun)
+    assert (verdict.fresh, verdict.saved) == (True, 200)
+
+
+def test_where_somebody_holds_the_state_the_checkpoint_is_for_what_is_missing() -> None:
+    verdict = agree([Vote(saved=200), Vote(step=250, holds=True, saved=200)], begun=True)
+    assert (verdict.fresh, verdict.step, verdict.saved) == (False, 250, 200)
+    assert (verdict.sources, verdict.receivers) == ((1,), (0,))
+
+
+def test_all_save_the_state_after_the_same_number_of_steps() -> None:
+    with pytest.raises(StateError, match="the members save the state every 0 or 100 steps"):
+        agree([Vote(every=100), Vote()], begun=False)
