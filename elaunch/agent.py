@@ -109,6 +109,7 @@ class Agent:
                 shutdown_s=config.shutdown_timeout,
                 role=config.role,
                 rank=config.node_rank,
+                warm_start=config.warm and config.warm_start,
             ),
             port=free_port(host),
             door=f"{host}:{self._door.getsockname()[1]}",
@@ -273,7 +274,7 @@ class Agent:
 
             return act
         if message.get("warm") is False and message["error"]:
-            return partial(self.say, f"replacements start from nothing: {message['error']}")
+            return partial(self.say, f"workers start from nothing: {message['error']}")
         return lambda: None
 
     def _log_worker(self, kind: str, worker: str, pid: int) -> None:

@@ -148,6 +148,12 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
     )
+    p.add_argument(
+        "--warm-start",
+        action="store_true",
+        default=os.environ.get("ELAUNCH_WARM_START", "0") not in ("", "0"),
+        help="the first workers of a node, too, are forks of the warm parent: its modules are imported once",
+    )
     p.add_argument("script", help="the training script, module or program")
     p.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return p
@@ -203,6 +209,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         events=args.events,
         events_to_console=args.event_log_handler == "console",
         warm=bool(preload),
+        warm_start=args.warm_start,
         preload=preload,
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),

@@ -113,6 +113,7 @@ class AgentConfig:
     events: str | None = None
     events_to_console: bool = False
     warm: bool = True
+    warm_start: bool = False
     preload: tuple[str, ...] = PRELOAD
     shutdown_timeout: float = 30.0
     checkpoints: Checkpointing | None = None

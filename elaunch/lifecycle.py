@@ -99,7 +99,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """The script uses elaunch: keep a warm parent, so that a replacement is quick."""
+    """Keep a warm parent: the script uses elaunch, so a replacement is to be quick, or workers start by it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class NodeSettings:
     shutdown_s: float = 30.0
     role: str = "default"
     rank: int = 0
+    warm_start: bool = False
 
 
 @dataclass(slots=True)
@@ -281,7 +282,12 @@ class Lifecycle:
 
     def _starting(self, generation: Generation) -> list[Action]:
         if self.settings.node in generation.nodes:
-            return [self._start(slot, generation, warm=False) for slot in self.slots if slot.phase is None]
+            warm = self.settings.warm_start
+            starts = [self._start(slot, generation, warm=warm) for slot in self.slots if slot.phase is None]
+            if warm and not self.warmed:
+                self.warmed = True
+                return [Warm(), *starts]
+            return [*starts]
         if len(generation.nodes) < self.settings.max_nodes:
             return [Say("this node waits: the job has just started without it")]
         return [Say(f"this node waits as a spare: the job has its {self.settings.max_nodes} nodes")]

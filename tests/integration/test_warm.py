@@ -30,6 +30,14 @@ def warm_parents(node: Node) -> list[psutil.Process]:
     return [child for child in nursery(node).children() if child.pid not in node.all_pids() and is_running(child.pid)]
 
 
+def test_with_a_warm_start_the_first_workers_are_forks_too(spawn: Spawner, tmp_path: Path) -> None:
+    node = elaunch(spawn, tmp_path, *TWO, "--warm-start", script=ENDLESS)
+    wait_for_step(node, 2)
+    assert all(is_fork(node, pid) for pid in node.pids().values())
+    assert len(warm_parents(node)) == 1
+    assert is_fork(node, replace_one(node))
+
+
 def replace_one(node: Node) -> int:
     """Kill a worker, and wait until its replacement is a member; the pid of that."""
     before = node.pids()
@@ -83,8 +91,8 @@ def test_a_replacement_that_waits_for_a_preload_that_fails_is_started(
     (tmp_path / "part").rename(gate)
     wait_for_members(node, 2)
     text = node.agent.text()
-    assert text.count("replacements start from nothing") == 1
-    assert f"replacements start from nothing: cannot import {GATE}: this module cannot be imported today\n" in text
+    assert text.count("workers start from nothing") == 1
+    assert f"workers start from nothing: cannot import {GATE}: this module cannot be imported today\n" in text
     assert_gone([parent.pid])
 
     left = descendants(node)

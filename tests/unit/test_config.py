@@ -225,6 +225,14 @@ class TestCommandLine:
         monkeypatch.setenv("ELAUNCH_PRELOAD", "numpy,torch")
         assert parse("t.py").preload == ("numpy", "torch")
 
+    def test_a_warm_start_is_a_flag_and_a_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not parse("t.py").warm_start
+        assert parse("--warm-start", "t.py").warm_start
+        monkeypatch.setenv("ELAUNCH_WARM_START", "1")
+        assert parse("t.py").warm_start
+        monkeypatch.setenv("ELAUNCH_WARM_START", "0")
+        assert not parse("t.py").warm_start
+
     def test_standalone_jobs_do_not_share_a_name(self) -> None:
         assert parse("--standalone", "t.py").job != parse("--standalone", "t.py").job
 

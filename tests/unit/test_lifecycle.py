@@ -31,10 +31,11 @@ T = 1700000000.0  # Unix time at which the kernel reported a death
 class Node:
     """A lifecycle, and the words in which the tests drive it."""
 
-    def __init__(self, slots: int = 1, max_nodes: int = 2, max_restarts: int | None = None) -> None:
-        self.life = Lifecycle(
-            NodeSettings("a", "host-a", slots, 1, max_nodes, max_restarts, shutdown_s=30.0), port=4000
-        )
+    def __init__(
+        self, slots: int = 1, max_nodes: int = 2, max_restarts: int | None = None, warm_start: bool = False
+    ) -> None:
+        settings = NodeSettings("a", "host-a", slots, 1, max_nodes, max_restarts, 30.0, warm_start=warm_start)
+        self.life = Lifecycle(settings, port=4000)
         self.epoch = 0
         self.actions: list[Action] = []
         self.now_s = NOW_S
@@ -120,6 +121,14 @@ class TestStart:
         assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#0", False), (1, "a/1#0", False)]
         assert starts[0].generation.ids == ("a/0", "a/1", "b/0")
         assert node.states() == {"a/0#0": WorkerState.STARTING, "a/1#0": WorkerState.STARTING}
+
+    def test_with_a_warm_start_the_first_workers_are_forks_of_the_warm_parent(self) -> None:
+        node = Node(slots=2, warm_start=True)
+        actions = node.start("a/0", "a/1")
+        assert [type(action) for action in actions] == [Warm, Start, Start]
+        assert all(one.warm for one in only(Start, actions))
+        node.ready("a/0#0", "a/1#0")
+        assert only(Warm, node.train("a/0#0", "a/1#0")) == []
 
     def test_a_spare_node_starts_nothing_and_says_why(self) -> None:
         node = Node()
