@@ -31,7 +31,7 @@ def warm_parents(node: Node) -> list[psutil.Process]:
 
 
 def test_with_a_warm_start_the_first_workers_are_forks_too(spawn: Spawner, tmp_path: Path) -> None:
-    node = elaunch(spawn, tmp_path, *TWO, "--warm-start", script=ENDLESS)
+    node = elaunch(spawn, tmp_path, *TWO, "--warm-start", script=ENDLESS, warm=False)
     wait_for_step(node, 2)
     assert all(is_fork(node, pid) for pid in node.pids().values())
     assert len(warm_parents(node)) == 1
@@ -60,7 +60,7 @@ def descendants(node: Node) -> list[int]:
 
 @pytest.mark.timeout(200)
 def test_a_replacement_is_a_fork_of_the_warm_parent_and_ends_with_the_agent(spawn: Spawner, tmp_path: Path) -> None:
-    node = elaunch(spawn, tmp_path, *TWO, script=ENDLESS)
+    node = elaunch(spawn, tmp_path, *TWO, script=ENDLESS, warm=False)
     wait_for_step(node, 2)
     wait_for(node, lambda: warm_parents(node), LIMIT_S, "the warm parent")
     first = node.pids()
@@ -80,7 +80,7 @@ def test_a_replacement_that_waits_for_a_preload_that_fails_is_started(
 ) -> None:
     gate = tmp_path / "gate"
     monkeypatch.setenv("PLAIN_GATE", str(gate))
-    node = elaunch(spawn, tmp_path, *TWO, f"--preload={GATE}", script=ENDLESS)
+    node = elaunch(spawn, tmp_path, *TWO, f"--preload={GATE}", script=ENDLESS, warm=False)
     wait_for_step(node, 2)
     (parent,) = wait_for(node, lambda: warm_parents(node), LIMIT_S, "the warm parent")
     before = node.pids()

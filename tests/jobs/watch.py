@@ -57,11 +57,17 @@ class Node:
 
 
 def elaunch(
-    spawn: Spawner, folder: Path, *flags: str, script: Sequence[str | Path] = (SCRIPT,), name: str = "n0"
+    spawn: Spawner,
+    folder: Path,
+    *flags: str,
+    script: Sequence[str | Path] = (SCRIPT,),
+    name: str = "n0",
+    warm: bool = True,
 ) -> Node:
-    """Start one agent with its event log in `folder`."""
+    """Start one agent with its event log in `folder`; `warm`: its workers share one import of torch."""
     log = folder / f"events-{name}.jsonl"
-    agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name)
+    env = {"ELAUNCH_WARM_START": "1" if warm else "0"}
+    agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name, env=env)
     return Node(agent, log)
 
 

@@ -1,0 +1,8 @@
+"""What the warm parent of test jobs imports: all that their scripts need of torch and elaunch, without the compiler."""
+
+from tests.jobs.eager import compile_nothing
+
+compile_nothing()
+
+import elaunch.workers.hybrid  # noqa: E402
+import elaunch.workers.session  # noqa: E402, F401
