@@ -108,5 +108,5 @@ def test_a_death_while_the_members_move_by_themselves_is_survived(spawn: Spawner
 def test_without_replicas_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, *STEPS, "--layout=1x4", "--die=1:4:compute")
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
-    lost = r"StateError: no surviving worker has all of \d\.(qkv|up)\.weight.*; go on from the last checkpoint"
+    lost = r"StateLost: no surviving worker has all of \d\.(qkv|up)\.weight.*; go on from the last checkpoint"
     assert re.search(lost, node.agent.text()), node.agent.tail()

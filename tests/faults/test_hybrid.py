@@ -159,7 +159,7 @@ def test_eight_workers_with_tensor_parallelism_survive_the_loss_of_one(spawn: Sp
 def test_without_copies_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, *STEPS, "--snapshots", "0", "--die", "1:5:compute")
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
-    lost = r"StateError: no surviving worker has all of layers\.0\..*@optimizer.*; go on from the last checkpoint"
+    lost = r"StateLost: no surviving worker has all of layers\.0\..*@optimizer.*; go on from the last checkpoint"
     assert re.search(lost, node.agent.text()), node.agent.tail()
 
 
