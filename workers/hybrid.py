@@ -166,8 +166,9 @@ class HybridJob:
         count = self.step
         while self._group is not None and not self._finished:
             self._settle()
-            while self.step < count:
+            if self.step < count:
                 self.train_step()  # it went back to a checkpoint
+                continue
             try:
                 self._checkpoints.last(self._group, self.step, self._made.durable)
                 self._group.barrier()

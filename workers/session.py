@@ -107,7 +107,7 @@ class Job:
         self._fabric = Fabric(client.worker, client.token, client.host)
         self._reducer = Reducer()
         self._checkpoints = Checkpoints(client)
-        self._went_back: Saved | None = None
+        self._went_back: tuple[Saved, int, float] | None = None
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
@@ -255,9 +255,7 @@ class Job:
         self._layout = _Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
         self._order = data.SampleOrder(n_samples, seed, shuffle)
         self._become_member()
-        if self._went_back is not None:
-            self._went_back.check("objects", self._layout.cursor)
-            self._went_back = None
+        self._check_origin(self._layout)
         while True:
             self._settle()
             if self.step >= steps:
@@ -514,15 +512,23 @@ class Job:
         assert self._group is not None
         return part_of(self._objects, self._layout.cursor, self._group.rank, self._group.size)
 
-    def _go_back(self, group: Group, step: int) -> None:
+    def _go_back(self, step: int) -> None:
         """All members read a checkpoint, whose settings are known when `batches` is called."""
         from elaunch.workers.state.objects import load
 
         start_s = time.monotonic()
         saved = self._checkpoints.open(step)
         read_bytes = load(self._objects, saved)
-        self.step, self._went_back = saved.step, saved
-        self._checkpoints.resumed(group, saved, 0, read_bytes, time.monotonic() - start_s)
+        self.step, self._went_back = saved.step, (saved, read_bytes, time.monotonic() - start_s)
+
+    def _check_origin(self, layout: _Layout) -> None:
+        """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
+        if self._went_back is not None:
+            saved, read_bytes, seconds = self._went_back
+            saved.check("objects", layout.cursor)
+            assert self._group is not None
+            self._checkpoints.resumed(self._group, saved, 0, read_bytes, seconds)
+            self._went_back = None
 
     def _leave(self, left: Left) -> None:
         """End this process: the members go on without it."""
@@ -573,7 +579,7 @@ class Job:
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         if verdict.fresh and verdict.saved is not None:
-            self._go_back(group, verdict.saved)
+            self._go_back(verdict.saved)
             return 0
         if not verdict.receivers:
             return 0
