@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from elaunch import checkpoints
 from elaunch.checkpoints import Checkpointing
@@ -127,14 +126,11 @@ TENSORS = {
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     path = written(tmp_path, spread(TENSORS, members=3, cuts=4))
     assert path == tmp_path / "step-000000040"
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    assert {
-        name: tuple(one.size)
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    } == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+    assert dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys() == TENSORS.keys()
+    assert Saved(path).shapes() == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(found, checkpoint_id=path, no_dist=True)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
     dcp_to_torch_save(path, tmp_path / "one.pt")
     one = torch.load(tmp_path / "one.pt", weights_only=True)
@@ -296,7 +292,7 @@ def test_names_are_those_of_the_model(tmp_path: Path) -> None:
 def test_another_model_optimizer_or_seed_is_refused(tmp_path: Path) -> None:
     alone = symmetric(W[:1], 3, 8, 2)
     crew(alone, 1, tmp_path, None, save=True)
-    with pytest.raises(StateError, match=r"layers\.1\.norm\.weight is \[16\] there and missing here"):
+    with pytest.raises(StateError, match=r"layers\.1\.qkv\.weight is \[48, 16\] there and missing here"):
         crew(symmetric(W[:1], 2, 8, 2), 0, tmp_path, 1, save=False)
     with pytest.raises(StateError, match="the optimizer is AdamW there and SGD here"):
         crew(alone, 0, tmp_path, 1, save=False, optimizer=partial(torch.optim.SGD, lr=0.1))
