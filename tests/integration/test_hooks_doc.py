@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
 import signal
@@ -14,24 +16,35 @@ from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
 
 PAGE = (ROOT / "docs" / "hooks.md").read_text()
-STEPS = "3000"
+STEPS = 1500
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def undisturbed() -> dict[int, float]:
+    """The losses of the same training, in plain Python."""
+    weight = [0.0] * 8
+    found = {}
+    for step in range(STEPS):
+        inputs = [[math.cos(row * k + step) for k in range(8)] for row in range(64)]
+        errors = [sum(map(operator.mul, inputs[row], weight)) - row / 64 for row in range(64)]
+        found[step] = sum(error * error for error in errors) / 64
+        for k in range(8):
+            weight[k] -= 0.1 * sum(inputs[row][k] * errors[row] for row in range(64)) / 64
+    return found
 
 
 def test_the_smallest_runtime_survives_a_death(spawn: Spawner, tmp_path: Path) -> None:
     script = tmp_path / "runtime.py"
     (code,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE, re.DOTALL)
     script.write_text(code)
-    alone = elaunch(spawn, tmp_path, "--standalone", script=(script, STEPS), name="alone")
-    assert alone.agent.wait(START_S) == 0, alone.agent.tail()
-    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(script, STEPS))
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(script, str(STEPS)))
     wait_for_step(node, 5)
     os.kill(node.pids()["node0/0#0"], signal.SIGKILL)
     assert node.agent.wait(START_S) == 0, node.agent.tail()
     assert [len(event["workers"]) for event in node.events("generation") if event["stage"] == "train"][:2] == [3, 2]
     assert not any(event.get("exitcode") for event in node.events("worker_exited"))
-    assert_same(losses(node), losses(alone), 1e-10)
+    assert_same(losses(node), undisturbed(), 1e-10)
 
 
 def test_every_public_name_has_a_home_and_is_told_of() -> None:
