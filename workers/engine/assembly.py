@@ -13,14 +13,6 @@ from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.regions import Region, State
 from elaunch.workers.state.space import OPTIMIZER, Item
 
-Shape = tuple[object, ...]
-"""Of a piece: its parameter and its boxes; two of one shape hold the same elements in the same order."""
-
-
-def shape_of(piece: Piece) -> Shape:
-    """What makes a piece the same under two plans."""
-    return piece.parameter, *piece.boxes
-
 
 class Assembly:
     """Pieces that stay as they are keep their tensors; the others get new ones, made when they are first asked for.
@@ -36,11 +28,11 @@ class Assembly:
         self, pieces: Sequence[Piece], mine: Shards | None, items: Mapping[str, Item], device: torch.device
     ) -> None:
         self._pieces, self._items, self._device = pieces, items, device
-        wanted = {shape_of(piece) for piece in pieces}
+        wanted = {piece.shape for piece in pieces}
         self._stay = {
-            shape_of(piece): mine.tensors(place)
+            piece.shape: mine.tensors(place)
             for place, piece in enumerate(mine.pieces if mine is not None else ())
-            if mine is not None and shape_of(piece) in wanted
+            if mine is not None and piece.shape in wanted
         }
         self._by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
         self._flats: dict[Piece, tuple[Tensor, ...]] = {}
@@ -54,7 +46,7 @@ class Assembly:
         """Of all pieces that do not stay, by item."""
         found: dict[str, list[Region]] = {}
         for piece in self._pieces:
-            if shape_of(piece) not in self._stay:
+            if piece.shape not in self._stay:
                 found.setdefault(piece.parameter + OPTIMIZER, []).extend(self._made(piece).values())
         return found
 
@@ -62,7 +54,7 @@ class Assembly:
         """Of all pieces, flat. Regions of `state` that are not in their piece are copied there."""
         found = []
         for piece in self._pieces:
-            stayed = self._stay.get(shape_of(piece))
+            stayed = self._stay.get(piece.shape)
             if stayed is not None and piece not in self._flats:
                 self._flats[piece] = stayed
             elif state is not None:

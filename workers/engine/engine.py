@@ -16,22 +16,21 @@ from elaunch.errors import StateError, StateLost
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
-from elaunch.workers.engine.assembly import Assembly, shape_of
+from elaunch.workers.engine.assembly import Assembly
 from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
 from elaunch.workers.engine.layers import Factory, Layer, build, describe
 from elaunch.workers.engine.layout import Piece, StateLayout
-from elaunch.workers.engine.migration import Migration, Side, keys_of, most_extra_bytes, plan_between
+from elaunch.workers.engine.migration import Migration, Under, keys_of
 from elaunch.workers.engine.samples import Samples
 from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.engine.snapshots import Snapshots, links
 from elaunch.workers.engine.standing import Commit, Standing
+from elaunch.workers.engine.survey import Survey
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
-from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -336,49 +335,35 @@ class Engine:
         plan.validate(group.members)
         said = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
         standings = {who: Standing.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
-        holding = {who: one for who, one in standings.items() if one.plan}
-        self._next_migration = None
-        if not holding and step:
-            raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
-        if not holding:
-            self._next, self._next_step = self._begun(plan, group), 0
+        self._next_migration, self._next_step = None, step
+        if not any(one.plan for one in standings.values()):
+            if step:
+                raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
+            self._next = self._begun(plan, group)
             self._check_same(plan, group)
             return 0
-        self._check_alike(standings)
-        old = {text: StateLayout(Plan.parse(text), self.specs) for text in {one.plan for one in holding.values()}}
-        layout = StateLayout(plan, self.specs)
-        forms: dict[str, Form] = {}
-        for one in holding.values():
-            forms |= one.forms
-        schedule = next((one.schedule for one in holding.values() if one.schedule is not None), None)
-        items = self._items(layout, forms)
-        kept = {who: _kept_keys(layout, who, old, standings.get(who)) for who in plan.workers}
-        layers = {key: self._here.layers[was] for key, was in kept[worker].items()}
+        survey = Survey(plan, standings, self.specs)
+        layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
+        layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
                 layers[key] = self._built(layout, key, worker, values=False)
-        missing = {who: set(keys_of(layout, who)) - kept[who].keys() for who in plan.workers}
-        if not self._blocking and len(old) == 1 and all(one.whole for one in holding.values()):
-            before = Side(
-                Plan.parse(next(iter(old))), next(iter(old.values())), {} if self._part is None else self.layers
-            )
-            migration = self._migration_to(Side(plan, layout, layers), before, group, missing, items)
-            if migration is not None:
-                tensors = migration.assembly.tensors()
-                shards = self._shards(layout.pieces(worker), tensors, forms, schedule)
-                self._next = self._part_of(plan, group, layout, layers, shards)
-                self._next_migration, self._next_step = migration, step
-                return migration.coming_bytes
-        router = _router(items, plan, layout, old, holding)
-        shards, received_bytes = self._moved(group, router, layout.pieces(worker), forms, schedule)
-        lacking = None if any(one.stale for one in holding.values()) else missing
+        old, between = survey.old, None
+        if not self._blocking:
+            between = survey.between(group.members, self._max_extra_bytes)
+        if between is not None:
+            assert old is not None
+            migration = self._next_migration = self._migration_to(between, survey, old, layers, group)
+            shards = self._shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
+            self._next = self._part_of(plan, group, layout, layers, shards)
+            return migration.coming_bytes
+        shards, received_bytes = self._moved(group, survey, pieces)
         part = self._part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
-        self._stale = self._stale or lacking is None
+        self._stale = self._stale or survey.stale
         with group.open() as traffic:
-            received_bytes += part.zero.share(traffic, lacking)
+            received_bytes += part.zero.share(traffic, None if survey.stale else survey.lacking)
         self._next = part
-        self._next_step = step
         return received_bytes
 
     def links(self, plan: Plan, worker: str) -> frozenset[str]:
@@ -402,50 +387,34 @@ class Engine:
         self._mixed, self._stale = None, False
         self._hosted, self._next_hosted = self._next_hosted, None
 
-    def _items(self, layout: StateLayout, forms: Mapping[str, Form]) -> dict[str, Item]:
-        """The space of the optimizer's state."""
-        found = {}
-        for spec in self.specs:
-            for name, shape in spec.shapes.items():
-                path = f"layers.{spec.index}.{name}"
-                dtypes = (layout.sum_dtype(spec.index), *forms.get(path, Form()).dtypes)
-                found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
-        return found
-
     def _migration_to(
-        self,
-        new: Side,
-        old: Side,
-        group: Group,
-        missing: Mapping[str, Collection[LayerKey]],
-        items: Mapping[str, Item],
-    ) -> Migration | None:
-        """The change as a part of the next step; None if nothing moves, or only while all pause."""
-        if not any(missing.values()) and not _moves(old, new):
-            return None
-        bound = self._max_extra_bytes
-        if bound is not None and most_extra_bytes(old, new, missing, self.specs, items) > bound:
-            return None
-        between = plan_between(old, new, group.members)
-        if between is None:
-            return None
-        mine, sums = (None, {}) if self._part is None else (self._part.zero.shards, self._part.sums)
+        self, between: Plan, survey: Survey, old: Under, layers: Mapping[LayerKey, Layer], group: Group
+    ) -> Migration:
         worker = group.members[group.rank]
 
         def executor(plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
             return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
 
-        return Migration(between, group, old, new, missing, self.specs, items, mine, sums, self._device, executor)
+        part = self._part
+        mine, sums, had = (None, {}, {}) if part is None else (part.zero.shards, part.sums, part.layers)
+        return Migration(
+            between,
+            group,
+            old,
+            survey.new,
+            (had, layers),
+            survey.lacking,
+            self.specs,
+            survey.items,
+            mine,
+            sums,
+            self._device,
+            executor,
+        )
 
-    def _moved(
-        self,
-        group: Group,
-        router: Router,
-        pieces: Sequence[Piece],
-        forms: Mapping[str, Form],
-        schedule: dict[str, Any] | None,
-    ) -> tuple[Shards, int]:
+    def _moved(self, group: Group, survey: Survey, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
+        router, forms, schedule = survey.router(), survey.forms, survey.schedule
         mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
         assembly = Assembly(pieces, mine, router.items, self._device)
         state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
@@ -607,74 +576,3 @@ class Engine:
                         f"{group.members[0]} and {member} were given different {what}: {said[0][what]} and "
                         f"{theirs[what]}; all workers must run the same script with the same arguments"
                     )
-
-    def _check_alike(self, standings: Mapping[str, Standing]) -> None:
-        (first, settings), *others = ((worker, one.settings) for worker, one in standings.items())
-        for worker, theirs in others:
-            if theirs != settings:
-                raise StateError(
-                    f"{first} and {worker} were given different layers or settings (digest of the layers, seed, "
-                    f"consistency, clip_norm): {settings} and {theirs}; all workers must run the same script with the "
-                    "same arguments"
-                )
-
-
-def _router(
-    items: Mapping[str, Item],
-    plan: Plan,
-    layout: StateLayout,
-    old: Mapping[str, StateLayout],
-    holding: Mapping[str, Standing],
-) -> Router:
-    return Router(
-        items,
-        {who: _held(who, one, old[one.plan]) for who, one in holding.items()},
-        {who: optimizer_boxes(layout.pieces(who)) for who in plan.workers},
-        {who: _hosted(one, old[one.plan]) for who, one in holding.items()},
-    )
-
-
-def _moves(old: Side, new: Side) -> bool:
-    """Whether anybody gets something of the optimizer's state."""
-    return any(
-        {shape_of(piece) for piece in new.layout.pieces(who)} - {shape_of(piece) for piece in old.layout.pieces(who)}
-        for who in new.plan.workers
-    )
-
-
-def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
-    """What a worker has of its own optimizer state."""
-    return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
-
-
-def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
-    """What a worker has in host memory of others' states, under its plan."""
-    if standing.hosted is not None:
-        return standing.hosted
-    return optimizer_boxes(
-        [piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]]
-    )
-
-
-def _kept_keys(
-    layout: StateLayout, worker: str, old: Mapping[str, StateLayout], standing: Standing | None
-) -> dict[LayerKey, LayerKey]:
-    """The layers of a worker that it has already, cut in the same way, and which of the old ones they are."""
-    if standing is None or not standing.plan:
-        return {}
-    before = old[standing.plan]
-    there: dict[tuple[int, int, int], list[LayerKey]] = {}
-    for key in keys_of(before, worker):
-        there.setdefault(_cut(before, key, worker), []).append(key)
-    found = {}
-    for key in keys_of(layout, worker):
-        alike = there.get(_cut(layout, key, worker))
-        if alike:
-            found[key] = alike.pop(0)
-    return found
-
-
-def _cut(layout: StateLayout, key: LayerKey, worker: str) -> tuple[int, int, int]:
-    """Layer, size of the tuple and rank in it."""
-    workers = layout.holders[key[0]][key[1]]
-    return key[0], len(workers), workers.index(worker)

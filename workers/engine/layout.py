@@ -100,6 +100,11 @@ class Piece:
         return f"{self.parameter}{part}[{self.start - first}:{self.stop - first}]"
 
     @property
+    def shape(self) -> tuple[object, ...]:
+        """Its parameter and boxes; pieces of one shape hold the same elements in the same order."""
+        return self.parameter, *self.boxes
+
+    @property
     def boxes(self) -> list[Box]:
         """Of the whole parameter; the piece's elements are those of the boxes, one after the other."""
         first, shape, dim = self.fragment.start, self.fragment.shape, self.fragment.dim

@@ -15,7 +15,7 @@ import torch
 
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.engine.assembly import Assembly, shape_of
+from elaunch.workers.engine.assembly import Assembly
 from elaunch.workers.engine.executor import Executor, LayerKey, Outcome, TupleSum
 from elaunch.workers.engine.layers import Layer, LayerSpec
 from elaunch.workers.engine.layout import StateLayout
@@ -24,48 +24,23 @@ from elaunch.workers.engine.samples import Samples
 from elaunch.workers.engine.shards import Shards
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.plan.tiling import Plan
-from elaunch.workers.plan.transition import transitional
 from elaunch.workers.state.background import BackgroundMove
-from elaunch.workers.state.boxes import Box, n_elements, subtract_all
+from elaunch.workers.state.boxes import Box, subtract_all
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router, n_bytes
-from elaunch.workers.state.space import OPTIMIZER, Item, box_of_placements, optimizer_boxes
+from elaunch.workers.state.space import Item, box_of_placements, optimizer_boxes
 
 Keys = Mapping[str, Iterable[LayerKey]]
 """By worker: some of its layers."""
 
+Layers = Mapping[LayerKey, Layer]
 
-class Side(NamedTuple):
-    """One of the two plans, and the layers of this worker under it."""
+
+class Under(NamedTuple):
+    """A plan, and where everything is under it."""
 
     plan: Plan
     layout: StateLayout
-    layers: Mapping[LayerKey, Layer]
-
-
-def plan_between(old: Side, new: Side, members: tuple[str, ...]) -> Plan | None:
-    """The plan of the step in which the members go from one plan to the other; None if they must pause for that."""
-    if any(worker not in members for tile in old.plan.tiles for worker in tile.workers):
-        return None
-    # Shards of layers that are cut otherwise have no place in the sums of the other plan.
-    return transitional(old.plan, new.plan, members) if old.layout.cuts == new.layout.cuts else None
-
-
-def most_extra_bytes(
-    old: Side, new: Side, lacking: Keys, specs: tuple[LayerSpec, ...], items: Mapping[str, Item]
-) -> int:
-    """What some worker holds beside its old state in the step of the change, at most."""
-    most = 0
-    for who in new.plan.workers:
-        stay = {shape_of(piece) for piece in old.layout.pieces(who)}
-        come = [piece for piece in new.layout.pieces(who) if shape_of(piece) not in stay]
-        size = sum(piece.elements * items[piece.parameter + OPTIMIZER].element_bytes for piece in come)
-        for key in lacking.get(who, ()):
-            spec = specs[key[0]]
-            boxes = _boxes(new.layout, who, key, spec)
-            size += sum(n_elements(box) * spec.dtypes[name].itemsize for name, box in boxes.items())
-        most = max(most, size)
-    return most
 
 
 class Migration:
@@ -74,8 +49,8 @@ class Migration:
     Args:
         between: the plan of the step.
         group: its workers.
-        old: without layers for a worker that has nothing yet.
-        new: with layers that may have no values yet.
+        old, new: the two plans.
+        layers: of this worker under each; those of the new one may have no values yet.
         lacking: by worker, the layers of the new plan that it has not.
         specs: of all layers.
         optimizer_items: of the space.
@@ -89,8 +64,9 @@ class Migration:
         self,
         between: Plan,
         group: Group,
-        old: Side,
-        new: Side,
+        old: Under,
+        new: Under,
+        layers: tuple[Layers, Layers],
         lacking: Keys,
         specs: tuple[LayerSpec, ...],
         optimizer_items: Mapping[str, Item],
@@ -104,12 +80,12 @@ class Migration:
         layout = StateLayout(between, specs, owners=new.plan)
         self._to_new = dict(zip(layout.all_shards, new.layout.all_shards, strict=True))
         self._sums = dict(sums)
-        for (index, replica), layer in new.layers.items():
+        for (index, replica), layer in layers[1].items():
             workers = new.layout.holders[index][replica]
             if (index, replica) in lacking.get(worker, ()):
                 add = self._sums.setdefault(workers, TupleSum(workers, worker)) if len(workers) > 1 else None
                 layer.membership = Membership(workers.index(worker), len(workers), add)
-        self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new))
+        self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new, layers))
         self.assembly = Assembly(new.layout.pieces(worker), mine, optimizer_items, device)
 
         before, after = old.layout, new.layout
@@ -123,8 +99,8 @@ class Migration:
         items |= optimizer_items
         needed = {who: _parameters(after, who, lacking.get(who, ()), specs) for who in new.plan.workers}
         for who in new.plan.workers:
-            stay = {shape_of(piece) for piece in before.pieces(who)}
-            needed[who] |= optimizer_boxes([one for one in after.pieces(who) if shape_of(one) not in stay])
+            stay = shapes_of(before, who)
+            needed[who] |= optimizer_boxes([one for one in after.pieces(who) if one.shape not in stay])
         held = {}
         for who in old.plan.workers:
             keys = [key for key in keys_of(before, who) if key[0] in self._parameters]
@@ -133,10 +109,10 @@ class Migration:
         router = Router(items, held, needed, relays=False)
         routes = router.of(worker)
         state: dict[str, list[Region]] = {} if mine is None else mine.regions()
-        moved = {key: layer for key, layer in old.layers.items() if key[0] in self._parameters}
+        moved = {key: layer for key, layer in layers[0].items() if key[0] in self._parameters}
         state |= _parameter_regions(before, worker, moved)
         places = self.assembly.regions()
-        places |= _parameter_regions(after, worker, {key: new.layers[key] for key in lacking.get(worker, ())})
+        places |= _parameter_regions(after, worker, {key: layers[1][key] for key in lacking.get(worker, ())})
         self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
         self.coming_bytes = n_bytes(items, routes.receive)
         """That this worker will receive."""
@@ -168,17 +144,24 @@ def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
     ]
 
 
-def _layers_of(layout: StateLayout, worker: str, old: Side, new: Side) -> dict[LayerKey, Layer]:
-    """This worker's layers under a plan of which each tuple is one of the two sides'."""
+def shapes_of(layout: StateLayout, worker: str) -> set[tuple[object, ...]]:
+    """Of all pieces of a worker."""
+    return {piece.shape for piece in layout.pieces(worker)}
+
+
+def _layers_of(
+    layout: StateLayout, worker: str, old: Under, new: Under, layers: tuple[Layers, Layers]
+) -> dict[LayerKey, Layer]:
+    """This worker's layers under a plan of which each tuple is one of the two others'."""
     found = {
-        (index, side.layout.holders[index][replica]): layer
-        for side in (new, old)
-        for (index, replica), layer in side.layers.items()
+        (index, under.layout.holders[index][replica]): layer
+        for under, mine in ((new, layers[1]), (old, layers[0]))
+        for (index, replica), layer in mine.items()
     }
     return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
 
 
-def _boxes(layout: StateLayout, worker: str, key: LayerKey, spec: LayerSpec) -> dict[str, Box]:
+def parameter_boxes(layout: StateLayout, worker: str, key: LayerKey, spec: LayerSpec) -> dict[str, Box]:
     """What a worker holds of the parameters of a layer, as a member of a tuple."""
     workers = layout.holders[key[0]][key[1]]
     return {
@@ -192,7 +175,7 @@ def _parameters(
 ) -> dict[str, tuple[Box, ...]]:
     found: dict[str, tuple[Box, ...]] = {}
     for key in keys:
-        for name, box in _boxes(layout, worker, key, specs[key[0]]).items():
+        for name, box in parameter_boxes(layout, worker, key, specs[key[0]]).items():
             path = f"layers.{key[0]}.{name}"
             known = found.get(path, ())
             found[path] = (*known, *subtract_all([box], known))
@@ -203,7 +186,7 @@ def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKe
     """The parameters of some layers; of what is there twice, one."""
     found: dict[str, list[Region]] = {}
     for key, layer in layers.items():
-        for name, box in _boxes(layout, worker, key, layer.spec).items():
+        for name, box in parameter_boxes(layout, worker, key, layer.spec).items():
             known = found.setdefault(f"layers.{key[0]}.{name}", [])
             whole = Region(box, (layer.parameters[name].data,))
             known += [Region(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]

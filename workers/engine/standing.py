@@ -52,11 +52,6 @@ class Standing:
     schedule: dict[str, Any] | None = None
     settings: str = ""
 
-    @property
-    def whole(self) -> bool:
-        """Whether it has all of its part, as of the last commit."""
-        return not self.stale and self.boxes is None
-
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return {**asdict(self), "forms": forms_to_json(self.forms)}

@@ -1,0 +1,152 @@
+"""What follows for a change of plan from what the members say they have; the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elaunch.errors import StateError
+from elaunch.workers.engine.executor import LayerKey
+from elaunch.workers.engine.layers import LayerSpec
+from elaunch.workers.engine.layout import StateLayout
+from elaunch.workers.engine.migration import Under, keys_of, parameter_boxes, shapes_of
+from elaunch.workers.engine.shards import Form
+from elaunch.workers.engine.standing import Standing
+from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.plan.transition import transitional
+from elaunch.workers.state.boxes import n_elements
+from elaunch.workers.state.routes import Router
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes
+
+
+class Survey:
+    """Who has what, and who needs what under the next plan.
+
+    Args:
+        plan: the next one.
+        standings: of all members.
+        specs: of all layers.
+
+    Attributes:
+        new: the next plan.
+        forms: what the optimizer keeps, by name of a parameter.
+        schedule: state of the learning-rate scheduler.
+        items: the space of the optimizer's state.
+        kept: by worker, the layers of its next part that it has already, cut in the same way, and which these are.
+        lacking: by worker, those that it has not.
+        stale: whether some parameters may be those of the step before.
+
+    Raises:
+        StateError: a worker was given other layers or settings.
+    """
+
+    def __init__(self, plan: Plan, standings: Mapping[str, Standing], specs: Sequence[LayerSpec]) -> None:
+        _check_alike(standings)
+        self._standings, self._specs = standings, specs
+        self._holding = {who: one for who, one in standings.items() if one.plan}
+        plans = {text: Plan.parse(text) for text in {one.plan for one in self._holding.values()}}
+        self._old = {text: Under(old, StateLayout(old, specs)) for text, old in plans.items()}
+        self.new = Under(plan, StateLayout(plan, specs))
+        self.forms: dict[str, Form] = {}
+        for one in self._holding.values():
+            self.forms |= one.forms
+        schedules = (one.schedule for one in self._holding.values() if one.schedule is not None)
+        self.schedule: dict[str, Any] | None = next(schedules, None)
+        self.items: dict[str, Item] = {}
+        for spec in specs:
+            for name, shape in spec.shapes.items():
+                path = f"layers.{spec.index}.{name}"
+                dtypes = (self.new.layout.sum_dtype(spec.index), *self.forms.get(path, Form()).dtypes)
+                self.items[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), dtypes)
+        self.kept = {who: self._kept(who) for who in plan.workers}
+        self.lacking = {who: set(keys_of(self.new.layout, who)) - self.kept[who].keys() for who in plan.workers}
+        self.stale = any(one.stale for one in self._holding.values())
+
+    @property
+    def old(self) -> Under | None:
+        """The plan whose parts all have, as of the last commit; None if they have not."""
+        whole = len(self._old) == 1 and not self.stale and all(one.boxes is None for one in self._holding.values())
+        return next(iter(self._old.values())) if whole else None
+
+    def router(self) -> Router:
+        """For masters and states."""
+        old = {who: self._old[one.plan].layout for who, one in self._holding.items()}
+        return Router(
+            self.items,
+            {who: _held(who, one, old[who]) for who, one in self._holding.items()},
+            {who: optimizer_boxes(self.new.layout.pieces(who)) for who in self.new.plan.workers},
+            {who: _hosted(one, old[who]) for who, one in self._holding.items()},
+        )
+
+    def between(self, members: tuple[str, ...], max_extra_bytes: int | None) -> Plan | None:
+        """The plan of a step in which the members go over; None if nothing moves, or only while all pause.
+
+        Args:
+            members: of the generation.
+            max_extra_bytes: what a worker may hold beside its old state.
+        """
+        old, new = self.old, self.new
+        if old is None or any(worker not in members for tile in old.plan.tiles for worker in tile.workers):
+            return None
+        extra = [self._extra_bytes(old, who) for who in new.plan.workers]
+        if not any(extra) or (max_extra_bytes is not None and max(extra) > max_extra_bytes):
+            return None
+        # Shards of layers that are cut otherwise have no place in the sums of the other plan.
+        return transitional(old.plan, new.plan, members) if old.layout.cuts == new.layout.cuts else None
+
+    def _extra_bytes(self, old: Under, who: str) -> int:
+        """Of what a worker gets, or gets in another place."""
+        stay = shapes_of(old.layout, who)
+        come = (piece for piece in self.new.layout.pieces(who) if piece.shape not in stay)
+        size = sum(piece.elements * self.items[piece.parameter + OPTIMIZER].element_bytes for piece in come)
+        for key in self.lacking[who]:
+            spec = self._specs[key[0]]
+            boxes = parameter_boxes(self.new.layout, who, key, spec)
+            size += sum(n_elements(box) * spec.dtypes[name].itemsize for name, box in boxes.items())
+        return size
+
+    def _kept(self, who: str) -> dict[LayerKey, LayerKey]:
+        standing = self._standings.get(who)
+        if standing is None or not standing.plan:
+            return {}
+        before = self._old[standing.plan].layout
+        there: dict[tuple[int, int, int], list[LayerKey]] = {}
+        for key in keys_of(before, who):
+            there.setdefault(_cut(before, key, who), []).append(key)
+        found = {}
+        for key in keys_of(self.new.layout, who):
+            alike = there.get(_cut(self.new.layout, key, who))
+            if alike:
+                found[key] = alike.pop(0)
+        return found
+
+
+def _check_alike(standings: Mapping[str, Standing]) -> None:
+    (first, settings), *others = ((worker, one.settings) for worker, one in standings.items())
+    for worker, theirs in others:
+        if theirs != settings:
+            raise StateError(
+                f"{first} and {worker} were given different layers or settings (digest of the layers, seed, "
+                f"consistency, clip_norm): {settings} and {theirs}; all workers must run the same script with the "
+                "same arguments"
+            )
+
+
+def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
+    """What a worker has of its own optimizer state."""
+    return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
+
+
+def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
+    """What a worker has in host memory of others' states, under its plan."""
+    if standing.hosted is not None:
+        return standing.hosted
+    return optimizer_boxes(
+        [piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]]
+    )
+
+
+def _cut(layout: StateLayout, key: LayerKey, worker: str) -> tuple[int, int, int]:
+    """Layer, size of the tuple and rank in it."""
+    workers = layout.holders[key[0]][key[1]]
+    return key[0], len(workers), workers.index(worker)
