@@ -20,8 +20,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Several tests run at a time. Threads of OpenMP that wait for each other by spinning would then take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Nor do workers need torch's compiler in their warm parent.
-os.environ.setdefault("ELAUNCH_PRELOAD", "tests.jobs.preloaded")
+# Nor do replacements need torch's compiler in their warm parent (tests/jobs/eager.py).
+os.environ.setdefault("ELAUNCH_PRELOAD", "torch,elaunch.workers.session")
 
 # A shell ignores SIGINT for what runs in its background, and tests would hand that on to what they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -56,6 +56,17 @@ class Node:
         return found
 
 
+_DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member"
+
+PRELOADS = {
+    "train.py": "tests.jobs.preloaded",
+    "layers.py": "tests.jobs.preloaded",
+    "dtensor.py": _DTENSOR,
+    "train_dtensor.py": _DTENSOR,
+}
+"""What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
+
+
 def elaunch(
     spawn: Spawner,
     folder: Path,
@@ -64,9 +75,10 @@ def elaunch(
     name: str = "n0",
     warm: bool = True,
 ) -> Node:
-    """Start one agent with its event log in `folder`; `warm`: its workers share one import of torch."""
+    """Start one agent with its event log in `folder`; `warm`: workers of known scripts share their imports."""
     log = folder / f"events-{name}.jsonl"
-    env = {"ELAUNCH_WARM_START": "1" if warm else "0"}
+    preload = PRELOADS.get(Path(script[0]).name)
+    env = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload} if warm and preload else {}
     agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name, env=env)
     return Node(agent, log)
 
