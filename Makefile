@@ -20,8 +20,8 @@ TORCH_CPU_INDEX ?=
 
 # All tests together take less than this on two cores; one test has the limit that pyproject.toml gives.
 TEST_LIMIT_S ?= 2400
-# Most tests wait for processes that start, so one more at a time than there are cores. PYTEST_PARALLEL= for one by one.
-PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 1) --dist=worksteal
+# Most tests wait for processes that start, so two more at a time than there are cores. PYTEST_PARALLEL= for one by one.
+PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 2) --dist=worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # The programs that print a table: they import the reporter.
