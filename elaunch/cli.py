@@ -358,7 +358,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["ctl"]:
         from elaunch import ctl
 
-        return ctl.main(arguments[1:])
+        code = ctl.main(arguments[1:])
+        if argv is None:
+            # Threads of gRPC whose calls were ended this instant can keep an interpreter from ending.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
     try:
         config = parse(arguments)
     except UsageError as error:

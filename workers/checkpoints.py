@@ -59,6 +59,7 @@ class _Attempt:
     abandoned: threading.Event = field(default_factory=threading.Event)
     gone: frozenset[str] = frozenset()
     failed: bool = False
+    thread: threading.Thread | None = None
 
 
 class Checkpoints:
@@ -123,7 +124,11 @@ class Checkpoints:
         part = state().copied()
         folder = part_of(self._settings.folder, step, first["attempt"])
         self._attempt = _Attempt(step, group.epoch, tuple(group.members), group.rank, folder, start_s)
-        threading.Thread(target=self._write, args=(self._attempt, part), name="elaunch-checkpoint", daemon=True).start()
+        writing = threading.Thread(
+            target=self._write, args=(self._attempt, part), name="elaunch-checkpoint", daemon=True
+        )
+        self._attempt.thread = writing
+        writing.start()
 
     def entered(self, members: Sequence[str]) -> None:
         """The job goes on with these members: what others have not written yet will not come."""
@@ -153,7 +158,9 @@ class Checkpoints:
         """This worker ends."""
         if self._attempt is not None:
             self._attempt.abandoned.set()
-            self._attempt.over.wait(CLOSE_S)
+            # To its very end: a thread in C++ code, freeing its tensors, would abort the process that ends around it.
+            if self._attempt.thread is not None:
+                self._attempt.thread.join(CLOSE_S)
 
     def _write(self, attempt: _Attempt, part: Part) -> None:
         from elaunch.workers.state.checkpoint import write_part
