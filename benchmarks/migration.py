@@ -123,12 +123,12 @@ def name_of(way: Way) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, help="in each, every way makes an engine anew (default 4, quick 1)")
+    parser.add_argument("--rounds", type=int, help="in each, every way makes an engine anew (default 2, quick 1)")
     parser.add_argument("--turns", type=int, help="changes of plan by each of them (default 4, quick 2)")
-    parser.add_argument("--width", type=int, default=1024, help="features; a layer has their square of parameters")
-    parser.add_argument("--layer-s", type=float, default=0.004, help="forward of a sample in a layer")
+    parser.add_argument("--width", type=int, default=768, help="features; a layer has their square of parameters")
+    parser.add_argument("--layer-s", type=float, default=0.002, help="forward of a sample in a layer")
     args = parser.parse_args()
-    rounds, turns = args.rounds or (1 if args.quick else 4), args.turns or (2 if args.quick else 4)
+    rounds, turns = args.rounds or (1 if args.quick else 2), args.turns or (2 if args.quick else 4)
     torch.set_num_threads(1)
     ways: list[Way] = [(pausing, zero) for pausing in (True, False) for zero in LAYOUTS]
     report = Report(
