@@ -98,7 +98,7 @@ class HybridJob:
     ) -> Engine:
         """Make the engine of this worker, and wait until it is a member.
 
-        Who joins a running job gets its state here, or during its first step.
+        Who joins a running job gets its state here, or during its first step: until then its parameters mean nothing.
 
         Args:
             layers: functions that make the layers.
@@ -171,6 +171,7 @@ class HybridJob:
                 continue
             try:
                 self._checkpoints.last(self._group, self.step, self._made.durable)
+                self._made.arrive()
                 self._group.barrier()
                 self._finished = True
                 self._client.send(Finished())

@@ -91,6 +91,8 @@ def train_through(
         idle = Plan.parse("\n".join([str(plan), *(f"idle {who}" for who in members if who not in plan.workers)]))
         got = engines[worker].change(group, idle, step)
         engines[worker].install()
+        if not steps:
+            engines[worker].arrive()
         return got, [engines[worker].train_step() for _ in range(steps)]
 
     interval_s = sys.getswitchinterval()
@@ -238,6 +240,14 @@ def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.
 def test_the_first_change_may_come_before_the_first_step() -> None:
     first, second = symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)
     reports, weights, _ = train_through([(first, 0), (second, 3)])
+    expected, undisturbed = train(first, 3)
+    assert reports == expected
+    check_same(weights, undisturbed)
+
+
+def test_who_joins_after_the_last_step_has_its_values_too() -> None:
+    first, second = symmetric(W[:2], 4, 12, 2, pp=2), symmetric(W, 4, 12, 2, dp=2, pp=2)
+    reports, weights, _ = train_through([(first, 3), (second, 0)])
     expected, undisturbed = train(first, 3)
     assert reports == expected
     check_same(weights, undisturbed)

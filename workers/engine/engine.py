@@ -377,6 +377,20 @@ class Engine:
         if self._migration is None:
             self._take_over()
 
+    def arrive(self) -> None:
+        """There is no next step: who joins in it gets its state now. All members of the group call it.
+
+        The others keep their parts under the old plan, so an interruption loses nothing.
+        """
+        if self._migration is None:
+            return
+        assert self._next is not None
+        with self._next.group.open() as traffic:
+            self._migration.move(traffic)
+        if self._part is None:
+            self._take_over()
+        self._migration = None
+
     def _take_over(self) -> None:
         """From now on this worker's part is the one that was prepared."""
         assert self._next is not None

@@ -127,6 +127,11 @@ class Migration:
         self._move.wait()
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
 
+    def move(self, traffic: Traffic) -> None:
+        """Only move the state, without a step."""
+        self._move.begin(traffic)
+        self._move.wait()
+
     def _wait(self, layers: range) -> None:
         """Until the parameters of these layers are here."""
         wanted = [name for index in layers for name in self._parameters.get(index, ())]
