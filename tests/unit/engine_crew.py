@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.plan.tiling import Plan
-from tests.unit.comm_crew import PATIENCE_S, addresses, together
+from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 
 TRAIN_S = 250.0
 WIDTH, HEADS, LENGTH, WORDS = 16, 4, 5, 24
@@ -121,12 +120,10 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
             fabric.close()
             raise
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-4)
     try:
-        reports = together([partial(work, place) for place in range(len(fabrics))], TRAIN_S)
+        with switching_often():
+            reports = together([partial(work, place) for place in range(len(fabrics))], TRAIN_S)
     finally:
-        sys.setswitchinterval(interval_s)
         for fabric in fabrics:
             fabric.interrupt(1 << 60)
             fabric.close()

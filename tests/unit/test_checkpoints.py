@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import Part, Pieces, Saved, complete, notes, write_part
-from tests.unit.comm_crew import PATIENCE_S, addresses, together
+from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train
 from tests.unit.engine_crew import whole as whole_parameters
 from tests.unit.plan_strategies import valid_plans
@@ -216,15 +215,13 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
             fabric.close()
             raise
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-4)
     try:
-        reports = together([partial(work, fabric) for fabric in fabrics], TRAIN_S)
+        with switching_often():
+            reports = together([partial(work, fabric) for fabric in fabrics], TRAIN_S)
         if save:
             written(folder, [engines[worker].durable() for worker in plan.workers], steps)
         return reports[0], whole_parameters(list(engines.values()))
     finally:
-        sys.setswitchinterval(interval_s)
         for engine in engines.values():
             engine.close()
         for fabric in fabrics:

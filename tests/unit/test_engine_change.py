@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from elaunch.workers.plan.views import unit_of
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router
-from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, together
+from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, switching_often, together
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
 from tests.unit.plan_strategies import valid_plans
 
@@ -65,7 +64,8 @@ def train_through(
                 raise
 
         try:
-            return together([partial(guarded, worker) for worker in workers], TRAIN_S)
+            with switching_often():
+                return together([partial(guarded, worker) for worker in workers], TRAIN_S)
         except StepInterrupted:
             # By the first one, whose error is the cause.
             raise errors[0] from None
@@ -95,8 +95,6 @@ def train_through(
             engines[worker].arrive()
         return got, [engines[worker].train_step() for _ in range(steps)]
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-4)
     try:
         said = all_at_once(begin, course[0][0].workers)
         assert all(one == said[0] for one in said)
@@ -118,7 +116,6 @@ def train_through(
             received.append(sum(got for got, _ in ends))
             present = there
     finally:
-        sys.setswitchinterval(interval_s)
         for engine in engines.values():
             engine.close()
         for fabric in fabrics.values():

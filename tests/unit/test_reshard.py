@@ -155,6 +155,17 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             assert one.peak_extra_bytes <= bound
 
 
+def going_on(fabrics: list[Fabric], victim: str) -> tuple[list[Fabric], list[str]]:
+    """All but the victim, with new links in epoch 2, and their names."""
+    left = [fabric for fabric in fabrics if fabric.worker != victim]
+    survivors = [fabric.worker for fabric in left]
+    for fabric in left:
+        fabric.interrupt(2)
+        fabric.retain(survivors)
+    each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+    return left, survivors
+
+
 def _stopping_all(fabrics: list[Fabric], work: Any, fabric: Fabric) -> Any:
     """An error of one ends all, who would wait for it."""
     try:
@@ -204,12 +215,7 @@ def test_a_worker_that_dies_half_way_leaves_the_others_with_a_whole_state(bound:
         ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
         assert isinstance(ends[2], Killed)
         assert all(isinstance(end, StepInterrupted) for place, end in enumerate(ends) if place != 2), ends
-        left = [fabric for fabric in fabrics if fabric.worker != victim]
-        survivors = [fabric.worker for fabric in left]
-        for fabric in left:
-            fabric.interrupt(2)
-            fabric.retain(survivors)
-        each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+        left, survivors = going_on(fabrics, victim)
         # What each has now is what the next attempt starts from. The thirds are new boxes for everybody.
         before = {worker: holdings_of(states[worker]) for worker in survivors}
         layouts = {
@@ -308,12 +314,7 @@ def test_a_worker_that_dies_while_it_passes_on_leaves_the_others_with_a_whole_st
         ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
         for worker, end in zip(workers, ends, strict=True):
             assert isinstance(end, Killed if worker == victim else StepInterrupted), (worker, end)
-        left = [fabric for fabric in fabrics if fabric.worker != victim]
-        survivors = [fabric.worker for fabric in left]
-        for fabric in left:
-            fabric.interrupt(2)
-            fabric.retain(survivors)
-        each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+        left, survivors = going_on(fabrics, victim)
         before = {worker: holdings_of(states[worker]) for worker in survivors}
         for worker in survivors:
             truth.check(states[worker], before[worker])
