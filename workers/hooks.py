@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -197,6 +197,11 @@ class Membership:
         """Whether the step in flight cannot commit in its generation any more."""
         newest = self._client.newest()
         return newest is not None and self._active is not None and newest.urgent > self._active.epoch
+
+    def all_know(self, newest: Iterable[int]) -> bool:
+        """Whether a planned change is due: all members, each with its newest epoch, have heard of the same one."""
+        epochs = set(newest)
+        return len(epochs) == 1 and epochs.pop() > self.generation.epoch
 
     def newest_epoch(self) -> int:
         newest = self._client.newest()

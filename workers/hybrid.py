@@ -207,9 +207,7 @@ class HybridJob:
         if self.rank == 0:
             assert self._last_step is not None
             self._client.send(Report("step", self._last_step))
-        # It happens at the first boundary at which all know of the same one.
-        newest = set(self._made.notes)
-        self._changeover = len(newest) == 1 and newest.pop() > self._membership.generation.epoch
+        self._changeover = self._membership.all_know(self._made.notes)
 
     def _note_step(self) -> None:
         report = self._made.report

@@ -177,9 +177,7 @@ class Member:
         self.entered = True
         said = self.group.all_gather_bytes(self._membership.newest_epoch().to_bytes(8, "little") + note)
         self.entered = False
-        # A planned change happens at the first boundary at which all know of the same one.
-        newest = {int.from_bytes(one[:8], "little") for one in said}
-        self._changeover = len(newest) == 1 and newest.pop() > self._membership.generation.epoch
+        self._changeover = self._membership.all_know(int.from_bytes(one[:8], "little") for one in said)
         return [one[8:] for one in said]
 
     def report(self, step: int, *, loss: float | None = None, sample_ids: Iterable[int] = ()) -> None:

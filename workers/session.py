@@ -377,9 +377,7 @@ class Job:
         )
         said = [_Barrier.unpack(payload) for payload in self._group.all_gather_bytes(mine.pack())]
         self._check_same(said)
-        # A planned change happens at the first boundary at which all know of the same one.
-        newest = {one.epoch for one in said}
-        self._changeover = len(newest) == 1 and newest.pop() > self._membership.generation.epoch
+        self._changeover = self._membership.all_know(one.epoch for one in said)
         now_s = time.monotonic()
         self._step_seconds, self._commit_s = now_s - self._commit_s, now_s
         self._last_step = self._describe_step(said)

@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -405,10 +406,6 @@ class Engine:
         self, between: Plan, survey: Survey, old: Under, layers: Mapping[LayerKey, Layer], group: Group
     ) -> Migration:
         worker = group.members[group.rank]
-
-        def executor(plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
-            return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
-
         part = self._part
         mine, sums, had = (None, {}, {}) if part is None else (part.zero.shards, part.sums, part.layers)
         return Migration(
@@ -423,7 +420,7 @@ class Engine:
             mine,
             sums,
             self._device,
-            executor,
+            partial(self._executor, worker),
         )
 
     def _moved(self, group: Group, survey: Survey, pieces: Sequence[Piece]) -> tuple[Shards, int]:
@@ -548,11 +545,14 @@ class Engine:
     ) -> _Part:
         worker = group.members[group.rank]
         zero = ZeroOptimizer(layout, worker, layers, shards)
-        executor = Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
+        executor = self._executor(worker, plan, layout, layers)
         copies = Snapshots(
             layout, plan.workers, worker, shards, self._n_snapshots, self._make_optimizer, self._make_scheduler
         )
         return _Part(plan, group, worker, layout, layers, zero, executor, copies)
+
+    def _executor(self, worker: str, plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
+        return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
 
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a step, by slot."""

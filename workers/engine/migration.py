@@ -28,7 +28,7 @@ from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router, n_bytes
-from elaunch.workers.state.space import Item, box_of_placements, optimizer_boxes
+from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
 
 Keys = Mapping[str, Iterable[LayerKey]]
 """By worker: some of its layers."""
@@ -117,7 +117,7 @@ class Migration:
         self.coming_bytes = n_bytes(items, routes.receive)
         """That this worker will receive."""
         ends = {end for piece in (*routes.send, *routes.receive) for end in (piece.source, piece.to)}
-        group.link_up(peers(between, worker) | peers(new.plan, worker) | ends)
+        group.link_up(peers(between, worker) | ends)
 
     def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
         """Do the step; when it returns, all that this worker will own is here, with the gradients for it."""
@@ -133,8 +133,8 @@ class Migration:
         self._move.wait()
 
     def _wait(self, layers: range) -> None:
-        """Until the parameters of these layers are here."""
-        wanted = [name for index in layers for name in self._parameters.get(index, ())]
+        """Until the parameters of these layers are here; they stay, so it waits once."""
+        wanted = [name for index in layers for name in self._parameters.pop(index, ())]
         if wanted:
             self._move.wait(wanted)
 
@@ -166,21 +166,12 @@ def _layers_of(
     return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
 
 
-def parameter_boxes(layout: StateLayout, worker: str, key: LayerKey, spec: LayerSpec) -> dict[str, Box]:
-    """What a worker holds of the parameters of a layer, as a member of a tuple."""
-    workers = layout.holders[key[0]][key[1]]
-    return {
-        name: box_of_placements(shape, (len(workers),), (spec.placements[name],), (workers.index(worker),))
-        for name, shape in spec.shapes.items()
-    }
-
-
 def _parameters(
     layout: StateLayout, worker: str, keys: Iterable[LayerKey], specs: tuple[LayerSpec, ...]
 ) -> dict[str, tuple[Box, ...]]:
     found: dict[str, tuple[Box, ...]] = {}
     for key in keys:
-        for name, box in parameter_boxes(layout, worker, key, specs[key[0]]).items():
+        for name, box in parameter_boxes(specs[key[0]], layout.holders[key[0]][key[1]], worker).items():
             path = f"layers.{key[0]}.{name}"
             known = found.get(path, ())
             found[path] = (*known, *subtract_all([box], known))
@@ -191,7 +182,7 @@ def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKe
     """The parameters of some layers; of what is there twice, one."""
     found: dict[str, list[Region]] = {}
     for key, layer in layers.items():
-        for name, box in parameter_boxes(layout, worker, key, layer.spec).items():
+        for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
             known = found.setdefault(f"layers.{key[0]}.{name}", [])
             whole = Region(box, (layer.parameters[name].data,))
             known += [Region(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]

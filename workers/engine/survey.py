@@ -9,14 +9,14 @@ from elaunch.errors import StateError
 from elaunch.workers.engine.executor import LayerKey
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.layout import StateLayout
-from elaunch.workers.engine.migration import Under, keys_of, parameter_boxes, shapes_of
+from elaunch.workers.engine.migration import Under, keys_of, shapes_of
 from elaunch.workers.engine.shards import Form
 from elaunch.workers.engine.standing import Standing
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.plan.transition import transitional
 from elaunch.workers.state.boxes import n_elements
 from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes
+from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes, parameter_boxes
 
 
 class Survey:
@@ -101,7 +101,7 @@ class Survey:
         size = sum(piece.elements * self.items[piece.parameter + OPTIMIZER].element_bytes for piece in come)
         for key in self.lacking[who]:
             spec = self._specs[key[0]]
-            boxes = parameter_boxes(self.new.layout, who, key, spec)
+            boxes = parameter_boxes(spec, self.new.layout.holders[key[0]][key[1]], who)
             size += sum(n_elements(box) * spec.dtypes[name].itemsize for name, box in boxes.items())
         return size
 

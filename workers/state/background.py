@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 
 from torch import Tensor
 
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.state.regions import State, covering
-from elaunch.workers.state.reshard import Buffer, Part, messages_of, view_of
+from elaunch.workers.state.regions import State, copy_box
+from elaunch.workers.state.reshard import Buffer, Part, by_peer, messages_of, view_of
 from elaunch.workers.state.routes import Piece, Routes
 from elaunch.workers.state.space import Item
 
@@ -39,7 +37,7 @@ class BackgroundMove:
 
     Args:
         items: the space. What comes first in it leaves first.
-        routes: of this worker.
+        routes: of this worker, without relays.
         held: what it has.
         places: of what it needs and has not, or not in this place.
         first_number: of the parts under which the messages of a pair travel.
@@ -56,19 +54,16 @@ class BackgroundMove:
     def begin(self, traffic: Traffic) -> None:
         """Let it flow; what this worker has already is put in its place."""
         self._traffic = traffic
-        for source, pieces in _by_peer(self._routes.receive, "source").items():
+        for source, pieces in by_peer(lambda piece: piece.source, self._routes.receive).items():
             for number, message in self._numbered(pieces):
                 places = [view_of(self._places[part.item], part) for part in message]
                 buffer = Buffer(places)
                 traffic.post(source, number, buffer.bytes)
                 self._coming.append(_Coming(source, number, buffer, places, frozenset(part.item for part in message)))
-        for to, pieces in _by_peer(self._routes.send, "to").items():
+        for to, pieces in by_peer(lambda piece: piece.to, self._routes.send).items():
             traffic.feed(to, self._leaving(pieces))
         for piece in self._routes.retain:
-            for held, box in covering(self._held[piece.item], piece.box):
-                for place, common in covering(self._places[piece.item], box):
-                    for there, here in zip(place.part(common), held.part(common), strict=True):
-                        there.copy_(here)
+            copy_box(self._held[piece.item], self._places[piece.item], piece.box)
 
     def wait(self, items: Collection[str] | None = None) -> None:
         """Return when all that this worker needs of some items, or of all, is in its place."""
@@ -90,8 +85,3 @@ class BackgroundMove:
 
     def _numbered(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, tuple[Part, ...]]]:
         return enumerate(messages_of(pieces, self._items, MESSAGE_BYTES), self._first_number)
-
-
-def _by_peer(pieces: Sequence[Piece], end: str) -> dict[str, list[Piece]]:
-    found = sorted(pieces, key=attrgetter(end))
-    return {peer: list(some) for peer, some in groupby(found, key=attrgetter(end))}

@@ -35,6 +35,15 @@ def holdings_of(state: State) -> Holdings:
     return {name: tuple(region.box for region in regions) for name, regions in state.items()}
 
 
+def copy_box(source: Sequence[Region], to: Sequence[Region], box: Box) -> None:
+    """Copy what of a box is in both; a region that is among both stays as it is."""
+    for old, part in covering(source, box):
+        for new, common in covering(to, part):
+            if new is not old:
+                for there, here in zip(new.part(common), old.part(common), strict=True):
+                    there.copy_(here)
+
+
 def covering(regions: Sequence[Region], box: Box) -> Iterator[tuple[Region, Box]]:
     """The regions that have some of a box, each with what it has."""
     for region in regions:

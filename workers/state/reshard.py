@@ -38,7 +38,7 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group, memory
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
-from elaunch.workers.state.regions import Region, State, covering
+from elaunch.workers.state.regions import Region, State, copy_box, covering
 from elaunch.workers.state.routes import HOPS, Piece, Router, Routes
 from elaunch.workers.state.space import Item
 
@@ -185,8 +185,8 @@ class _Window:
         for piece in self._routes.retain:
             self._keep(piece)
         for hop in range(HOPS):
-            send = _by(lambda piece: piece.to, hop, self._routes.send)
-            receive = _by(lambda piece: piece.source, hop, self._routes.receive)
+            send = by_peer(lambda piece: piece.to, self._routes.send, hop)
+            receive = by_peer(lambda piece: piece.source, self._routes.receive, hop)
             for stage in stages:
                 ranks = [self._group.rank ^ step for step in stage.steps]
                 peers = {rank: self._group.members[rank] for rank in ranks if rank < self._group.size}
@@ -207,11 +207,7 @@ class _Window:
     def _keep(self, piece: Piece) -> None:
         sources = self._snapshots if piece.snapshot else self._state
         self._moved.kept_bytes += n_elements(piece.box) * self._items[piece.item].element_bytes
-        for source, box in covering(sources[piece.item], piece.box):
-            for region, common in covering(self.regions[piece.item], box):
-                if region is not source:
-                    for to, from_ in zip(region.part(common), source.part(common), strict=True):
-                        to.copy_(from_)
+        copy_box(sources[piece.item], self.regions[piece.item], piece.box)
 
     def _send(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
         codes = bytearray()
@@ -335,7 +331,7 @@ def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
     ]
 
 
-def _by(peer_of: Callable[[Piece], str], hop: int, pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+def by_peer(peer_of: Callable[[Piece], str], pieces: Sequence[Piece], hop: int = 0) -> dict[str, list[Piece]]:
     """Those of a hop, by peer."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:

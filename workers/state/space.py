@@ -72,15 +72,23 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
     found: dict[str, dict[str, list[Box]]] = {worker: {} for worker in plan.workers}
     for spec, tuples in zip(specs, layout.holders, strict=True):
         for workers in tuples:
-            for rank, worker in enumerate(workers):
-                for name, shape in spec.shapes.items():
-                    box = box_of_placements(shape, (len(workers),), (spec.placements[name],), (rank,))
+            for worker in workers:
+                for name, box in parameter_boxes(spec, workers, worker).items():
                     # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
     return {
         worker: {name: tuple(boxes) for name, boxes in items.items()} | optimizer_boxes(layout.pieces(worker))
         for worker, items in found.items()
+    }
+
+
+def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
+    """What a member of a tensor-parallel tuple holds of the parameters of a layer, by their names in it."""
+    place = (workers.index(worker),)
+    return {
+        name: box_of_placements(shape, (len(workers),), (spec.placements[name],), place)
+        for name, shape in spec.shapes.items()
     }
 
 
