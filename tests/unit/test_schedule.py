@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.plan.schedule import Action, in_flight_limits, schedule, timeline
+from elaunch.workers.plan import Pipeline, Plan, Stage, n_rows, pipelines, stages, symmetric
+from elaunch.workers.plan.parts import parts
+from elaunch.workers.plan.schedule import Action, Kind, _Run, in_flight_limits, schedule, timeline
 from elaunch.workers.plan.views import inputs, outputs
 from tests.unit.plan_strategies import valid_plans
 
@@ -22,13 +23,13 @@ def one_f_one_b(stage: int, stages: int, n: int) -> list[str]:
     return order + [f"B{i}" for i in range(n - warm_up, n)]
 
 
-@pytest.mark.parametrize(("stages", "units"), [(1, 3), (2, 4), (4, 8), (4, 2), (5, 5), (8, 24)])
-def test_a_pipeline_does_1f1b(stages: int, units: int) -> None:
-    plan = symmetric([f"w{i}" for i in range(stages)], stages, 2 * units, 2, pp=stages)
+@pytest.mark.parametrize(("depth", "units"), [(1, 3), (2, 4), (4, 8), (4, 2), (5, 5), (8, 24)])
+def test_a_pipeline_does_1f1b(depth: int, units: int) -> None:
+    plan = symmetric([f"w{i}" for i in range(depth)], depth, 2 * units, 2, pp=depth)
     order = schedule(plan).by_worker
-    for stage in range(stages):
+    for stage in range(depth):
         assert [f"{action.kind}{action.micro_batch}" for action in order[f"w{stage}"]] == one_f_one_b(
-            stage, stages, units
+            stage, depth, units
         )
 
 
@@ -90,13 +91,13 @@ def most_in_flight(plan: Plan, actions: Sequence[Action], tiles: set[int]) -> in
     return most
 
 
-@pytest.mark.parametrize(("stages", "units"), [(2, 4), (4, 8), (4, 16), (8, 16)])
-def test_the_step_of_a_pipeline_takes_as_long_as_the_closed_form_says(stages: int, units: int) -> None:
+@pytest.mark.parametrize(("depth", "units"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_the_step_of_a_pipeline_takes_as_long_as_the_closed_form_says(depth: int, units: int) -> None:
     # Chameleon eq. 9: (m + p - 1) times the forward and backward of a stage.
-    plan = symmetric([f"w{i}" for i in range(stages)], stages, units, 1, pp=stages)
+    plan = symmetric([f"w{i}" for i in range(depth)], depth, units, 1, pp=depth)
     found = timeline(plan, schedule(plan), lambda action: 1.0 if action.kind == "F" else 2.0)
-    assert found.step_s == 3.0 * (units + stages - 1)
-    assert found.bubble == pytest.approx((stages - 1) / (units + stages - 1))
+    assert found.step_s == 3.0 * (units + depth - 1)
+    assert found.bubble == pytest.approx((depth - 1) / (units + depth - 1))
 
 
 def test_transfers_lengthen_the_critical_path() -> None:
@@ -104,3 +105,62 @@ def test_transfers_lengthen_the_critical_path() -> None:
     found = timeline(plan, schedule(plan), lambda action: 1.0, lambda source, target: 0.5)
     assert found.step_s == 5.0
     assert found.starts_s[Action("B", 0, 0)] == 4.0
+
+
+def test_stages_of_unequal_length_start_forwards_first() -> None:
+    """Backwards first would let the second stage run dry after every second micro-batch."""
+    plan = stages(4, 32, 2, [Stage(range(3), (("a",), ("b",))), Stage(range(3, 4), (("c",), ()))])
+    found = timeline(plan, schedule(plan), price(plan))
+    assert found.step_s == on_one_order(plan, "F") < on_one_order(plan, "B")
+
+
+def price(plan: Plan) -> Callable[[Action], float]:
+    def seconds(action: Action) -> float:
+        tile = plan.tiles[action.tile]
+        return (1 if action.kind == "F" else 2) * len(tile.layers) * n_rows(tile.micro_batches[action.micro_batch])
+
+    return seconds
+
+
+def on_one_order(plan: Plan, first: Kind) -> int:
+    return _Run(plan, first).play()[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid_plans(tp=(1, 2)))
+def test_the_faster_order_is_taken_in_each_part(plan: Plan) -> None:
+    found = timeline(plan, schedule(plan), price(plan))
+    # On the clocks a worker may wait although it could begin; a timeline never does.
+    assert found.step_s <= max(min(on_one_order(part.plan, first) for first in ("B", "F")) for part in parts(plan))
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid_plans(tp=(1, 2)))
+def test_parts_share_neither_units_nor_workers(plan: Plan) -> None:
+    found = parts(plan)
+    assert sorted(tile for part in found for tile in part.tiles) == list(range(len(plan.tiles)))
+    seen: set[object] = set()
+    for part in found:
+        mine: set[object] = set(part.plan.workers)
+        mine |= {
+            slot // plan.micro_batch_size
+            for t in part.plan.tiles
+            for runs in t.micro_batches
+            for run in runs
+            for slot in run
+        }
+        assert seen.isdisjoint(mine)
+        seen |= mine
+
+
+def test_equal_pipelines_have_one_shape_and_unequal_ones_have_not() -> None:
+    def plan(*cuts: int) -> Plan:
+        made = [
+            Pipeline(range(2 * n, 2 * n + 2), ((range(cut), (f"a{n}",)), (range(cut, 4), (f"b{n}",))))
+            for n, cut in enumerate(cuts)
+        ]
+        return pipelines(4, 4 * len(cuts), 2, made)
+
+    assert len({part.shape for part in parts(plan(2, 2, 2))}) == 1
+    assert len({part.shape for part in parts(plan(2, 3, 2))}) == 2
+    assert [str(order) for order in schedule(plan(2, 2)).by_worker["b1"]] == ["F3.0", "B3.0", "F3.1", "B3.1"]

@@ -1,9 +1,11 @@
 """The order in which each worker does its part of a step: 1F1B, generalised to tilings.
 
-`schedule` plays the step through once on clocks that count layer-rows: a worker that is free starts a backward if one
-is ready, else a forward if few enough of its micro-batches are in flight. On a symmetric plan this gives exactly the
-1F1B of pipelines; elsewhere what 1F1B would do if it knew of rows and of several tiles. The executor follows this order
-and `timeline` prices it, so what is estimated is what runs.
+`schedule` plays the step through on clocks that count layer-rows: a worker that is free starts a backward if one is
+ready, else a forward if few enough of its micro-batches are in flight. On a symmetric plan this gives exactly the 1F1B
+of pipelines; elsewhere what 1F1B would do if it knew of rows and of several tiles. Where stages take different times, a
+backward that never waits lets the pipeline run dry, and it is often faster to start forwards first, as long as they are
+few enough; so both are played, and the faster one counts. The executor follows this order and `timeline` prices it, so
+what is estimated is what runs.
 
 No order made here can deadlock. The run on simulated clocks puts all actions of all workers into one sequence in which
 each action comes after those it needs, and each worker's order is a part of that sequence. A worker that waits for a
@@ -15,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from elaunch.workers.plan.parts import parts
 from elaunch.workers.plan.tiling import Plan, n_rows
 from elaunch.workers.plan.views import inputs, once_per_plan, outputs
 
@@ -78,10 +81,11 @@ class _TileState:
 
 
 class _Run:
-    """One play-through on clocks that count layer-rows."""
+    """One play-through on clocks that count layer-rows, with this kind of action before the other."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, first: Kind) -> None:
+        self.plan, self.first, self.crews = plan, first, _crews(plan)
+        self.in_crews = any(len(crew) > 1 for crew in self.crews)
         self.feeds, self.consumers = inputs(plan), outputs(plan)
         self.lane_of = _lanes(plan)
         lanes = range(max(self.lane_of, default=-1) + 1)
@@ -89,11 +93,11 @@ class _Run:
         self.lane_limit = [0 for _ in lanes]
         for lane, limit in zip(self.lane_of, in_flight_limits(plan), strict=True):
             self.lane_limit[lane] = max(self.lane_limit[lane], limit)
-        self.tiles_of: dict[str, list[int]] = {worker: [] for worker in plan.workers}
-        for index, tile in enumerate(plan.tiles):
-            for worker in tile.workers:
-                self.tiles_of[worker].append(index)
-        self.free = dict.fromkeys(plan.workers, True)
+        self.tiles_of: dict[str, list[int]] = {}
+        for index, crew in enumerate(self.crews):
+            for worker in crew:
+                self.tiles_of.setdefault(worker, []).append(index)
+        self.free = dict.fromkeys(self.tiles_of, True)
         self.states = [_TileState() for _ in plan.tiles]
         self.under_way: list[tuple[int, int, Action]] = []
         self.sequence: list[Action] = []
@@ -105,9 +109,10 @@ class _Run:
                 if not sources:
                     heapq.heappush(state.forward, micro_batch)
 
-    def play(self) -> tuple[Action, ...]:
+    def play(self) -> tuple[int, tuple[Action, ...]]:
+        """When the last action ends, and all in the order in which they start."""
         now = 0
-        self._start(self.plan.workers, now)
+        self._start(tuple(self.tiles_of), now)
         total = 2 * sum(len(tile.micro_batches) for tile in self.plan.tiles)
         while len(self.sequence) < total or self.under_way:
             if not self.under_way:
@@ -117,7 +122,7 @@ class _Run:
             while self.under_way and self.under_way[0][0] == now:
                 touched |= self._finish(heapq.heappop(self.under_way)[2])
             self._start(tuple(touched), now)
-        return tuple(self.sequence)
+        return now, tuple(self.sequence)
 
     def _start(self, workers: Sequence[str], now: int) -> None:
         for worker in workers:
@@ -127,28 +132,29 @@ class _Run:
                     self._begin(action, now)
 
     def _choose(self, worker: str) -> Action | None:
-        """A backward before a forward; of several, the one nearest to the end of the model, then of the first slots."""
-        best: tuple[int, int, int, Action] | None = None
+        """One of the first kind before others; of several, that nearest to the end of the model, of the first slots."""
+        best: tuple[bool, int, int, Action] | None = None
         for tile in self.tiles_of[worker]:
-            if not all(self.free[member] for member in self.plan.tiles[tile].workers):
+            if self.in_crews and not all(self.free[member] for member in self.crews[tile]):
                 continue
             state, lane = self.states[tile], self.lane_of[tile]
-            if state.backward:
+            can_forward = state.forward and self.in_flight[lane] < self.lane_limit[lane]
+            if state.backward and not (can_forward and self.first == "F"):
                 action = Action("B", tile, state.backward[0])
-            elif state.forward and self.in_flight[lane] < self.lane_limit[lane]:
+            elif can_forward:
                 action = Action("F", tile, state.forward[0])
             else:
                 continue
             here = self.plan.tiles[tile]
             first_slot = here.micro_batches[action.micro_batch][0].start
-            rank = (action.kind == "F", -here.layers.start, first_slot, action)
+            rank = (action.kind != self.first, -here.layers.start, first_slot, action)
             best = rank if best is None else min(best, rank)
         return None if best is None else best[3]
 
     def _begin(self, action: Action, now: int) -> None:
         tile, state = self.plan.tiles[action.tile], self.states[action.tile]
         heapq.heappop(state.backward if action.kind == "B" else state.forward)
-        for worker in tile.workers:
+        for worker in self.crews[action.tile]:
             self.free[worker] = False
         rows = n_rows(tile.micro_batches[action.micro_batch])
         work = rows * len(tile.layers) * (2 if action.kind == "B" else 1)
@@ -160,7 +166,7 @@ class _Run:
     def _finish(self, action: Action) -> dict[str, None]:
         """Tell who may have something to do now."""
         tile, micro_batch = action.tile, action.micro_batch
-        touched = dict.fromkeys(self.plan.tiles[tile].workers)
+        touched = dict.fromkeys(self.crews[tile])
         for worker in touched:
             self.free[worker] = True
         if action.kind == "F":
@@ -171,7 +177,7 @@ class _Run:
                 state.missing[feed.micro_batch] -= 1
                 if not state.missing[feed.micro_batch]:
                     heapq.heappush(state.forward, feed.micro_batch)
-                    touched |= dict.fromkeys(self.plan.tiles[feed.tile].workers)
+                    touched |= dict.fromkeys(self.crews[feed.tile])
         else:
             self.in_flight[self.lane_of[tile]] -= 1
             for feed in self.feeds[tile][micro_batch]:
@@ -179,11 +185,11 @@ class _Run:
                 state.owed[feed.micro_batch] -= 1
                 if not state.owed[feed.micro_batch]:
                     heapq.heappush(state.backward, feed.micro_batch)
-                    touched |= dict.fromkeys(self.plan.tiles[feed.tile].workers)
+                    touched |= dict.fromkeys(self.crews[feed.tile])
         # Somebody else's tensor-parallel partner may have waited for this worker.
-        for worker in tuple(touched):
+        for worker in tuple(touched) if self.in_crews else ():
             for other in self.tiles_of[worker]:
-                touched |= dict.fromkeys(self.plan.tiles[other].workers)
+                touched |= dict.fromkeys(self.crews[other])
         return touched
 
     def _force(self, now: int) -> None:
@@ -192,6 +198,17 @@ class _Run:
         assert ready, "an unfinished step in which nothing is ready: the tiles feed each other in a circle"
         tile = max(ready, key=lambda index: (self.plan.tiles[index].layers.start, -index))
         self._begin(Action("F", tile, self.states[tile].forward[0]), now)
+
+
+@once_per_plan
+def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Of each tile those whose time has to be watched: of tuples that do nothing apart, the first member."""
+    tuples: dict[str, set[tuple[str, ...]]] = {}
+    for tile in plan.tiles:
+        for worker in tile.workers:
+            tuples.setdefault(worker, set()).add(tile.workers)
+    apart = any(len(some) > 1 for some in tuples.values())
+    return tuple(tile.workers if apart else tile.workers[:1] for tile in plan.tiles)
 
 
 def _lanes(plan: Plan) -> list[int]:
@@ -222,13 +239,36 @@ def _lanes(plan: Plan) -> list[int]:
 
 @once_per_plan
 def schedule(plan: Plan) -> Schedule:
-    """Order the actions of a step; the same on every worker. O(actions x log actions) for few tiles per worker."""
-    sequence = _Run(plan).play()
-    by_worker: dict[str, list[Action]] = {worker: [] for worker in plan.workers}
+    """Order the actions of a step; the same on every worker. O(actions x log actions) for few tiles per worker.
+
+    Each part of the plan by itself; those that are alike have the same order.
+    """
+    known: dict[Hashable, tuple[Action, ...]] = {}
+    sequence: list[Action] = []
+    for part in parts(plan):
+        if part.shape not in known:
+            known[part.shape] = _faster(part.plan)
+        sequence += (Action(kind, part.tiles[tile], number) for kind, tile, number in known[part.shape])
+    crews = _crews(plan)
+    found: dict[str, list[Action]] = {}
     for action in sequence:
-        for worker in plan.tiles[action.tile].workers:
-            by_worker[worker].append(action)
-    return Schedule(sequence, {worker: tuple(actions) for worker, actions in by_worker.items()})
+        for worker in crews[action.tile]:
+            found.setdefault(worker, []).append(action)
+    orders = {worker: tuple(actions) for worker, actions in found.items()}
+    by_worker = dict.fromkeys(plan.workers, tuple[Action, ...]())
+    for tile, crew in zip(plan.tiles, crews, strict=True):
+        by_worker |= {worker: orders[worker if worker in crew else crew[0]] for worker in tile.workers}
+    return Schedule(tuple(sequence), by_worker)
+
+
+def _faster(plan: Plan) -> tuple[Action, ...]:
+    """Backwards first or forwards first, whichever ends earlier on the clocks."""
+    found_s, found = _Run(plan, "B").play()
+    work = {len(tile.layers) * n_rows(runs) for tile in plan.tiles for runs in tile.micro_batches}
+    if len(work) == 1:
+        return found
+    other_s, other = _Run(plan, "F").play()
+    return other if other_s < found_s else found
 
 
 @dataclass(frozen=True)
@@ -265,10 +305,11 @@ def timeline(
     feeds, consumers = inputs(plan), outputs(plan)
     starts_s: dict[Action, float] = {}
     ends_s: dict[Action, float] = {}
+    crews = _crews(plan)
     free_s = dict.fromkeys(order.by_worker, 0.0)
     busy_s = dict.fromkeys(order.by_worker, 0.0)
     for action in order.sequence:
-        workers = plan.tiles[action.tile].workers
+        workers = crews[action.tile]
         if action.kind == "F":
             needs = [Action("F", feed.tile, feed.micro_batch) for feed in feeds[action.tile][action.micro_batch]]
         else:
@@ -280,4 +321,6 @@ def timeline(
         for worker in workers:
             free_s[worker] = start_s + seconds
             busy_s[worker] += seconds
+    for tile, crew in zip(plan.tiles, crews, strict=True):
+        busy_s |= {worker: busy_s[crew[0]] for worker in tile.workers if worker not in crew}
     return Timeline(starts_s, ends_s, max(ends_s.values(), default=0.0), busy_s)
