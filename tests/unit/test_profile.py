@@ -56,7 +56,7 @@ def test_count_notes_and_fixed_seconds_may_be_left_out() -> None:
         {key: value for key, value in entry.items() if key != "count" and not key.startswith("fixed")}
         for entry in document["layers"]
     ]
-    del document["notes"]
+    document.pop("notes", None)
     layers = tuple(replace(layer, fixed_forward_s=0.0, fixed_backward_s=0.0) for layer in LAYERS)
     assert Profile.from_json(json.dumps(document)) == replace(PROFILE, layers=layers)
 

@@ -1,9 +1,12 @@
-"""What a job's layers and links cost: the numbers that price a schedule.
+"""What a job's layers, workers and links cost: the numbers that price a plan (Suika 3.1, A.2 to A.4).
 
 The JSON form has a `version`; an entry of its `layers` may have a `count`, for so many equal layers in a row:
 
     {"version": 1, "name": "llama2-7b", "tensor_parallel": 4, "bandwidth_bytes_per_s": 8.76e9, "latency_s": 2e-05,
-     "notes": ["…"], "layers": [{"count": 32, "forward_s_per_row": 0.0029, …}, …]}
+     "notes": ["…"], "layers": [{"count": 32, "forward_s_per_row": 0.0029, …}, …],
+     "workers": {"n0/1": {"speed": 0.8}}, "links": [{"source": "n0/1", "target": "n1/0", …}]}
+
+Workers are named by their slot, node/slot: who comes back to a slot computes on the same device.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 from elaunch.errors import ProtocolError
 from elaunch.workers.plan.schedule import Action
-from elaunch.workers.plan.tiling import Plan, PlanError, n_rows
+from elaunch.workers.plan.tiling import Plan, PlanError, Tile, n_rows
 from elaunch.workers.plan.views import inputs
 
 VERSION = 1
@@ -40,6 +45,7 @@ class LayerProfile:
         output_bytes_per_row: what the next layer is given.
         fixed_forward_s: of an action, whatever its rows.
         fixed_backward_s: likewise.
+        update_s: of the optimizer's step on the whole layer, by one owner.
     """
 
     forward_s_per_row: float
@@ -50,6 +56,7 @@ class LayerProfile:
     output_bytes_per_row: int
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
+    update_s: float = 0.0
 
     def forward_s(self, rows: int) -> float:
         """Seconds of the forward of `rows` rows."""
@@ -67,12 +74,38 @@ class LayerProfile:
             backward_s_per_row=factor * self.backward_s_per_row,
             fixed_forward_s=factor * self.fixed_forward_s,
             fixed_backward_s=factor * self.fixed_backward_s,
+            update_s=factor * self.update_s,
         )
 
 
 @dataclass(frozen=True)
+class WorkerProfile:
+    """What is particular to a worker.
+
+    Attributes:
+        speed: of computing, in units of what the layers' figures are for; 0.5 takes twice as long.
+        memory_bytes: that it may use; None: what the profile says of all.
+    """
+
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What messages take from one worker to another: latency_s + bytes / bandwidth_bytes_per_s."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def seconds(self, n_bytes: float) -> float:
+        """Of a message."""
+        return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
 class Profile:
-    """The layers of a model and the links between its workers.
+    """The layers of a model, its workers and the links between them.
 
     Attributes:
         name: of the model.
@@ -81,6 +114,15 @@ class Profile:
         bandwidth_bytes_per_s: from one tuple to another.
         latency_s: of a message from one tuple to another.
         notes: where the figures come from and what they assume.
+        width: workers of the tuple that the layers' figures are for; one may stand for several devices.
+        memory_bytes: that a worker may use; None: nobody has said.
+        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k
+            of the errata): 1 is none, infinity is all.
+        step_s: of a step, whatever the plan: samples, agreement, the like.
+        change_s: of a transition, whatever moves: agreement, plan, links.
+        workers: those that are not as the others, by slot.
+        links: those that were measured, by the slots of sender and receiver.
+        unstable: the figures that still move.
     """
 
     name: str
@@ -89,6 +131,14 @@ class Profile:
     bandwidth_bytes_per_s: float
     latency_s: float
     notes: tuple[str, ...] = ()
+    width: int = 1
+    memory_bytes: int | None = None
+    overlap: float = 1.0
+    step_s: float = 0.0
+    change_s: float = 0.0
+    workers: Mapping[str, WorkerProfile] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkProfile] = field(default_factory=dict)
+    unstable: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -117,20 +167,154 @@ class Profile:
             layer = dict(_checked(entry, _LAYER, f"{source}: layers[{place}]"))
             count = layer.pop("count", 1)
             layers += [LayerProfile(**layer)] * count
-        rest = {name: value for name, value in fields.items() if name not in ("version", "layers", "notes")}
-        return cls(layers=tuple(layers), notes=tuple(fields.get("notes", ())), **rest)
+        workers = {
+            slot: WorkerProfile(**_checked(entry, _WORKER, f"{source}: workers[{slot!r}]"))
+            for slot, entry in fields.get("workers", {}).items()
+        }
+        links = {}
+        for place, entry in enumerate(fields.get("links", [])):
+            link = dict(_checked(entry, _LINK, f"{source}: links[{place}]"))
+            links[link.pop("source"), link.pop("target")] = LinkProfile(**link)
+        made: dict[str, Any] = {"layers": tuple(layers), "workers": workers, "links": links}
+        made |= {name: tuple(fields[name]) for name in ("notes", "unstable") if name in fields}
+        rest = {name: value for name, value in fields.items() if name != "version" and name not in made}
+        return cls(**made, **rest)
 
     def to_json(self) -> str:
-        """The JSON form, with a line end; `from_json` gives the same profile."""
-        document = {"version": VERSION, **dataclasses.asdict(self)}
-        document["layers"] = [
-            {"count": len(list(equal)), **dataclasses.asdict(layer)} for layer, equal in groupby(self.layers)
-        ]
+        """The JSON form, with a line end; `from_json` gives the same profile. What is as usual is left out."""
+        document = {"version": VERSION, **_unusual(self)}
+        document["layers"] = [{"count": len(list(equal)), **_unusual(layer)} for layer, equal in groupby(self.layers)]
+        if self.workers:
+            document["workers"] = {slot: _unusual(worker) for slot, worker in self.workers.items()}
+        if self.links:
+            document["links"] = [
+                {"source": source, "target": target, **_unusual(link)} for (source, target), link in self.links.items()
+            ]
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+    def speed(self, worker: str) -> float:
+        """Of computing, in units of what the layers' figures are for."""
+        here = self._of(worker)
+        return 1.0 if here is None else here.speed
+
+    def cap_bytes(self, worker: str) -> float:
+        """The memory that a worker may use; infinite if nobody has said."""
+        here = self._of(worker)
+        cap = here.memory_bytes if here is not None and here.memory_bytes is not None else self.memory_bytes
+        return math.inf if cap is None else cap
+
+    def link(self, source: str, target: str) -> LinkProfile:
+        """From one worker to another: as measured, else as links between these two nodes are, else as any."""
+        found = self.links.get((slot_of(source), slot_of(target)))
+        if found is None:
+            found = self._by_nodes.get((node_of(source), node_of(target)))
+        return self._any if found is None else found
+
+    def tile_speed(self, tile: Tile) -> float:
+        """Of the slowest worker of a tensor-parallel tuple, on which the others wait."""
+        if not self.workers:
+            return 1.0
+        return min(map(self.speed, tile.workers))
+
+    def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the forward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        return self._seconds(self._forward, layers, rows, width)
+
+    def backward_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the backward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        return self._seconds(self._backward, layers, rows, width)
+
+    def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
+        fixed, per_row = sums
+        seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])
+        if width in (0, self.width):
+            return seconds
+        # The computing is cut; what the members tell each other grows with the degree (Suika A.2).
+        output_bytes = rows * (self._outputs[layers.stop] - self._outputs[layers.start])
+        told_s = [self._all_reduces_s(output_bytes, some) for some in (self.width, width)]
+        return max(0.0, seconds - told_s[0]) * self.width / width + told_s[1]
+
+    def _all_reduces_s(self, output_bytes: float, width: int) -> float:
+        """Of two rings over a tuple for each layer."""
+        return 2 * 2 * (width - 1) / width * output_bytes / self.bandwidth_bytes_per_s
+
+    def _of(self, worker: str) -> WorkerProfile | None:
+        return self.workers.get(slot_of(worker)) if self.workers else None
+
+    @cached_property
+    def _any(self) -> LinkProfile:
+        return LinkProfile(self.bandwidth_bytes_per_s, self.latency_s)
+
+    @cached_property
+    def _by_nodes(self) -> dict[tuple[str, str], LinkProfile]:
+        """The median link between two nodes of which some were measured."""
+        found: dict[tuple[str, str], list[LinkProfile]] = {}
+        for (source, target), link in self.links.items():
+            found.setdefault((node_of(source), node_of(target)), []).append(link)
+        return {
+            nodes: LinkProfile(
+                statistics.median(link.bandwidth_bytes_per_s for link in some),
+                statistics.median(link.latency_s for link in some),
+            )
+            for nodes, some in found.items()
+        }
+
+    @cached_property
+    def _outputs(self) -> list[int]:
+        return list(accumulate((layer.output_bytes_per_row for layer in self.layers), initial=0))
+
+    @cached_property
+    def _forward(self) -> _Sums:
+        return _sums([(layer.fixed_forward_s, layer.forward_s_per_row) for layer in self.layers])
+
+    @cached_property
+    def _backward(self) -> _Sums:
+        return _sums([(layer.fixed_backward_s, layer.backward_s_per_row) for layer in self.layers])
 
     def scaled(self, factor: float) -> Profile:
         """The same model on devices that take `factor` times as long to compute; links stay as they are."""
         return dataclasses.replace(self, layers=tuple(layer.scaled(factor) for layer in self.layers))
+
+    def check(self, plan: Plan) -> None:
+        """That it is for as many layers as a plan.
+
+        Raises:
+            PlanError: it is not.
+        """
+        if len(self.layers) != plan.n_layers:
+            raise PlanError(
+                f"the profile {self.name} has {len(self.layers)} layers and the plan {plan.n_layers}; give the "
+                "profile of the model that the plan is for"
+            )
+
+
+def _unusual(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not what they are by default."""
+    found = {one.name: (one, getattr(value, one.name)) for one in dataclasses.fields(value)}
+    return {
+        name: here
+        for name, (one, here) in found.items()
+        if here != (one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
+    }
+
+
+_Sums = tuple[list[float], list[float]]
+"""Of the layers before each: the fixed seconds, and those per row."""
+
+
+def _sums(seconds: list[tuple[float, float]]) -> _Sums:
+    fixed = accumulate((one[0] for one in seconds), initial=0.0)
+    return list(fixed), list(accumulate((one[1] for one in seconds), initial=0.0))
+
+
+def slot_of(worker: str) -> str:
+    """node/slot of node/slot#incarnation."""
+    return worker.partition("#")[0]
+
+
+def node_of(worker: str) -> str:
+    """The node of node/slot#incarnation."""
+    return worker.partition("/")[0]
 
 
 def action_s(profile: Profile, plan: Plan) -> Callable[[Action], float]:
@@ -141,13 +325,14 @@ def action_s(profile: Profile, plan: Plan) -> Callable[[Action], float]:
     Raises:
         PlanError: the plan is for another number of layers.
     """
-    _check(profile, plan)
+    profile.check(plan)
+    speeds = [profile.tile_speed(tile) for tile in plan.tiles]
 
     def seconds(action: Action) -> float:
         tile = plan.tiles[action.tile]
         rows = n_rows(tile.micro_batches[action.micro_batch])
-        layers = profile.layers[tile.layers.start : tile.layers.stop]
-        return sum(layer.forward_s(rows) if action.kind == "F" else layer.backward_s(rows) for layer in layers)
+        price = profile.forward_s if action.kind == "F" else profile.backward_s
+        return price(tile.layers, rows, len(tile.workers)) / speeds[action.tile]
 
     return seconds
 
@@ -160,11 +345,12 @@ def transfer_s(profile: Profile, plan: Plan) -> Callable[[Action, Action], float
     Raises:
         PlanError: the plan is for another number of layers.
     """
-    _check(profile, plan)
+    profile.check(plan)
 
     def seconds(source: Action, target: Action) -> float:
         lower, upper = (source, target) if source.kind == "F" else (target, source)
-        if plan.tiles[lower.tile].workers == plan.tiles[upper.tile].workers:
+        here, there = plan.tiles[source.tile].workers, plan.tiles[target.tile].workers
+        if here == there:
             return 0.0
         rows = sum(
             count
@@ -174,24 +360,16 @@ def transfer_s(profile: Profile, plan: Plan) -> Callable[[Action, Action], float
         )
         # The gradient of an output is as large as the output.
         row_bytes = profile.layers[plan.tiles[upper.tile].layers.start - 1].output_bytes_per_row
-        return profile.latency_s + rows * row_bytes / profile.bandwidth_bytes_per_s
+        return profile.link(here[0], there[0]).seconds(rows * row_bytes)
 
     return seconds
-
-
-def _check(profile: Profile, plan: Plan) -> None:
-    if len(profile.layers) != plan.n_layers:
-        raise PlanError(
-            f"the profile {profile.name} has {len(profile.layers)} layers and the plan {plan.n_layers}; give the "
-            "profile of the model that the plan is for"
-        )
 
 
 def _checked(given: Any, expected: Mapping[str, _Expected], where: str) -> dict[str, Any]:
     """The fields of a JSON object."""
     if not isinstance(given, dict):
         raise ProtocolError(f"{where} must be an object, got {given!r}")
-    dot = "." if "]" in where else ": "
+    dot = "." if where.endswith("]") else ": "
     for name, one in expected.items():
         if name in given and not one.fits(given[name]):
             raise ProtocolError(f"{where}{dot}{name} must be {one.what}, got {given[name]!r}")
@@ -221,19 +399,33 @@ _SECONDS = _Expected("a number of 0 or more", lambda value: _is_number(value) an
 _FIXED_SECONDS = dataclasses.replace(_SECONDS, optional=True)
 _BYTES = _Expected("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
 _COUNT = _Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+_SPEED = _Expected("a number above 0", lambda value: _is_number(value) and value > 0)
+_MEMORY = _Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
+_TEXT = _Expected("a text", lambda value: isinstance(value, str))
+_TEXTS = _Expected(
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
+    optional=True,
+)
 _DOCUMENT = {
     "version": _Expected(f"{VERSION}, or the profile has to be written again", lambda value: value == VERSION),
-    "name": _Expected("a text", lambda value: isinstance(value, str)),
+    "name": _TEXT,
     "layers": _Expected("a list with an entry or more", lambda value: isinstance(value, list) and bool(value)),
     "tensor_parallel": _COUNT,
-    "bandwidth_bytes_per_s": _Expected("a number above 0", lambda value: _is_number(value) and value > 0),
+    "bandwidth_bytes_per_s": _SPEED,
     "latency_s": _SECONDS,
-    "notes": _Expected(
-        "a list of texts",
-        lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
-        optional=True,
-    ),
+    "notes": _TEXTS,
+    "width": dataclasses.replace(_COUNT, optional=True),
+    "memory_bytes": _MEMORY,
+    "overlap": _Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
+    "step_s": _FIXED_SECONDS,
+    "change_s": _FIXED_SECONDS,
+    "workers": _Expected("an object", lambda value: isinstance(value, dict), optional=True),
+    "links": _Expected("a list", lambda value: isinstance(value, list), optional=True),
+    "unstable": _TEXTS,
 }
+_WORKER = {"speed": dataclasses.replace(_SPEED, optional=True), "memory_bytes": _MEMORY}
+_LINK = {"source": _TEXT, "target": _TEXT, "bandwidth_bytes_per_s": _SPEED, "latency_s": _SECONDS}
 _LAYER = {
     "count": dataclasses.replace(_COUNT, optional=True),
     "forward_s_per_row": _SECONDS,
@@ -244,4 +436,5 @@ _LAYER = {
     "output_bytes_per_row": _BYTES,
     "fixed_forward_s": _FIXED_SECONDS,
     "fixed_backward_s": _FIXED_SECONDS,
+    "update_s": _FIXED_SECONDS,
 }

@@ -1,0 +1,216 @@
+"""Estimates of steps, memory and transitions, against closed forms and against playing the whole plan at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaunch.workers.plan import Plan, PlanError, symmetric
+from elaunch.workers.plan.schedule import Schedule, schedule, timeline
+from elaunch.workers.plan.views import holders
+from elaunch.workers.policy import estimate
+from elaunch.workers.policy.estimate import estimate_step, estimate_transition, long_pipeline_s, pipeline_s
+from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, action_s, transfer_s
+from tests.unit.plan_strategies import valid_plans
+
+LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
+FREE = Profile("free", (LAYER,) * 8, 1, math.inf, 0.0)
+"""Messages take no time."""
+
+
+def names(n: int) -> list[str]:
+    return [f"n{number}/0#0" for number in range(n)]
+
+
+def of_layers(profile: Profile, n_layers: int) -> Profile:
+    return replace(profile, layers=(LAYER,) * n_layers)
+
+
+@pytest.mark.parametrize(("dp", "pp", "units"), [(1, 1, 3), (1, 4, 6), (2, 2, 8), (3, 4, 12), (2, 8, 6)])
+def test_a_symmetric_plan_takes_what_the_closed_form_says(dp: int, pp: int, units: int) -> None:
+    """Chameleon eq. 9."""
+    plan = symmetric(names(dp * pp), 8, 2 * units, 2, dp=dp, pp=pp)
+    per_stage_s = 2 * (8 // pp) * (1.0 + 2.0)
+    found = estimate_step(plan, FREE)
+    assert found.step_s == pytest.approx((pp + units // dp - 1) * per_stage_s)
+    assert found.bubble == pytest.approx((pp - 1) / (pp - 1 + units // dp))
+
+
+@pytest.mark.parametrize("units", [1, 2, 9])
+def test_the_peak_of_a_stage_is_its_state_and_the_activations_in_flight(units: int) -> None:
+    """Chameleon eq. 14 with the minimum of the errata; Suika A.3."""
+    workers = names(4)
+    found = estimate_step(symmetric(workers, 8, 2 * units, 2, pp=4), FREE)
+    for stage, worker in enumerate(workers):
+        in_flight = min(4 - stage, units)
+        assert found.peak_bytes[worker] == 2 * (2 * 100 + 1200) + in_flight * 2 * 2 * 10
+
+
+def test_replicas_and_tensor_parallel_partners_share_the_state() -> None:
+    plan = symmetric(names(8), 8, 8, 2, dp=2, pp=2, tp=2)
+    found = estimate_step(plan, replace(FREE, width=2))
+    assert set(found.peak_bytes.values()) == {4 * (2 * 100 + 1200 // 2) // 2 + n * 4 * 2 * 10 // 2 for n in (1, 2)}
+
+
+profiles = st.builds(
+    lambda layer, latency, speeds: replace(
+        FREE,
+        layers=(layer,) * 6,
+        latency_s=latency,
+        bandwidth_bytes_per_s=100.0,
+        workers={f"w{number}": WorkerProfile(speed) for number, speed in enumerate(speeds)},
+    ),
+    st.builds(
+        LayerProfile,
+        st.integers(1, 3),
+        st.integers(1, 5),
+        st.just(0),
+        st.just(0),
+        st.integers(0, 9),
+        st.integers(0, 50),
+        st.integers(0, 2),
+        st.integers(0, 2),
+    ),
+    st.integers(0, 2),
+    st.lists(st.sampled_from([0.5, 1.0]), max_size=3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=valid_plans(max_layers=6, tp=(1, 2)), profile=profiles)
+def test_parts_of_a_plan_take_as_long_as_the_whole(plan: Plan, profile: Profile) -> None:
+    profile = replace(profile, layers=profile.layers[:1] * plan.n_layers)
+    plan = plan.renamed({worker: f"w{number}#0" for number, worker in enumerate(plan.workers)})
+    found = estimate_step(plan, profile)
+    whole = timeline(plan, schedule(plan), action_s(profile, plan), transfer_s(profile, plan))
+    # The latency of gradient reduction and parameters comes on top, where a layer has several holders.
+    several = any(len(tuples) > 1 for tuples in holders(plan))
+    most_s = 2 * plan.n_layers * len(plan.tiles) * profile.latency_s if several else 0.0
+    assert whole.step_s - 1e-9 <= found.step_s <= whole.step_s + 1e-9 + most_s
+    for worker, busy_s in found.busy_s.items():
+        assert busy_s == pytest.approx(whole.busy_s[worker])
+
+
+def test_equal_pipelines_are_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[Plan] = []
+
+    def noted(part: Plan) -> Schedule:
+        played.append(part)
+        return schedule(part)
+
+    monkeypatch.setattr(estimate, "schedule", noted)
+    plan = symmetric(names(32), 8, 64, 1, dp=8, pp=4)
+    estimate_step(plan, FREE)
+    assert len(played) == 1
+    estimate_step(plan, replace(FREE, workers={"n9/0": WorkerProfile(0.5)}))
+    assert len(played) == 3
+
+
+def test_a_slow_worker_is_a_factor() -> None:
+    plan = symmetric(names(2), 8, 8, 2, dp=2)
+    slow = replace(FREE, workers={"n1/0": WorkerProfile(0.5)})
+    assert estimate_step(plan, slow).step_s == 2 * estimate_step(plan, FREE).step_s
+    assert estimate_step(plan, slow).busy_s == {"n0/0#0": 96.0, "n1/0#0": 192.0}
+
+
+def test_gradients_hide_behind_the_last_backward_as_the_overlap_says() -> None:
+    plan = symmetric(names(2), 8, 2, 1, dp=2)
+    alone = estimate_step(plan, FREE).step_s
+    told = replace(FREE, bandwidth_bytes_per_s=100.0)  # reduction and sharing take 8 * 100 / 2 / 100 = 4 s each
+    assert estimate_step(plan, told).step_s == pytest.approx(alone + 4 + 4)
+    assert estimate_step(plan, replace(told, overlap=math.inf)).step_s == pytest.approx(alone + 4)
+    half = (16**2 + 4**2) ** 0.5 - 16  # beside the 16 s of the backward
+    assert estimate_step(plan, replace(told, overlap=2.0)).step_s == pytest.approx(alone + half + 4)
+
+
+def test_fixed_seconds_and_the_optimizer_count() -> None:
+    plan = symmetric(names(2), 8, 2, 1, dp=2)
+    profile = replace(FREE, step_s=3.0, layers=(replace(LAYER, update_s=1.0),) * 8)
+    assert estimate_step(plan, profile).step_s == pytest.approx(estimate_step(plan, FREE).step_s + 3 + 8 / 2)
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="the profile free has 8 layers and the plan 4; give the profile of the model"):
+        estimate_step(symmetric(names(1), 4, 2, 1), FREE)
+
+
+def test_measured_links_count_by_pair_then_by_node_then_as_any() -> None:
+    fast, slow = LinkProfile(1e3, 0.0), LinkProfile(10.0, 1.0)
+    profile = replace(FREE, links={("a/0", "a/1"): fast, ("a/0", "b/0"): slow, ("a/0", "b/1"): fast})
+    assert profile.link("a/0#7", "a/1#2") == fast
+    assert profile.link("a/1#0", "a/0#0") == fast  # another pair on that node
+    assert profile.link("a/3#0", "b/5#0") == LinkProfile((1e3 + 10) / 2, 0.5)
+    assert profile.link("c/0#0", "a/0#0") == LinkProfile(math.inf, 0.0)
+
+
+def test_a_transition_counts_what_is_received_and_waits_for_it_only_if_somebody_is_lost() -> None:
+    profile = replace(FREE, bandwidth_bytes_per_s=100.0, change_s=0.5)
+    old = symmetric(names(2), 8, 8, 2, pp=2)
+    new = symmetric(names(1), 8, 8, 2)
+    lost = estimate_transition(old, new, profile, ["n1/0#0"])
+    # The first worker receives the four layers of the second: parameters and all the optimizer keeps.
+    assert lost.moved_bytes == 4 * (100 + 1200)
+    assert lost.transfer_s == lost.stall_s == pytest.approx(4 * 1300 / 100)
+    assert lost.total_s == pytest.approx(52.5)
+    back = estimate_transition(new, old, profile)
+    assert back.moved_bytes == 4 * 1300
+    assert back.stall_s == back.transfer_s
+    assert estimate_transition(new, old, profile, beside_s=50.0).stall_s == pytest.approx(2.0)
+    nothing = estimate_transition(old, old, profile)
+    assert (nothing.moved_bytes, nothing.total_s) == (0, 0.5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(old=valid_plans(max_layers=4, exact=True), new=valid_plans(max_layers=4, exact=True))
+def test_moved_optimizer_states_are_what_the_owners_lack(old: Plan, new: Plan) -> None:
+    """Against owners of 2520 equal pieces of each layer."""
+    profile = replace(FREE, layers=(LayerProfile(0, 0, 0, 2520, 0, 0),) * 4)
+    moved = 0
+    for before, after in zip(holders(old), holders(new), strict=True):
+        for piece in range(2520):
+            was, now = (tuples[(2 * piece + 1) * len(tuples) // 5040] for tuples in (before, after))
+            moved += was != now
+    assert estimate_transition(old, new, profile).moved_bytes == pytest.approx(moved, abs=1)
+
+
+def played(forward_s: list[int], backward_s: list[int], n: int) -> float:
+    """The twin: each stage's order by the definition of 1F1B, each action as soon as it can be."""
+    depth = len(forward_s)
+    orders = []
+    for stage in range(depth):
+        ahead = min(depth - stage, n)
+        order = [("F", number) for number in range(ahead)]
+        for number in range(n):
+            order += [("B", number), *([("F", number + ahead)] if number + ahead < n else [])]
+        orders.append(order)
+    ends: dict[tuple[str, int, int], float] = {}
+    free, place = [0.0] * depth, [0] * depth
+    while any(place[stage] < len(orders[stage]) for stage in range(depth)):
+        for stage in range(depth):
+            while place[stage] < len(orders[stage]):
+                kind, number = orders[stage][place[stage]]
+                near = stage - 1 if kind == "F" else stage + 1
+                if 0 <= near < depth and (kind, near, number) not in ends:
+                    break
+                begin = max(free[stage], ends.get((kind, near, number), 0.0))
+                free[stage] = begin + (forward_s if kind == "F" else backward_s)[stage]
+                ends[kind, stage, number] = free[stage]
+                place[stage] += 1
+    return max(free)
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), n=st.integers(1, 14))
+def test_a_pipeline_of_unequal_stages_takes_as_long_as_when_it_is_played(stages: list[tuple[int, int]], n: int) -> None:
+    forward_s, backward_s = [one for one, _ in stages], [one for _, one in stages]
+    assert pipeline_s(forward_s, backward_s, n) == played(forward_s, backward_s, n)
+
+
+def test_a_long_pipeline_is_priced_by_its_beginning() -> None:
+    forward_s, backward_s = [3.0, 4.0, 2.0, 3.0], [6.0, 8.0, 4.0, 6.0]
+    assert long_pipeline_s(forward_s, backward_s, 500) == pytest.approx(pipeline_s(forward_s, backward_s, 500))
+    assert long_pipeline_s(forward_s, backward_s, 5) == pipeline_s(forward_s, backward_s, 5)

@@ -1,0 +1,100 @@
+"""What kind of plan a plan is, for policies that change it within its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from elaunch.workers.plan.build import Stage
+from elaunch.workers.plan.shares import share
+from elaunch.workers.plan.tiling import Plan, PlanError, Tile
+from elaunch.workers.policy.profile import node_of
+
+
+class NotPossible(PlanError):
+    """A policy has no plan for what has happened; says why."""
+
+
+def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
+    """The stages of a plan in which all pipelines cut the layers alike, each replica in its lane.
+
+    Replicas with somebody lost are empty. A stage may have fewer replicas than lanes.
+
+    Raises:
+        NotPossible: the plan is of another kind.
+    """
+    gone = set(lost)
+    found: dict[tuple[int, int], list[Tile]] = {}
+    for tile in plan.tiles:
+        found.setdefault((tile.layers.start, tile.layers.stop), []).append(tile)
+    spans = sorted(found)
+    if spans[0][0] != 0 or any(one[1] != other[0] for one, other in pairwise(spans)):
+        raise NotPossible("its pipelines do not cut the layers at the same places")
+    if len({workers for tiles in found.values() for workers in dict.fromkeys(t.workers for t in tiles)}) != sum(
+        len({tile.workers for tile in tiles}) for tiles in found.values()
+    ):
+        raise NotPossible("a worker has layers of several stages")
+    n_lanes = max(len({tile.workers for tile in tiles}) for tiles in found.values())
+    stages = []
+    for span in spans:
+        lanes: list[tuple[str, ...]] = [()] * n_lanes
+        for lane, workers in _in_lanes(plan, found[span], n_lanes).items():
+            lanes[lane] = workers if gone.isdisjoint(workers) else ()
+        stages.append(Stage(range(*span), tuple(lanes)))
+    return stages
+
+
+def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tuple[str, ...]]:
+    """Each tuple in the lane of which it does the most rows, as far as that is free."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    first: dict[tuple[str, ...], int] = {}
+    size = plan.micro_batch_size
+    lanes = [share(plan.n_units, n_lanes, lane) for lane in range(n_lanes)]
+    for tile in tiles:
+        mine = rows.setdefault(tile.workers, [0] * n_lanes)
+        for run in (run for runs in tile.micro_batches for run in runs):
+            first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
+            for lane, units in enumerate(lanes):
+                start, stop = max(run.start, units.start * size), min(run.stop, units.stop * size)
+                mine[lane] += max(0, stop - start)
+    found: dict[int, tuple[str, ...]] = {}
+    for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
+        free = [lane for lane in range(n_lanes) if lane not in found]
+        found[max(free, key=lambda lane: (rows[workers][lane], -lane))] = workers
+    return found
+
+
+def width_of(plan: Plan) -> int:
+    """The number of workers of its tensor-parallel tuples.
+
+    Raises:
+        NotPossible: they differ.
+    """
+    widths = {len(tile.workers) for tile in plan.tiles}
+    if len(widths) > 1:
+        raise NotPossible(f"its tensor-parallel tuples have {' and '.join(map(str, sorted(widths)))} workers")
+    return widths.pop()
+
+
+def tuples_of(plan: Plan, members: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The members in tensor-parallel tuples of the width of the plan's, and those who are left over.
+
+    Tuples that are whole stay as they are; of the others' members new ones are made, each on one node.
+
+    Raises:
+        NotPossible: tuples of different width.
+    """
+    width, here = width_of(plan), set(members)
+    whole = [tile.workers for tile in plan.tiles if here.issuperset(tile.workers)]
+    found = list(dict.fromkeys(whole))
+    taken = {worker for workers in found for worker in workers}
+    by_node: dict[str, list[str]] = {}
+    for worker in members:
+        if worker not in taken:
+            by_node.setdefault(node_of(worker), []).append(worker)
+    rest: list[str] = []
+    for some in by_node.values():
+        end = len(some) - len(some) % width
+        found += [tuple(some[place : place + width]) for place in range(0, end, width)]
+        rest += some[end:]
+    return found, rest
