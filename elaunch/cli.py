@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     p = FlagParser(
         prog="elaunch",
         description="Launch a training job whose surviving workers go on when its membership changes.",
-        epilog="`elaunch ctl --help`: look at a job that runs, or ask for another plan; a script of that name is ./ctl",
+        epilog="`elaunch ctl --help`: look at a job that runs, or ask for another plan; `elaunch plan --help`: what a "
+        "job would do if workers were lost or joined; scripts of these names are ./ctl and ./plan",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--version", action="version", version=f"elaunch {__version__}")
@@ -355,6 +356,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         line that cannot be read exits with 2 and the usage.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["plan"]:
+        from elaunch import planning
+
+        return planning.main(arguments[1:])
     if arguments[:1] == ["ctl"]:
         from elaunch import ctl
 
