@@ -345,6 +345,24 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
         check_same(weights, undisturbed)
 
 
+@pytest.mark.parametrize("way", ["in a step", "pausing"])
+@pytest.mark.parametrize("first", [1, 0], ids=["in training", "before the next change"])
+def test_who_gets_a_layer_twice_gets_both(way: str, first: int) -> None:
+    """One worker needs layers 2 and 3 cut, as a member of a tuple, and whole, for a tile of its own."""
+    before = symmetric(W, 4, 12, 3, pp=2, tp=2)
+    after = Plan.parse(
+        f"""
+        plan layers 4 batch 12 micro-batch 3 zero interleaved
+        layers 0:4 slots 0:6/3 workers {W[0]},{W[1]}
+        layers 0:4 slots 6:12/3 workers {W[0]}
+        idle {W[2]}
+        idle {W[3]}
+        """
+    )
+    reports, weights, _ = train_through([(before, 1), (after, first), (after, 2)], **WAYS[way])
+    check_close(reports, weights, *train(symmetric(["a"], 4, 12, 3), 3 + first))
+
+
 PAIRS = [
     (symmetric(W, 4, 12, 2, dp=2, pp=2), 1),
     (symmetric(W, 4, 12, 2, dp=4), 2),

@@ -26,7 +26,7 @@ from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
-from elaunch.workers.state.regions import Region
+from elaunch.workers.state.regions import Region, copy_box, covering
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
 
@@ -112,7 +112,10 @@ class Migration:
         moved = {key: layer for key, layer in layers[0].items() if key[0] in self._parameters}
         state |= _parameter_regions(before, worker, moved)
         places = self.assembly.regions()
-        places |= _parameter_regions(after, worker, {key: layers[1][key] for key in lacking.get(worker, ())})
+        coming = {key: layers[1][key] for key in sorted(lacking.get(worker, ()))}
+        parameters = _parameter_regions(after, worker, coming)
+        places |= parameters
+        self._shared = _shared(after, worker, coming, parameters)
         self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
         self.coming_bytes = n_bytes(items, routes.receive)
         """That this worker will receive."""
@@ -131,12 +134,16 @@ class Migration:
         """Only move the state, without a step."""
         self._move.begin(traffic)
         self._move.wait()
+        self._wait(range(self.plan.n_layers))
 
     def _wait(self, layers: range) -> None:
         """Until the parameters of these layers are here; they stay, so it waits once."""
         wanted = [name for index in layers for name in self._parameters.pop(index, ())]
         if wanted:
             self._move.wait(wanted)
+        for index in layers:
+            for source, to, box in self._shared.pop(index, ()):
+                copy_box([source], [to], box)
 
 
 def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
@@ -186,4 +193,21 @@ def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKe
             known = found.setdefault(f"layers.{key[0]}.{name}", [])
             whole = Region(box, (layer.parameters[name].data,))
             known += [Region(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]
+    return found
+
+
+def _shared(
+    layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], places: Mapping[str, list[Region]]
+) -> dict[int, list[tuple[Region, Region, Box]]]:
+    """By layer, what a worker needs twice, as a member of two tuples that cut the layer in other ways.
+
+    It arrives once, at a place of the first; each entry is that place, the second one, and the box they share.
+    """
+    found: dict[int, list[tuple[Region, Region, Box]]] = {}
+    for key, layer in layers.items():
+        for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
+            to = Region(box, (layer.parameters[name].data,))
+            for source, common in covering(places[f"layers.{key[0]}.{name}"], box):
+                if source.part(common)[0].data_ptr() != to.part(common)[0].data_ptr():
+                    found.setdefault(key[0], []).append((source, to, common))
     return found
