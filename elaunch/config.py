@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from elaunch.checkpoints import Checkpointing
 from elaunch.errors import LaunchError, UsageError
 from elaunch.logs import LogSettings
+from elaunch.policies import Wishes
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
 PRELOAD = ("torch", "torch._dynamo", "elaunch.workers.session")
@@ -117,10 +118,11 @@ class AgentConfig:
     preload: tuple[str, ...] = PRELOAD
     shutdown_timeout: float = 30.0
     checkpoints: Checkpointing | None = None
+    wishes: Wishes = field(default_factory=Wishes)
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """Read N or MIN:MAX.
+def parse_nnodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
+    """Read N or MIN:MAX; `flag` is whose value it is.
 
     Raises:
         UsageError: it is neither, or the range is empty.
@@ -131,7 +133,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     except ValueError:
         low = high = 0
     if len(parts) > 2 or not 1 <= low <= high:
-        raise UsageError(f"--nnodes={text}: expected N or MIN:MAX with 1 <= MIN <= MAX")
+        raise UsageError(f"{flag}={text}: expected N or MIN:MAX with 1 <= MIN <= MAX")
     return low, high
 
 

@@ -15,10 +15,10 @@ from elaunch import jobs
 from elaunch.cli import FlagParser
 from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
-from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Stage, WorkerState
+from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Stage, WorkerState, names_text
 from elaunch.rendezvous.observer import Documents, Observer
 from elaunch.rendezvous.store import Store
-from elaunch.replan import change_plan, names_text, still_changing
+from elaunch.replan import change_plan, still_changing
 
 if TYPE_CHECKING:
     from elaunch.workers.plan import Plan

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from elaunch.config import parse_nnodes
 from elaunch.errors import ElaunchError, UsageError
+from elaunch.policies import CONSISTENCIES, POLICIES
+from elaunch.rendezvous.membership import names_text, node_of, slot_of
+from elaunch.workers.plan.tiling import Plan, PlanError
+from elaunch.workers.policy.estimate import StepEstimate, estimate_step
+from elaunch.workers.policy.profile import Profile, WorkerProfile
+from elaunch.workers.policy.reparallelize import Degrees
+from elaunch.workers.policy.select import Choice, Settings, choose
+from elaunch.workers.policy.structure import NotPossible
 
-if TYPE_CHECKING:
-    from elaunch.workers.plan import Plan
-    from elaunch.workers.policy.profile import Profile
-    from elaunch.workers.policy.reparallelize import Degrees
-    from elaunch.workers.policy.select import Choice, Settings
-
-POLICIES = ("auto", "reroute", "resize", "reparallelize")
-NEXT_S = 3600.0
-SHOWN = 8
+NEXT_S = Settings().next_s
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--join", default="0", metavar="N", help="new nodes of one worker, or NxM: N nodes of M workers")
     p.add_argument("--slow", default="", metavar="WORKER=SPEED,…", help="speeds of workers; 1 is that of the profile")
     p.add_argument("--policy", default="auto", choices=POLICIES, help="the only policy that may be chosen")
+    p.add_argument("--consistency", default="fast", choices=CONSISTENCIES, help="bitwise: micro-batches are not cut")
     p.add_argument("--dp", default="", metavar="MIN:MAX", help="pipelines that reparallelize may make")
     p.add_argument("--pp", default="", metavar="MIN:MAX", help="stages of a pipeline that reparallelize makes")
     p.add_argument(
@@ -63,9 +64,6 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; 1 where there is no plan; 2 for values or files that cannot be used.
     """
-    from elaunch.workers.plan.tiling import PlanError
-    from elaunch.workers.policy.structure import NotPossible
-
     args = parser().parse_args(argv)
     try:
         print(run(args))
@@ -87,8 +85,6 @@ def run(args: argparse.Namespace) -> str:
         PlanError: the plan cannot be read, is none, or is of another model than the profile; or there is no plan.
         OSError: a file cannot be read or written.
     """
-    from elaunch.workers.policy.select import choose
-
     here = situation(args)
     settings = _settings(args)
     choice = choose(here.plan, here.plan, here.members, here.profile, settings)
@@ -97,21 +93,12 @@ def run(args: argparse.Namespace) -> str:
     if args.svg:
         Path(args.svg).write_text(pictures(here.plan, choice))
     if args.json:
-        decision = {
-            "policy": choice.chosen.policy,
-            "reason": choice.reason,
-            "candidates": [candidate.event() for candidate in choice.candidates],
-            "plan": str(choice.plan),
-        }
-        return json.dumps(decision)
+        return json.dumps(choice.event())
     return table(here, choice)
 
 
 def situation(args: argparse.Namespace) -> Situation:
     """What is asked about, of the files and flags."""
-    from elaunch.workers.plan.tiling import Plan
-    from elaunch.workers.policy.profile import Profile, WorkerProfile, slot_of
-
     plan = Plan.parse(Path(args.plan).read_text())
     plan.validate()
     profile = Profile.load(Path(args.profile))
@@ -131,7 +118,7 @@ def situation(args: argparse.Namespace) -> Situation:
         speeds = {slot: replace(worker, memory_bytes=None) for slot, worker in speeds.items()}
         profile = replace(profile, memory_bytes=int(1e9 * args.memory))
     members = tuple(worker for worker in plan.workers if worker not in lost)
-    members += _newcomers(args.join, {worker.partition("/")[0] for worker in plan.workers})
+    members += _newcomers(args.join, set(map(node_of, plan.workers)))
     if not members:
         raise UsageError(f"--lose={args.lose}: nobody is left")
     return Situation(plan, members, replace(profile, workers=speeds))
@@ -139,31 +126,14 @@ def situation(args: argparse.Namespace) -> Situation:
 
 def table(here: Situation, choice: Choice) -> str:
     """The candidates for people: the best first, the chosen one marked."""
-    from elaunch.workers.policy.estimate import estimate_step
-
-    before = estimate_step(here.plan, here.profile)
     batch = here.plan.global_batch_size
     head = ("", "policy", "step s", "samples/s", "bubble %", "moved GB", "stall s", "peak GB", "score")
-    rows = [head]
-    rows.append(("", "(before)", _f(before.step_s), _f(batch / before.step_s), f"{100 * before.bubble:.1f}", "", "",
-                 _f(max(before.peak_bytes.values()) / 1e9), ""))  # fmt: skip
+    rows = [head, _row("", "(before)", batch, estimate_step(here.plan, here.profile))]
     for one in choice.candidates:
-        if one.step is None or one.transition is None:
-            continue
-        mark = "*" if one is choice.chosen else ""
-        rows.append(
-            (
-                mark,
-                one.policy,
-                _f(one.step.step_s),
-                _f(batch / one.step.step_s),
-                f"{100 * one.step.bubble:.1f}",
-                _f(one.transition.moved_bytes / 1e9),
-                _f(one.transition.total_s),
-                _f(max(one.step.peak_bytes.values()) / 1e9),
-                _f(one.score) if not one.rejected else "-",
-            )
-        )
+        if one.step is not None and one.transition is not None:
+            way = _f(one.transition.moved_bytes / 1e9), _f(one.transition.total_s)
+            score = "-" if one.rejected else _f(one.score)
+            rows.append(_row("*" if one is choice.chosen else "", one.policy, batch, one.step, way, score))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
@@ -172,6 +142,13 @@ def table(here: Situation, choice: Choice) -> str:
     ]  # fmt: skip
     refused = [f"{one.policy} is not possible: {one.rejected}" for one in choice.candidates if one.rejected]
     return "\n".join([choice.reason, "", *lines, *(["", *refused] if refused else [])])
+
+
+def _row(
+    mark: str, name: str, batch: int, step: StepEstimate, way: tuple[str, str] = ("", ""), score: str = ""
+) -> tuple[str, ...]:
+    times = _f(step.step_s), _f(batch / step.step_s), f"{100 * step.bubble:.1f}"
+    return (mark, name, *times, *way, _f(max(step.peak_bytes.values()) / 1e9), score)
 
 
 def pictures(before: Plan, choice: Choice) -> str:
@@ -193,23 +170,10 @@ def pictures(before: Plan, choice: Choice) -> str:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    from elaunch.workers.policy.reparallelize import Degrees
-    from elaunch.workers.policy.select import Settings
-
     if not args.next_s > 0:
         raise UsageError(f"--next={args.next_s:g}: expected a number of seconds above 0")
-    dp, pp = _range(args.dp, "--dp"), _range(args.pp, "--pp")
-    degrees: Degrees = Degrees(dp, pp) if pp is not None else Degrees(dp)
-    return Settings(args.policy, degrees, next_s=args.next_s)
-
-
-def _range(text: str, flag: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    low, _, high = text.partition(":")
-    if low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low):
-        return int(low), int(high or low)
-    raise UsageError(f"{flag}={text}: expected N or MIN:MAX with 1 <= MIN <= MAX")
+    given = {name: parse_nnodes(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
+    return Settings(args.policy, args.consistency, Degrees(**given), next_s=args.next_s)
 
 
 def _names(text: str) -> list[str]:
@@ -218,17 +182,10 @@ def _names(text: str) -> list[str]:
 
 def _workers(plan: Plan, name: str, flag: str) -> list[str]:
     """The workers that a name stands for: a worker, a slot or a node."""
-    kinds: tuple[Callable[[str], str], ...] = (
-        lambda worker: worker,
-        lambda worker: worker.partition("#")[0],
-        lambda worker: worker.partition("/")[0],
-    )
-    for kind in kinds:
+    for kind in (str, slot_of, node_of):
         if found := [worker for worker in plan.workers if kind(worker) == name]:
             return found
-    shown = ", ".join(plan.workers[:SHOWN])
-    more = f" and {len(plan.workers) - SHOWN} more" if len(plan.workers) > SHOWN else ""
-    raise UsageError(f"{flag}: no worker, slot or node {name!r} in the plan, which has {shown}{more}")
+    raise UsageError(f"{flag}: no worker, slot or node {name!r} in the plan, which has {names_text(plan.workers)}")
 
 
 def _newcomers(text: str, nodes: set[str]) -> tuple[str, ...]:

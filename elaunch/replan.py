@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.errors import RequestRefused, StoreUnavailable
-from elaunch.rendezvous.membership import Generation, PlanRequest, Stage, WorkerState, to_json
+from elaunch.rendezvous.membership import Generation, PlanRequest, Stage, WorkerState, names_text, to_json
 from elaunch.rendezvous.observer import Documents, Observer
 from elaunch.rendezvous.store import Store
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from elaunch.workers.plan import Plan
 
 MOST_BYTES = 1_000_000  # of a generation; etcd by default takes 1.5 MiB
-NAMES_SHOWN = 8
 
 
 def fitted(plan: Plan, members: Sequence[str]) -> Plan:
@@ -181,9 +180,3 @@ def _late(job: str, documents: Documents, carried: bool, timeout_s: float) -> st
         f"{names_text(still_changing(documents))} have not changed over within {timeout_s:g} s; they may yet, "
         "see `elaunch ctl status`"
     )
-
-
-def names_text(names: Sequence[str]) -> str:
-    """The names, or the first of them and how many more there are."""
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{', '.join(names[:NAMES_SHOWN])}{more}"

@@ -16,6 +16,7 @@ import enum
 import functools
 import json
 import types
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from urllib.parse import quote
 from elaunch.errors import ProtocolError
 
 VERSION = 1
+NAMES_SHOWN = 8  # in a message
 
 Document = TypeVar("Document")
 
@@ -68,6 +70,22 @@ def incarnation(worker: str) -> int:
     """Return the last part of a worker's identity; -1 for a slot (`node/slot`) that has no worker yet."""
     number = worker.rpartition("#")[2]
     return int(number) if number != worker else -1
+
+
+def slot_of(worker: str) -> str:
+    """Return the slot (`node/slot`) of a worker's identity."""
+    return worker.partition("#")[0]
+
+
+def node_of(worker: str) -> str:
+    """Return the node of a worker's identity."""
+    return worker.partition("/")[0]
+
+
+def names_text(names: Sequence[str]) -> str:
+    """The names, or the first of them and how many more there are."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from elaunch.workers.plan import (
     stages,
     symmetric,
 )
+from elaunch.workers.plan.tiling import ORDERS
 
 LAYOUTS: tuple[Layout, ...] = ("interleaved", "contiguous")
 
@@ -55,14 +57,14 @@ def valid_plans(
 ) -> SearchStrategy[Plan]:
     """Valid plans of every kind: symmetric ones, pipelines of different depth, stages with different numbers of
     replicas, and tilings that nobody would choose: uneven rows, micro-batches of several runs in any order, workers
-    with several tiles, idle workers.
+    with several tiles, idle workers. They ask for any order, and may say what layers cost.
 
     `tp` holds the degrees of tensor parallelism that a tile may have; only the last kind mixes them in a plan, and then
     a worker may also have a tile of its own beside those of its tuple. With `exact` all have as many layers, units and
     rows of a unit as is said.
     """
     most = _Most(max_layers, max_units, max_workers, tuple(tp), max_unit_rows, exact)
-    return st.one_of(_symmetric(most), _pipelines(most), _stages(most), _tilings(most))
+    return st.one_of(_symmetric(most), _pipelines(most), _stages(most), _tilings(most)).flatmap(_with_any_order)
 
 
 def well_formed_plans() -> SearchStrategy[Plan]:
@@ -73,7 +75,13 @@ def well_formed_plans() -> SearchStrategy[Plan]:
     workers = st.lists(worker, max_size=3).map(tuple)
     tile = st.builds(Tile, run, st.lists(micro_batch, max_size=9).map(tuple), workers.filter(bool))
     size = st.integers(0, 9)
-    return st.builds(Plan, size, size, size, st.lists(tile, max_size=4).map(tuple), st.sampled_from(LAYOUTS), workers)
+    tiles, costs = st.lists(tile, max_size=4).map(tuple), st.lists(size, max_size=9).map(tuple)
+    return st.builds(Plan, size, size, size, tiles, st.sampled_from(LAYOUTS), workers, st.sampled_from(ORDERS), costs)
+
+
+def _with_any_order(plan: Plan) -> SearchStrategy[Plan]:
+    costs = st.lists(st.integers(0, 3), min_size=plan.n_layers, max_size=plan.n_layers).map(tuple)
+    return st.builds(replace, st.just(plan), order=st.sampled_from(ORDERS), costs=st.just(()) | costs)
 
 
 @st.composite

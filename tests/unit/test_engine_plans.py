@@ -61,6 +61,13 @@ WHOLE = {
         f"layers 4:6 slots 0:6/2 workers {W[1]}",
         f"layers 3:6 slots 6:16/2 workers {W[1]}",
     ),
+    "stages of unequal length, forwards first": Plan.parse(
+        f"""plan layers {LAYERS} batch {BATCH} micro-batch {UNIT} zero interleaved order forward
+        costs 0 4*8 3
+        layers 0:4 slots 0:8/2 workers {W[0]}
+        layers 0:4 slots 8:16/2 workers {W[1]}
+        layers 4:6 slots 0:16/2 workers {W[2]}"""
+    ),
     "stages that alternate between two workers": parsed(
         f"layers 0:2 slots 0:16/2 workers {W[0]}",
         f"layers 2:3 slots 0:16/2 workers {W[1]}",

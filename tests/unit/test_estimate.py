@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import Plan, PlanError, symmetric
+from elaunch.workers.plan import Plan, PlanError, Stage, stages, symmetric
 from elaunch.workers.plan.schedule import Schedule, schedule, timeline
+from elaunch.workers.plan.tiling import ORDERS
 from elaunch.workers.plan.views import holders
 from elaunch.workers.policy import estimate
-from elaunch.workers.policy.estimate import estimate_step, estimate_transition, long_pipeline_s, pipeline_s
+from elaunch.workers.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
 from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, action_s, transfer_s
+from elaunch.workers.policy.transition import estimate_transition
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
@@ -108,6 +110,45 @@ def test_equal_pipelines_are_played_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(played) == 1
     estimate_step(plan, replace(FREE, workers={"n9/0": WorkerProfile(0.5)}))
     assert len(played) == 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=valid_plans(max_layers=6, tp=(1, 2)), profile=profiles, data=st.data())
+def test_an_ordered_plan_is_as_fast_as_with_any_order(plan: Plan, profile: Profile, data: st.DataObject) -> None:
+    layers = [layer.scaled(data.draw(st.sampled_from([0.0, 0.4, 1.0]))) for layer in profile.layers[: plan.n_layers]]
+    profile = replace(profile, layers=tuple(layers))
+    plan = plan.renamed({worker: f"w{number}#0" for number, worker in enumerate(plan.workers)})
+    found, step = ordered(plan, profile)
+    found.validate(plan.workers)
+    assert found.tiles == plan.tiles
+    assert estimate_step(found, profile) == step
+    for order in ORDERS:
+        for costs in ((), profile.costs):
+            other_s = estimate_step(replace(plan, order=order, costs=costs), profile).step_s
+            assert step.step_s <= other_s + 1e-9
+            if (order, costs) == ("auto", ()) and round(other_s, 9) == round(step.step_s, 9):
+                assert (found.order, found.costs) == ("auto", ()), "what is unsaid is enough"
+
+
+def test_an_order_that_fits_in_memory_comes_before_a_faster_one() -> None:
+    a, b, c, d, e, f, g, h = ((name,) for name in names(8))
+    cut = [Stage(range(4), (a, b, ())), Stage(range(4, 5), (c, d, e)), Stage(range(5, 6), (f, g, h))]
+    plan, profile = stages(6, 24, 1, cut), of_layers(FREE, 6)
+    fast, step = ordered(plan, profile)
+    backward = estimate_step(replace(plan, order="backward"), profile)
+    assert backward.step_s > step.step_s
+    cap = max(step.peak_bytes.values()) - 1
+    assert max(backward.peak_bytes.values()) <= cap
+    found, slower = ordered(fast, replace(profile, memory_bytes=cap))
+    assert found.order == "backward"
+    assert slower == backward
+
+
+def test_the_costs_of_layers_are_coarse() -> None:
+    noisy = [LAYER.scaled(factor) for factor in (0.97, 1.0, 1.03, 1.0)]
+    assert replace(FREE, layers=tuple(noisy)).costs == ()
+    assert replace(FREE, layers=(LAYER.scaled(0), *noisy, LAYER.scaled(0.4))).costs == (0, 8, 8, 8, 8, 3)
+    assert replace(FREE, layers=(LAYER.scaled(0),) * 3).costs == ()
 
 
 def test_a_slow_worker_is_a_factor() -> None:

@@ -55,6 +55,18 @@ def test_text_and_plan_are_inverse_to_each_other_whether_or_not_the_plan_is_vali
     assert Plan.parse(str(plan)) == plan
 
 
+def test_the_order_and_the_costs_have_a_text_and_what_is_as_usual_is_left_out() -> None:
+    header, tiles = PLAN.split("\n", 1)
+    plan = replace(Plan.parse(PLAN), order="forward", costs=(0, 8, 8, 8, 8, 8, 8, 3))
+    text = f"{header} order forward\ncosts 0 6*8 3\n{tiles}"
+    assert str(plan) == text
+    assert Plan.parse(text) == plan
+    assert Plan.parse(text.replace("6*8", "8 8 2*8 8\ncosts 8")) == plan
+    assert str(replace(plan, order="auto", costs=())) == PLAN
+    plan.validate()
+    assert plan.renamed({"n0/3#0": "x"}).order == "forward"
+
+
 def test_blank_lines_and_any_white_space_are_read() -> None:
     spread = PLAN.replace("\n", "\n \n\t").replace(" slots ", "\t slots   ")
     assert Plan.parse(f"\n{spread}\n") == Plan.parse(PLAN)
@@ -87,6 +99,8 @@ def test_only_equal_micro_batches_that_follow_each_other_are_abbreviated() -> No
         (PLAN.replace("12:14", "-2:14"), "line 3 .* expected START:STOP"),
         (PLAN + "\n# a comment", "line 6 .* expected 'layers LO:HI slots .* or 'idle"),
         (PLAN + " n0/6#0", "line 5 .* expected"),
+        (PLAN.replace("interleaved", "interleaved order sideways"), r"line 1 .* \[order backward|forward\]"),
+        (PLAN + "\ncosts 1 0*2", r"line 6 .* 'costs COST N\*COST ...' or 'idle"),
     ],
 )
 def test_text_that_is_no_plan_is_refused_with_the_line_and_what_was_expected(text: str, message: str) -> None:
@@ -223,9 +237,11 @@ def test_all_that_is_wrong_is_said_at_once_with_the_rectangle() -> None:
 def test_values_that_have_no_text_form_are_refused_too() -> None:
     tiles = (Tile(range(2), ((), (range(0, 4, 2),)), ()), Tile(range(1, -1, -1), ((range(4),),), ("a b",)))
     with pytest.raises(PlanError) as caught:
-        Plan(2, 4, 2, tiles, zero="striped").validate()  # type: ignore[arg-type]
+        Plan(2, 4, 2, tiles, zero="striped", order="sideways", costs=(1, 1, -1)).validate()  # type: ignore[arg-type]
     for message in (
         "zero must be interleaved or contiguous, got 'striped'",
+        "order must be auto or backward or forward, got 'sideways'",
+        r"costs must be 2 numbers of 0 or more, one per layer, got 2\*1 -1",
         "tile 0 has no workers",
         r"tile 0 \(\) has an empty micro-batch",
         r"range\(0, 4, 2\), which is no run of the slots 0:4",

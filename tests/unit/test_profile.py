@@ -29,6 +29,7 @@ profiles = st.builds(
     bandwidth_bytes_per_s=st.floats(1, 1e12),
     latency_s=seconds,
     notes=st.lists(st.text(max_size=5), max_size=2).map(tuple),
+    memory_bound=st.floats(0, 1),
 )
 
 LAYERS = (
@@ -86,6 +87,7 @@ def with_layer(**fields: Any) -> str:
         (edited(tensor_parallel=0), "p.json: tensor_parallel must be a whole number of 1 or more, got 0"),
         (edited(bandwidth_bytes_per_s=0), "p.json: bandwidth_bytes_per_s must be a number above 0, got 0"),
         (edited(latency_s=float("nan")), "p.json: latency_s must be a number of 0 or more, got nan"),
+        (edited(memory_bound=1.5), "p.json: memory_bound must be a number from 0 to 1, got 1.5"),
         (edited(notes=["a", 1]), "p.json: notes must be a list of texts, got ['a', 1]"),
         (with_layer(count=0), "p.json: layers[1].count must be a whole number of 1 or more, got 0"),
         (with_layer(forward_s_per_row=-1), "p.json: layers[1].forward_s_per_row must be a number of 0 or more, got -1"),

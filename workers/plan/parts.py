@@ -59,7 +59,10 @@ def _apart(plan: Plan) -> list[list[int]]:
 
 
 def _part(plan: Plan, tiles: Sequence[int]) -> Part:
-    part = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
+    part = plan
+    if plan.idle or len(tiles) < len(plan.tiles):
+        # Else it keeps what was derived of it.
+        part = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
     size = plan.micro_batch_size
     # The stages of a pipeline mostly have the very same micro-batches.
     cuts = {id(tile.micro_batches): tile.micro_batches for tile in part.tiles}

@@ -1,11 +1,11 @@
 """The order in which each worker does its part of a step: 1F1B, generalised to tilings.
 
-`schedule` plays the step through on clocks that count layer-rows: a worker that is free starts a backward if one is
-ready, else a forward if few enough of its micro-batches are in flight. On a symmetric plan this gives exactly the 1F1B
-of pipelines; elsewhere what 1F1B would do if it knew of rows and of several tiles. Where stages take different times, a
-backward that never waits lets the pipeline run dry, and it is often faster to start forwards first, as long as they are
-few enough; so both are played, and the faster one counts. The executor follows this order and `timeline` prices it, so
-what is estimated is what runs.
+`schedule` plays the step through on clocks that count layer-rows, each layer by the cost that the plan gives it: a
+worker that is free starts a backward if one is ready, else a forward if few enough of its micro-batches are in flight.
+On a symmetric plan this gives exactly the 1F1B of pipelines; elsewhere what 1F1B would do if it knew of rows and of
+several tiles. Where stages take different times, a backward that never waits lets the pipeline run dry, and it is often
+faster to start forwards first, as long as they are few enough; so both are played, unless the plan asks for one, and
+the faster one counts. The executor follows this order and `timeline` prices it, so what is estimated is what runs.
 
 No order made here can deadlock. The run on simulated clocks puts all actions of all workers into one sequence in which
 each action comes after those it needs, and each worker's order is a part of that sequence. A worker that waits for a
@@ -20,10 +20,11 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from elaunch.workers.plan.parts import parts
-from elaunch.workers.plan.tiling import Plan, n_rows
+from elaunch.workers.plan.tiling import Order, Plan, n_rows
 from elaunch.workers.plan.views import inputs, once_per_plan, outputs
 
 Kind = Literal["F", "B"]
@@ -81,10 +82,11 @@ class _TileState:
 
 
 class _Run:
-    """One play-through on clocks that count layer-rows, with this kind of action before the other."""
+    """One play-through on clocks that count layer-rows at these costs, with this kind of action before the other."""
 
-    def __init__(self, plan: Plan, first: Kind) -> None:
+    def __init__(self, plan: Plan, first: Kind, costs: Sequence[int] = ()) -> None:
         self.plan, self.first, self.crews = plan, first, _crews(plan)
+        self.row_costs = _row_costs(plan, costs)
         self.in_crews = any(len(crew) > 1 for crew in self.crews)
         self.feeds, self.consumers = inputs(plan), outputs(plan)
         self.lane_of = _lanes(plan)
@@ -157,7 +159,7 @@ class _Run:
         for worker in self.crews[action.tile]:
             self.free[worker] = False
         rows = n_rows(tile.micro_batches[action.micro_batch])
-        work = rows * len(tile.layers) * (2 if action.kind == "B" else 1)
+        work = rows * self.row_costs[action.tile] * (2 if action.kind == "B" else 1)
         if action.kind == "F":
             self.in_flight[self.lane_of[action.tile]] += 1
         heapq.heappush(self.under_way, (now + work, len(self.sequence), action))
@@ -247,8 +249,13 @@ def schedule(plan: Plan) -> Schedule:
     sequence: list[Action] = []
     for part in parts(plan):
         if part.shape not in known:
-            known[part.shape] = _faster(part.plan)
+            known[part.shape] = _sequence(part.plan)
         sequence += (Action(kind, part.tiles[tile], number) for kind, tile, number in known[part.shape])
+    return by_workers(plan, sequence)
+
+
+def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
+    """The schedule of a sequence of all actions of a step."""
     crews = _crews(plan)
     found: dict[str, list[Action]] = {}
     for action in sequence:
@@ -261,14 +268,30 @@ def schedule(plan: Plan) -> Schedule:
     return Schedule(tuple(sequence), by_worker)
 
 
-def _faster(plan: Plan) -> tuple[Action, ...]:
-    """Backwards first or forwards first, whichever ends earlier on the clocks."""
-    found_s, found = _Run(plan, "B").play()
-    work = {len(tile.layers) * n_rows(runs) for tile in plan.tiles for runs in tile.micro_batches}
-    if len(work) == 1:
-        return found
-    other_s, other = _Run(plan, "F").play()
-    return other if other_s < found_s else found
+def sequences(part: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
+    """For each order the actions of a part of a plan, on clocks with these costs."""
+    backward_end, backward = _Run(part, "B", costs).play()
+    forward_end, forward = _Run(part, "F", costs).play() if _differ(part, costs) else (backward_end, backward)
+    return {"auto": forward if forward_end < backward_end else backward, "backward": backward, "forward": forward}
+
+
+def _sequence(part: Plan) -> tuple[Action, ...]:
+    """Of a part, in the order that the plan asks for; no other is played then."""
+    if part.order == "auto" or not _differ(part, part.costs):
+        return sequences(part, part.costs)[part.order]
+    return _Run(part, "F" if part.order == "forward" else "B", part.costs).play()[1]
+
+
+def _differ(plan: Plan, costs: Sequence[int]) -> bool:
+    """Whether orders can differ: not if all actions of a kind take as long."""
+    rows = zip(_row_costs(plan, costs), plan.tiles, strict=True)
+    return len({cost * n_rows(runs) for cost, tile in rows for runs in tile.micro_batches}) > 1
+
+
+def _row_costs(plan: Plan, costs: Sequence[int]) -> list[int]:
+    """Of each tile the cost of a row."""
+    before = list(accumulate(costs or [1] * plan.n_layers, initial=0))
+    return [before[tile.layers.stop] - before[tile.layers.start] for tile in plan.tiles]
 
 
 @dataclass(frozen=True)

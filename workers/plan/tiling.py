@@ -3,15 +3,17 @@
 Layers run 0..n_layers-1, slots (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a logical
 micro-batch: the slots [u*b, (u+1)*b) for micro-batch size b. It does not depend on the plan; a plan may cut it.
 
-The text form is one line each for the sizes, the tiles and the members without a tile:
+The text form is one line each for the sizes, the costs, the tiles and the members without a tile:
 
-    plan layers 8 batch 16 micro-batch 2 zero interleaved
+    plan layers 8 batch 16 micro-batch 2 zero interleaved order forward
+    costs 0 6*8 3
     layers 0:4 slots 0:8/2 workers n0/0#0,n0/1#0
     layers 0:4 slots 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
     layers 4:8 slots 0:16/2 workers n1/0#0
     idle n1/1#0
 
-A blank separates micro-batches, '+' the runs of one, and 0:8/2 stands for 0:2 2:4 4:6 6:8.
+A blank separates micro-batches, '+' the runs of one, and 0:8/2 stands for 0:2 2:4 4:6 6:8. 6*8 stands for six layers
+of cost 8. What is as usual is left unsaid: the order, if it is auto, and the costs, if there are none.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Literal, get_args
 
 from elaunch.workers.plan.coverage import bands
@@ -29,11 +31,19 @@ from elaunch.workers.plan.picture import draw, to_svg
 Layout = Literal["interleaved", "contiguous"]
 """How the optimizer state of a layer is shared out over the replicas that hold it (ElasWave 6.3)."""
 
+Order = Literal["auto", "backward", "forward"]
+"""What a worker starts first of what is ready; auto: that with which a part of the plan ends earlier on the clocks."""
+
+ORDERS: tuple[Order, ...] = get_args(Order)
+
 MicroBatch = tuple[range, ...]
 """The rows of one micro-batch: disjoint, non-empty runs of slots, in row order. Usually one run."""
 
 _MOST_FINDINGS = 12
-_HEADER = re.compile(r"plan layers (\d+) batch (\d+) micro-batch (\d+) zero (interleaved|contiguous)")
+_HEADER = re.compile(
+    r"plan layers (\d+) batch (\d+) micro-batch (\d+) zero (interleaved|contiguous)(?: order (backward|forward))?"
+)
+_COSTS = re.compile(r"costs((?: (?:[1-9]\d*\*)?\d+)+)")
 _TILE = re.compile(r"layers (\d+):(\d+) slots((?: \S+)*) workers (\S+)")
 _IDLE = re.compile(r"idle (\S+)")
 _STEPS = re.compile(r"(\d+):(\d+)/(\d+)")
@@ -74,6 +84,8 @@ class Plan:
         tiles: cover every (layer, slot) exactly once. A worker may own several.
         zero: the layout of the optimizer state.
         idle: members of the job without a tile.
+        order: of what each worker does; see `elaunch.workers.plan.schedule`.
+        costs: of a row in each layer, relative to each other, for the clocks that make the order; none: all are alike.
     """
 
     n_layers: int
@@ -82,6 +94,8 @@ class Plan:
     tiles: tuple[Tile, ...]
     zero: Layout = "interleaved"
     idle: tuple[str, ...] = ()
+    order: Order = "auto"
+    costs: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -94,9 +108,11 @@ class Plan:
         number, first = lines[0] if lines else (1, "")
         header = _HEADER.fullmatch(first)
         if header is None:
-            raise _unreadable(number, first, "'plan layers L batch B micro-batch b zero interleaved|contiguous'")
+            expected = "'plan layers L batch B micro-batch b zero interleaved|contiguous [order backward|forward]'"
+            raise _unreadable(number, first, expected)
         tiles: list[Tile] = []
         idle: list[str] = []
+        costs: list[int] = []
         for number, line in lines[1:]:
             if match := _TILE.fullmatch(line):
                 micro_batches = chain.from_iterable(_read_slots(word, number) for word in match[3].split())
@@ -104,18 +120,24 @@ class Plan:
                 tiles.append(Tile(layers, tuple(micro_batches), tuple(match[4].split(","))))
             elif match := _IDLE.fullmatch(line):
                 idle.extend(match[1].split(","))
+            elif match := _COSTS.fullmatch(line):
+                costs.extend(_read_costs(match[1]))
             else:
-                raise _unreadable(number, line, "'layers LO:HI slots START:STOP ... workers ID,ID' or 'idle ID,ID'")
+                expected = "'layers LO:HI slots START:STOP ... workers ID,ID', 'costs COST N*COST ...' or 'idle ID,ID'"
+                raise _unreadable(number, line, expected)
         zero: Layout = "interleaved" if header[4] == "interleaved" else "contiguous"
-        return cls(int(header[1]), int(header[2]), int(header[3]), tuple(tiles), zero, tuple(idle))
+        order = next(one for one in ORDERS if one == (header[5] or "auto"))
+        sizes = int(header[1]), int(header[2]), int(header[3])
+        return cls(*sizes, tuple(tiles), zero, tuple(idle), order, tuple(costs))
 
     def __str__(self) -> str:
         header = (
             f"plan layers {self.n_layers} batch {self.global_batch_size} micro-batch {self.micro_batch_size} "
-            f"zero {self.zero}"
+            f"zero {self.zero}{'' if self.order == 'auto' else f' order {self.order}'}"
         )
+        costs = [f"costs {_costs_text(self.costs)}"] if self.costs else []
         idle = [f"idle {','.join(self.idle)}"] if self.idle else []
-        return "\n".join([header, *map(str, self.tiles), *idle])
+        return "\n".join([header, *costs, *map(str, self.tiles), *idle])
 
     @property
     def n_units(self) -> int:
@@ -151,6 +173,7 @@ class Plan:
         wrong = size_findings(self.n_layers, self.global_batch_size, self.micro_batch_size)
         if self.zero not in get_args(Layout):
             wrong.append(f"zero must be {_either(get_args(Layout))}, got {self.zero!r}")
+        wrong += self._bad_order()
         wrong += [*self._bad_tiles(), *self._bad_workers(), *self._bad_membership(members), *self._bad_coverage()]
         if wrong:
             more = [f"and {len(wrong) - _MOST_FINDINGS} more"] if len(wrong) > _MOST_FINDINGS else []
@@ -171,6 +194,12 @@ class Plan:
 
     def _name(self, index: int) -> str:
         return f"tile {index} ({','.join(self.tiles[index].workers)})"
+
+    def _bad_order(self) -> Iterator[str]:
+        if self.order not in ORDERS:
+            yield f"order must be {_either(ORDERS)}, got {self.order!r}"
+        if self.costs and (len(self.costs) != self.n_layers or min(self.costs) < 0):
+            yield f"costs must be {self.n_layers} numbers of 0 or more, one per layer, got {_costs_text(self.costs)}"
 
     def _bad_tiles(self) -> Iterator[str]:
         for index, tile in enumerate(self.tiles):
@@ -315,6 +344,17 @@ def _read_slots(word: str, number: int) -> Iterator[MicroBatch]:
         yield tuple(range(*map(int, run.split(":"))) for run in word.split("+"))
     else:
         raise _unreadable(number, word, "START:STOP, START:STOP+START:STOP or START:STOP/SIZE")
+
+
+def _costs_text(costs: tuple[int, ...]) -> str:
+    runs = [(cost, len(list(equal))) for cost, equal in groupby(costs)]
+    return " ".join(f"{n}*{cost}" if n > 1 else f"{cost}" for cost, n in runs)
+
+
+def _read_costs(words: str) -> Iterator[int]:
+    for word in words.split():
+        n, _, cost = word.rpartition("*")
+        yield from (int(cost),) * int(n or 1)
 
 
 def _unreadable(number: int, got: str, expected: str) -> PlanError:

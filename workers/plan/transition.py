@@ -18,7 +18,7 @@ def transitional(old: Plan, new: Plan, members: tuple[str, ...]) -> Plan | None:
     """A plan between two; None if there is none, since tensor-parallel tuples of both share some of their workers.
 
     Each pipeline does the first half of its units under the old plan. Every tuple that holds a layer under the new one
-    holds it here.
+    holds it here. Order and costs are those of the new one.
 
     Args:
         old: valid.

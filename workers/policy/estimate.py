@@ -1,4 +1,4 @@
-"""What a plan costs: seconds of a step, memory of each worker, seconds of the way to it.
+"""What a plan costs: seconds of a step and memory of each worker.
 
 The step is played through in the very order that the executor follows (Chameleon eq. 11). Parts of the plan that have
 nothing to do with each other, such as whole pipelines, are played once for all that are alike; so it takes
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from typing import TypeVar
 
 from elaunch.workers.plan.parts import Part, parts
-from elaunch.workers.plan.schedule import Action, schedule, timeline
-from elaunch.workers.plan.tiling import Plan, n_rows
+from elaunch.workers.plan.schedule import Action, Schedule, by_workers, schedule, sequences, timeline
+from elaunch.workers.plan.tiling import ORDERS, Plan, n_rows
 from elaunch.workers.plan.views import gradient_groups, holders
 from elaunch.workers.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
@@ -42,28 +43,6 @@ class StepEstimate:
         return {worker: (n, caps[worker]) for worker, n in self.peak_bytes.items() if n > caps[worker]}
 
 
-@dataclass(frozen=True)
-class TransitionEstimate:
-    """The way from a plan to another.
-
-    Attributes:
-        change_s: agreement, plan and links, whatever moves.
-        transfer_s: in which the state moves.
-        stall_s: of those, in which no step is done: what does not fit beside the next step; all, if somebody is lost.
-        moved_bytes: received by all workers together.
-    """
-
-    change_s: float
-    transfer_s: float
-    stall_s: float
-    moved_bytes: int
-
-    @property
-    def total_s(self) -> float:
-        """In which the job does not train."""
-        return self.change_s + self.stall_s
-
-
 def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
     """Play a step of a valid plan through.
 
@@ -71,30 +50,46 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
         PlanError: the profile is for another number of layers.
     """
     profile.check(plan)
-    known: dict[Hashable, _Played] = {}
-    ends_s: dict[str, float] = {}
-    last_s: dict[str, float] = {}
-    busy_s: dict[str, float] = {}
-    kept: dict[str, int] = {}
-    for part in parts(plan):
-        key, workers = _likeness(part, profile), part.plan.workers
-        if key not in known:
-            known[key] = _play(part.plan, workers, profile)
-        played = known[key]
-        ends_s |= zip(workers, played.ends_s)
-        last_s |= zip(workers, played.last_s)
-        busy_s |= zip(workers, played.busy_s)
-        kept |= zip(workers, played.kept_bytes)
-    makespan_s = max(ends_s.values(), default=0.0)
-    bubble = 1 - sum(busy_s.values()) / (len(busy_s) * makespan_s) if makespan_s else 0.0
-    reduced_s, shared_s, updated_s = _synchronised(plan, profile)
-    step_s = 0.0
-    for worker, end_s in ends_s.items():
-        tail_s = _not_hidden(last_s[worker], reduced_s[worker], profile.overlap) + updated_s[worker]
-        step_s = max(step_s, end_s + tail_s)
-    step_s += max(shared_s.values(), default=0.0) + profile.step_s
-    fixed = static_bytes(plan, profile)
-    return StepEstimate(step_s, bubble, busy_s, {worker: fixed[worker] + n for worker, n in kept.items()})
+
+    def play(part: Plan) -> _Played:
+        return _play(part, schedule(part), profile)
+
+    return _joined(_each(plan, profile, play), _Rest(plan, profile))
+
+
+def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
+    """The plan with the order and the costs under which its step is fastest, and the estimate of that.
+
+    Costs are those of the profile, or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
+    What does not fit in memory comes after what does; of equal ones that with the shorter text is taken.
+
+    Raises:
+        PlanError: the profile is for another number of layers.
+    """
+    profile.check(plan)
+    clocks = list(dict.fromkeys([(), profile.costs]))
+    ways = list(product(clocks, ORDERS))
+
+    def play(part: Plan) -> list[_Played]:
+        known: dict[tuple[Action, ...], _Played] = {}
+        found = [by_order[order] for costs in clocks for by_order in [sequences(part, costs)] for order in ORDERS]
+        for sequence in found:
+            if sequence not in known:
+                known[sequence] = _play(part, by_workers(part, sequence), profile)
+        return [known[sequence] for sequence in found]
+
+    each, rest = _each(plan, profile, play), _Rest(plan, profile)
+    estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
+    for number in range(len(ways)):
+        mine = [(part, played[number]) for part, played in each]
+        same = tuple(id(played) for _, played in mine)
+        if same not in estimates:
+            estimates[same] = number, _joined(mine, rest)
+    number, step = min(estimates.values(), key=lambda one: (bool(one[1].over(profile)), round(one[1].step_s, 9)))
+    costs, order = ways[number]
+    if (costs, order) != (plan.costs, plan.order):
+        plan = replace(plan, costs=costs, order=order)
+    return plan, step
 
 
 def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
@@ -108,49 +103,18 @@ def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
     return {worker: math.ceil(n) for worker, n in found.items()}
 
 
-def estimate_transition(
-    old: Plan, new: Plan, profile: Profile, lost: Collection[str] = (), beside_s: float = 0.0
-) -> TransitionEstimate:
-    """The way from one plan to another.
-
-    A worker keeps what it has. What the optimizer keeps comes from its owner, or from the copy that a third worker has
-    of what somebody lost owned; parameters come from those who hold the layer. All go at once, so it takes as long as
-    the busiest worker sends or receives.
+def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
+    """Of a tuple with some layers: parameters, gradients, its part of the optimizer, activations (Suika A.3).
 
     Args:
-        old: under which the state is distributed now; valid.
-        new: valid, for the same model.
         profile: of the model.
-        lost: workers of the old plan that are gone.
-        beside_s: of a step, in which the state can move if nobody is lost (ElasWave 6.2).
+        layers: of the stage.
+        replicas: among which the optimizer's state is shared out.
+        kept_rows: whose activations are there at the worst moment.
     """
-    gone = set(lost)
-    into: dict[str, float] = defaultdict(float)
-    out: dict[str, float] = defaultdict(float)
-    for layer, before, after in zip(profile.layers, holders(old), holders(new), strict=True):
-        if before == after and gone.isdisjoint(worker for workers in before for worker in workers):
-            continue
-        had = {workers for workers in before if gone.isdisjoint(workers)}
-        sources = sorted(had) or [before[0]]
-        for place, workers in enumerate(workers for workers in after if workers not in had):
-            for worker in workers:
-                into[worker] += layer.parameter_bytes / len(workers)
-            for worker in sources[place % len(sources)]:
-                out[worker] += layer.parameter_bytes / len(workers)
-        for giver, taker, part in _handed(before, after):
-            for worker in taker:
-                into[worker] += part * layer.optimizer_bytes / len(taker)
-            for worker in giver:
-                out[worker] += part * layer.optimizer_bytes / len(taker)
-    # What is lost has a copy somewhere else: nobody in particular sends it.
-    busiest = max([*into.values(), *(n for worker, n in out.items() if worker not in gone)], default=0.0)
-    transfer_s = profile.link("", "").seconds(busiest) if busiest else 0.0
-    return TransitionEstimate(
-        profile.change_s,
-        transfer_s,
-        transfer_s if gone & set(old.workers) else max(0.0, transfer_s - beside_s),
-        math.ceil(sum(into.values())),
-    )
+    mine = profile.layers[layers.start : layers.stop]
+    needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / replicas for layer in mine)
+    return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in mine)
 
 
 def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
@@ -205,6 +169,53 @@ class _Played:
     kept_bytes: tuple[int, ...]
 
 
+T = TypeVar("T")
+
+
+def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple[Part, T]]:
+    """The parts of a plan with what playing them gives; those that are alike are played once."""
+    known: dict[Hashable, T] = {}
+    found = []
+    for part in parts(plan):
+        key = _likeness(part, profile)
+        if key not in known:
+            known[key] = play(part.plan)
+        found.append((part, known[key]))
+    return found
+
+
+def _joined(each: Sequence[tuple[Part, _Played]], rest: _Rest) -> StepEstimate:
+    ends_s: dict[str, float] = {}
+    last_s: dict[str, float] = {}
+    busy_s: dict[str, float] = {}
+    kept: dict[str, int] = {}
+    for part, played in each:
+        workers = part.plan.workers
+        ends_s |= zip(workers, played.ends_s)
+        last_s |= zip(workers, played.last_s)
+        busy_s |= zip(workers, played.busy_s)
+        kept |= zip(workers, played.kept_bytes)
+    makespan_s = max(ends_s.values(), default=0.0)
+    bubble = 1 - sum(busy_s.values()) / (len(busy_s) * makespan_s) if makespan_s else 0.0
+    step_s = max((end_s + rest.tail_s(worker, last_s[worker]) for worker, end_s in ends_s.items()), default=0.0)
+    peak_bytes = {worker: rest.fixed[worker] + n for worker, n in kept.items()}
+    return StepEstimate(step_s + rest.common_s, bubble, busy_s, peak_bytes)
+
+
+class _Rest:
+    """What a step takes beside its actions, whatever their order."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
+        self._overlap = profile.overlap
+        self.common_s = max(shared_s.values(), default=0.0) + profile.step_s
+        self.fixed = static_bytes(plan, profile)
+
+    def tail_s(self, worker: str, last_s: float) -> float:
+        """Of a worker after its last action, which took `last_s`."""
+        return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
+
+
 def _likeness(part: Part, profile: Profile) -> Hashable:
     """Parts with equal ones take as long."""
     if not profile.workers and not profile.links:
@@ -217,8 +228,8 @@ def _likeness(part: Part, profile: Profile) -> Hashable:
     return part.shape, speeds, links
 
 
-def _play(part: Plan, workers: Sequence[str], profile: Profile) -> _Played:
-    order = schedule(part)
+def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
+    workers = part.workers
     price = action_s(profile, part)
     played = timeline(part, order, price, transfer_s(profile, part))
     activations = list(accumulate((layer.activation_bytes_per_row for layer in profile.layers), initial=0))
@@ -277,19 +288,3 @@ def _not_hidden(computing_s: float, telling_s: float, overlap: float) -> float:
     if not longer or math.isinf(overlap):
         return longer - computing_s
     return float(longer * (1 + (shorter / longer) ** overlap) ** (1 / overlap) - computing_s)
-
-
-_Holders = Sequence[tuple[str, ...]]
-
-
-def _handed(before: _Holders, after: _Holders) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], float]]:
-    """Who gives whom which part of a layer's optimizer state, if each replica owns an even cut (ElasWave 6.3)."""
-    place = 0
-    for new, taker in enumerate(after):
-        place = new * len(before) // len(after)
-        while place < len(before) and place * len(after) < (new + 1) * len(before):
-            start = max(place / len(before), new / len(after))
-            stop = min((place + 1) / len(before), (new + 1) / len(after))
-            if before[place] != taker and stop > start:
-                yield before[place], taker, stop - start
-            place += 1

@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.membership import node_of
 from elaunch.workers.plan.build import Stage
 from elaunch.workers.plan.tiling import Plan, Tile
 from elaunch.workers.policy.balance import shared_out
-from elaunch.workers.policy.profile import Profile, node_of
+from elaunch.workers.policy.estimate import stage_bytes
+from elaunch.workers.policy.profile import Profile
 from elaunch.workers.policy.resize import balanced, pace, with_rows
 from elaunch.workers.policy.structure import NotPossible, stages_of, tuples_of, width_of
 
@@ -186,21 +188,17 @@ def _layer_s(stage: Stage, profile: Profile, rows: int) -> float:
     width, n = len(stage.replicas[0]), len(profile.layers)
     factor = pace(with_rows(stage, profile), profile, rows) if profile.workers else rows / len(stage.replicas)
     every = range(n)
-    fixed = profile.forward_s(every, 0, width) + profile.backward_s(every, 0, width)
-    whole = profile.forward_s(every, 1, width) + profile.backward_s(every, 1, width)
+    fixed, whole = profile.turn_s(every, 0, width), profile.turn_s(every, 1, width)
     return max((fixed + factor * (whole - fixed)) / n, 1e-12)
 
 
 def _fits(skeleton: Sequence[Stage], layers: Sequence[int], profile: Profile, rows: int, turns: int) -> bool:
-    """Whether average layers fit (Suika A.3, with the overhead left to `memory_bytes`)."""
-    total = len(profile.layers)
-    parameters = sum(layer.parameter_bytes for layer in profile.layers) / total
-    optimizer = sum(layer.optimizer_bytes for layer in profile.layers) / total
-    activations = sum(layer.activation_bytes_per_row for layer in profile.layers) / total
+    """Whether average layers fit."""
+    every = range(len(profile.layers))
     for place, (stage, n) in enumerate(zip(skeleton, layers, strict=True)):
         replicas = len(stage.replicas)
         kept_rows = min(len(skeleton) - place, turns) * math.ceil(rows / replicas)
-        needed = n * (2 * parameters + optimizer / replicas + kept_rows * activations) / len(stage.replicas[0])
+        needed = stage_bytes(profile, every, replicas, kept_rows) * n / len(every) / len(stage.replicas[0])
         if needed > min(profile.cap_bytes(worker) for workers in stage.replicas for worker in workers):
             return False
     return True

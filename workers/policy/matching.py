@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.policy.profile import Profile
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Matrix = np.ndarray[Any, Any]
+FEW = 64
+"""Tuples up to which it is quicker to match them here than to import scipy, while a job waits."""
 
 MOST_SINGLY = 1500
 """Tuples up to which each is matched singly; beyond, tuples that hold the same are alike, and so are equal roles."""
@@ -20,8 +19,6 @@ MOST_SINGLY = 1500
 
 def matched(tuples: Sequence[tuple[str, ...]], roles: Sequence[range], before: Plan, profile: Profile) -> list[int]:
     """For each role the index of its tuple; the sum of the bytes to be received is least.
-
-    Without scipy, each role in turn takes the tuple that lacks least.
 
     Args:
         tuples: at least as many as roles.
@@ -35,32 +32,58 @@ def matched(tuples: Sequence[tuple[str, ...]], roles: Sequence[range], before: P
         if tile.workers in places:
             held[places[tile.workers]].update(tile.layers)
     sizes = [layer.parameter_bytes + layer.optimizer_bytes for layer in profile.layers]
-    kinds = {frozenset(some): None for some in held}
-    spans = dict.fromkeys(roles)
+    columns = {kind: number for number, kind in enumerate(dict.fromkeys(map(frozenset, held)))}
+    rows = {span: number for number, span in enumerate(dict.fromkeys(roles))}
     # Bytes that a kind of role wants and a kind of tuple has not.
-    lacking = [[sum(sizes[layer] for layer in span if layer not in kind) for kind in kinds] for span in spans]
-    rows = {span: number for number, span in enumerate(spans)}
-    columns = {kind: number for number, kind in enumerate(kinds)}
+    lacking = [[sum(sizes[layer] for layer in span if layer not in kind) for kind in columns] for span in rows]
     role_kinds = [rows[role] for role in roles]
     tuple_kinds = [columns[frozenset(some)] for some in held]
-    try:
-        if len(tuples) <= MOST_SINGLY:
-            return _singly(lacking, role_kinds, tuple_kinds)
-        return _by_kind(lacking, role_kinds, tuple_kinds)
-    except ImportError:
-        return nearest(lacking, role_kinds, tuple_kinds)
+    if len(tuples) <= FEW and "scipy.optimize" not in sys.modules:
+        return assigned([[lacking[role][kind] for kind in tuple_kinds] for role in role_kinds])
+    if len(tuples) <= MOST_SINGLY:
+        return _singly(lacking, role_kinds, tuple_kinds)
+    return _by_kind(lacking, role_kinds, tuple_kinds)
 
 
-def nearest(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple_kinds: Sequence[int]) -> list[int]:
-    """Each role in turn takes the free tuple that lacks least."""
-    free: list[list[int]] = [[] for _ in lacking[0]]
-    for place, kind in reversed(list(enumerate(tuple_kinds))):
-        free[kind].append(place)
-    found = []
-    for role in role_kinds:
-        kind = min((kind for kind, some in enumerate(free) if some), key=lambda kind: lacking[role][kind])
-        found.append(free[kind].pop())
-    return found
+def assigned(costs: Sequence[Sequence[float]]) -> list[int]:
+    """For each row a column of its own, such that the sum of the costs is least; at least as many columns as rows.
+
+    Rows are taken on one by one, each along a shortest augmenting path: O(rows^2 x columns).
+    """
+    n_columns = len(costs[0])
+    row_price, column_price = [0.0] * len(costs), [0.0] * n_columns
+    taker: list[int | None] = [None] * n_columns
+    for new in range(len(costs)):
+        # How much more than the prices it costs to come to a column, and from which one.
+        slack, before, seen = [math.inf] * n_columns, [-1] * n_columns, [False] * n_columns
+        at, row = -1, new
+        while True:
+            for column in range(n_columns):
+                over = costs[row][column] - row_price[row] - column_price[column]
+                if not seen[column] and over < slack[column]:
+                    slack[column], before[column] = over, at
+            at = min((column for column in range(n_columns) if not seen[column]), key=slack.__getitem__)
+            least = slack[at]
+            row_price[new] += least
+            for column in range(n_columns):
+                if seen[column]:
+                    holder = taker[column]
+                    assert holder is not None
+                    row_price[holder] += least
+                    column_price[column] -= least
+                else:
+                    slack[column] -= least
+            seen[at] = True
+            holder = taker[at]
+            if holder is None:
+                break
+            row = holder
+        while before[at] >= 0:
+            taker[at] = taker[before[at]]
+            at = before[at]
+        taker[at] = new
+    found = {row: column for column, row in enumerate(taker) if row is not None}
+    return [found[row] for row in range(len(costs))]
 
 
 def _singly(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple_kinds: Sequence[int]) -> list[int]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.membership import node_of, slot_of
 from elaunch.workers.plan.schedule import Action
 from elaunch.workers.plan.tiling import Plan, PlanError, Tile, n_rows
 from elaunch.workers.plan.views import inputs
@@ -98,6 +99,9 @@ class LinkProfile:
     bandwidth_bytes_per_s: float
     latency_s: float
 
+    def __str__(self) -> str:
+        return f"{self.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} us"
+
     def seconds(self, n_bytes: float) -> float:
         """Of a message."""
         return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
@@ -118,6 +122,7 @@ class Profile:
         memory_bytes: that a worker may use; None: nobody has said.
         overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k
             of the errata): 1 is none, infinity is all.
+        memory_bound: the part of the seconds of computing that a higher clock of the device does not shorten, 0..1.
         step_s: of a step, whatever the plan: samples, agreement, the like.
         change_s: of a transition, whatever moves: agreement, plan, links.
         workers: those that are not as the others, by slot.
@@ -134,6 +139,7 @@ class Profile:
     width: int = 1
     memory_bytes: int | None = None
     overlap: float = 1.0
+    memory_bound: float = 0.0
     step_s: float = 0.0
     change_s: float = 0.0
     workers: Mapping[str, WorkerProfile] = field(default_factory=dict)
@@ -174,7 +180,8 @@ class Profile:
         links = {}
         for place, entry in enumerate(fields.get("links", [])):
             link = dict(_checked(entry, _LINK, f"{source}: links[{place}]"))
-            links[link.pop("source"), link.pop("target")] = LinkProfile(**link)
+            ends = link.pop("source"), link.pop("target")
+            links[ends] = LinkProfile(**link)
         made: dict[str, Any] = {"layers": tuple(layers), "workers": workers, "links": links}
         made |= {name: tuple(fields[name]) for name in ("notes", "unstable") if name in fields}
         rest = {name: value for name, value in fields.items() if name != "version" and name not in made}
@@ -224,6 +231,10 @@ class Profile:
         """Seconds of the backward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
         return self._seconds(self._backward, layers, rows, width)
 
+    def turn_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the forward and the backward of some layers."""
+        return self.forward_s(layers, rows, width) + self.backward_s(layers, rows, width)
+
     def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
         fixed, per_row = sums
         seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])
@@ -260,6 +271,17 @@ class Profile:
         }
 
     @cached_property
+    def costs(self) -> tuple[int, ...]:
+        """What a row costs in each layer, in eighths of the median layer, for `Plan.costs`; none if all are alike.
+
+        So coarse that what is measured of equal layers is equal.
+        """
+        seconds = [layer.forward_s_per_row + layer.backward_s_per_row for layer in self.layers]
+        median_s = statistics.median(seconds) or max(seconds)
+        costs = tuple(round(8 * one / median_s) for one in seconds) if median_s else ()
+        return costs if len(set(costs)) > 1 else ()
+
+    @cached_property
     def _outputs(self) -> list[int]:
         return list(accumulate((layer.output_bytes_per_row for layer in self.layers), initial=0))
 
@@ -274,6 +296,40 @@ class Profile:
     def scaled(self, factor: float) -> Profile:
         """The same model on devices that take `factor` times as long to compute; links stay as they are."""
         return dataclasses.replace(self, layers=tuple(layer.scaled(factor) for layer in self.layers))
+
+    def table(self) -> str:
+        """For people: a line for each layer, or run of equal ones, then what is particular to workers and links."""
+        rows = [("layers", "forward", "backward", "update", "parameters", "optimizer", "activation", "output", "")]
+        first = 0
+        for layer, equal in groupby(self.layers):
+            stop = first + len(list(equal))
+            moving = any(f"layers[{index}]" in self.unstable for index in range(first, stop))
+            rows.append(
+                (
+                    f"{first}:{stop}",
+                    _seconds_text(layer.fixed_forward_s, layer.forward_s_per_row),
+                    _seconds_text(layer.fixed_backward_s, layer.backward_s_per_row),
+                    f"{layer.update_s * 1e3:.3g} ms",
+                    f"{layer.parameter_bytes:,}",
+                    f"{layer.optimizer_bytes:,}",
+                    f"{layer.activation_bytes_per_row:,} a row",
+                    f"{layer.output_bytes_per_row:,} a row",
+                    "not stable yet" if moving else "",
+                )
+            )
+            first = stop
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        moving_step = ", not stable yet" if "step_s" in self.unstable else ""
+        lines += [
+            f"a step: {self.step_s * 1e3:.3g} ms besides{moving_step}; a change: {self.change_s * 1e3:.3g} ms besides",
+            f"links: {self._any}; {len(self.links)} measured",
+        ]
+        for slot, worker in self.workers.items():
+            memory = "" if worker.memory_bytes is None else f", {worker.memory_bytes:,} bytes"
+            lines.append(f"worker {slot}: speed {worker.speed:g}{memory}")
+        lines += [f"link {source} to {target}: {link}" for (source, target), link in self.links.items()]
+        return "\n".join(lines)
 
     def check(self, plan: Plan) -> None:
         """That it is for as many layers as a plan.
@@ -298,6 +354,11 @@ def _unusual(value: Any) -> dict[str, Any]:
     }
 
 
+def _seconds_text(fixed_s: float, per_row_s: float) -> str:
+    fixed = f"{fixed_s * 1e3:.3g} ms + " if fixed_s else ""
+    return f"{fixed}{per_row_s * 1e3:.3g} ms a row"
+
+
 _Sums = tuple[list[float], list[float]]
 """Of the layers before each: the fixed seconds, and those per row."""
 
@@ -305,16 +366,6 @@ _Sums = tuple[list[float], list[float]]
 def _sums(seconds: list[tuple[float, float]]) -> _Sums:
     fixed = accumulate((one[0] for one in seconds), initial=0.0)
     return list(fixed), list(accumulate((one[1] for one in seconds), initial=0.0))
-
-
-def slot_of(worker: str) -> str:
-    """node/slot of node/slot#incarnation."""
-    return worker.partition("#")[0]
-
-
-def node_of(worker: str) -> str:
-    """The node of node/slot#incarnation."""
-    return worker.partition("/")[0]
 
 
 def action_s(profile: Profile, plan: Plan) -> Callable[[Action], float]:
@@ -418,6 +469,7 @@ _DOCUMENT = {
     "width": dataclasses.replace(_COUNT, optional=True),
     "memory_bytes": _MEMORY,
     "overlap": _Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
+    "memory_bound": _Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True),
     "step_s": _FIXED_SECONDS,
     "change_s": _FIXED_SECONDS,
     "workers": _Expected("an object", lambda value: isinstance(value, dict), optional=True),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 
 from elaunch.workers.plan.build import Pipeline, Stage, pipelines
 from elaunch.workers.plan.tiling import Plan, PlanError
 from elaunch.workers.policy.balance import shared_out
-from elaunch.workers.policy.estimate import StepEstimate, estimate_step
+from elaunch.workers.policy.estimate import StepEstimate, estimate_step, stage_bytes
 from elaunch.workers.policy.matching import matched
 from elaunch.workers.policy.partition import minimax
 from elaunch.workers.policy.profile import Profile
@@ -137,6 +138,11 @@ def _staged(
     width = len(tuples[0])
     size = plan.micro_batch_size
     found: list[tuple[float, tuple[int, ...], tuple[range, ...]]] = []
+
+    @cache
+    def turn_s(rows: float, start: int, stop: int) -> float:
+        return profile.turn_s(range(start, stop), rows, width)
+
     for depth in range(max(2, degrees.pp[0]), min(degrees.pp[1], plan.n_layers, len(tuples)) + 1):
         n_lanes, uneven = -(-len(tuples) // depth), len(tuples) % depth
         if not uneven or not low <= n_lanes <= min(high, plan.n_units):
@@ -147,8 +153,7 @@ def _staged(
             def cost(
                 stage: int, start: int, stop: int, replicas: Sequence[int] = replicas, lanes: int = n_lanes
             ) -> float:
-                layers, rows = range(start, stop), size * lanes / replicas[stage]
-                return profile.forward_s(layers, rows, width) + profile.backward_s(layers, rows, width)
+                return turn_s(size * lanes / replicas[stage], start, stop)
 
             cut = minimax(plan.n_layers, depth, cost)
             assert cut is not None
@@ -202,17 +207,13 @@ def _cut(plan: Plan, depth: int, dp: int, profile: Profile) -> tuple[tuple[range
     caps = profile.memory_bytes
 
     def cost(_: int, start: int, stop: int) -> float:
-        layers = range(start, stop)
-        return profile.forward_s(layers, size) + profile.backward_s(layers, size)
+        return profile.turn_s(range(start, stop), size)
 
     def fits(stage: int, start: int, stop: int) -> bool:
         if caps is None:
             return True
         kept_rows = min(depth - stage, turns) * size
-        layers = profile.layers[start:stop]
-        needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / dp for layer in layers)
-        needed += kept_rows * sum(layer.activation_bytes_per_row for layer in layers)
-        return needed <= caps * len(plan.tiles[0].workers)
+        return stage_bytes(profile, range(start, stop), dp, kept_rows) <= caps * len(plan.tiles[0].workers)
 
     found = minimax(plan.n_layers, depth, cost, fits)
     if found is None:
@@ -245,8 +246,7 @@ def _with_workers(
             speeds = [min(map(profile.speed, some)) for some in mine]
 
             def cost(stage: int, start: int, stop: int, speeds: Sequence[float] = speeds) -> float:
-                layers = range(start, stop)
-                return (profile.forward_s(layers, size) + profile.backward_s(layers, size)) / speeds[stage]
+                return profile.turn_s(range(start, stop), size) / speeds[stage]
 
             if len(set(speeds)) > 1:
                 found = minimax(plan.n_layers, len(mine), cost)
@@ -264,6 +264,6 @@ def _with_workers(
     idle = [*(worker for some in spare for worker in some), *rest]
     try:
         sizes = plan.n_layers, plan.global_batch_size, plan.micro_batch_size
-        return pipelines(*sizes, made, zero=plan.zero, idle=idle)
+        return replace(pipelines(*sizes, made, zero=plan.zero, idle=idle), costs=profile.costs)
     except PlanError:
         return None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import accumulate, pairwise
 
 from elaunch.workers.plan.build import Stage, stages
 from elaunch.workers.plan.tiling import Plan, PlanError
-from elaunch.workers.policy.estimate import estimate_step, long_pipeline_s
+from elaunch.workers.policy.estimate import estimate_step, long_pipeline_s, stage_bytes
 from elaunch.workers.policy.partition import Partition, minimax
 from elaunch.workers.policy.profile import Profile
 from elaunch.workers.policy.structure import NotPossible, stages_of
@@ -97,12 +97,13 @@ def balanced(
         if best is not None and number >= most:
             break
         # The beginning of a long step tells which cut is better, and what memory it takes.
-        found = estimate_step(made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members), profile)
+        short = made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members)
+        found = estimate_step(replace(short, costs=profile.costs), profile)
         if not found.over(profile):
             best = min(best or (math.inf, ()), (value(bounds) if most == 1 else found.step_s, bounds))
     if best is None:
         raise NotPossible(_does_not_fit(given, profile))
-    return made(plan, _with_bounds(given, best[1]), members)
+    return replace(made(plan, _with_bounds(given, best[1]), members), costs=profile.costs)
 
 
 def _with_bounds(given: Sequence[Stage], bounds: tuple[int, ...]) -> list[Stage]:
@@ -154,13 +155,20 @@ def with_rows(stage: Stage, profile: Profile) -> Stage:
     return replace(stage, shares=tuple(round(WEIGHT * speed) for speed in speeds))
 
 
-def pace(stage: Stage, profile: Profile, rows: int) -> float:
-    """By how much the seconds of a row are to be multiplied for `rows` rows over the replicas of a stage."""
+def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], float] = float) -> float:
+    """By how much the seconds of a row are to be multiplied for `rows` rows over the replicas of a stage.
+
+    Args:
+        stage: with its rows distributed.
+        profile: of the model.
+        rows: of a turn.
+        rounded: of a replica's part of them; `math.ceil` for the turn in which it has the most.
+    """
     speeds = [min(map(profile.speed, workers)) for workers in stage.replicas if workers]
     if stage.shares is None:
-        return rows / len(speeds) / min(speeds)
+        return rounded(rows / len(speeds)) / min(speeds)
     weights = [weight for weight in stage.shares if weight]
-    return max(rows * weight / sum(weights) / speed for weight, speed in zip(weights, speeds, strict=True))
+    return max(rounded(rows * weight / sum(weights)) / speed for weight, speed in zip(weights, speeds, strict=True))
 
 
 def _narrowed(stage: Stage, n_lanes: int) -> Stage:
@@ -182,11 +190,23 @@ class _Prices:
         self._given, self._profile, self._turns, self._n_layers = given, profile, turns, plan.n_layers
         self._widths = [len(next(filter(None, stage.replicas))) for stage in given]
         self._paces = [pace(stage, profile, rows) for stage in given]
-        self._most = [_most_rows(stage, profile, rows) for stage in given]
+        self._most = [pace(stage, profile, rows, math.ceil) for stage in given]
         workers = [[worker for some in stage.replicas for worker in some] for stage in given]
         self._slowest = [min(map(profile.speed, some)) for some in workers]
         self._caps = [min(map(profile.cap_bytes, some)) for some in workers]
         self._replicas = [sum(map(bool, stage.replicas)) for stage in given]
+        self._bytes = {
+            n: list(accumulate((la.optimizer_bytes + n * la.parameter_bytes for la in profile.layers), initial=0))
+            for n in set(self._replicas)
+        }
+
+        @cache
+        def turn(width: int, start: int, stop: int) -> tuple[float, float]:
+            """Seconds of some layers, whatever the rows, and for each row."""
+            fixed_s, one_s = (profile.turn_s(range(start, stop), rows, width) for rows in (0, 1))
+            return fixed_s, one_s - fixed_s
+
+        self._turn = turn
 
     def step_s(self, bounds: tuple[int, ...]) -> float:
         """Of a single pipeline; infinite if a stage does not fit."""
@@ -206,8 +226,8 @@ class _Prices:
                 yield found
 
     def _turn_s(self, paces: Sequence[float], stage: int, start: int, stop: int) -> float:
-        prices = self._profile.forward_s, self._profile.backward_s
-        return sum(self._seconds(price, paces, stage, start, stop) for price in prices)
+        fixed, per_row = self._turn(self._widths[stage], start, stop)
+        return fixed / self._slowest[stage] + paces[stage] * per_row
 
     def _seconds(self, price: _Price, paces: Sequence[float], stage: int, start: int, stop: int) -> float:
         layers, width = range(start, stop), self._widths[stage]
@@ -215,35 +235,18 @@ class _Prices:
         return fixed / self._slowest[stage] + paces[stage] * (price(layers, 1, width) - fixed)
 
     def _fits(self, stage: int, start: int, stop: int) -> bool:
-        """Suika A.3."""
         if math.isinf(self._caps[stage]):
             return True
         in_flight = min(len(self._given) - stage, self._turns)
         kept_rows = in_flight * self._most[stage] * self._slowest[stage]
-        needed = sum(
-            2 * layer.parameter_bytes
-            + layer.optimizer_bytes / self._replicas[stage]
-            + kept_rows * layer.activation_bytes_per_row
-            for layer in self._profile.layers[start:stop]
-        )
+        needed = stage_bytes(self._profile, range(start, stop), self._replicas[stage], kept_rows)
         return needed / self._widths[stage] <= self._caps[stage]
 
     def _moved(self, stage: int, start: int, stop: int) -> float:
-        mine, layers, replicas = self._given[stage].layers, self._profile.layers, self._replicas[stage]
-        return sum(
-            layers[layer].optimizer_bytes + replicas * layers[layer].parameter_bytes
-            for layer in range(start, stop)
-            if layer not in mine
-        )
-
-
-def _most_rows(stage: Stage, profile: Profile, rows: int) -> float:
-    """As `pace`, for the replica with the most rows of a turn."""
-    speeds = [min(map(profile.speed, workers)) for workers in stage.replicas if workers]
-    if stage.shares is None:
-        return math.ceil(rows / len(speeds)) / min(speeds)
-    weights = [weight for weight in stage.shares if weight]
-    return max(math.ceil(rows * weight / sum(weights)) / speed for weight, speed in zip(weights, speeds, strict=True))
+        mine, n_bytes = self._given[stage].layers, self._bytes[self._replicas[stage]]
+        low = min(max(start, mine.start), stop)
+        high = max(low, min(stop, mine.stop))
+        return n_bytes[stop] - n_bytes[high] + n_bytes[low] - n_bytes[start]
 
 
 def _does_not_fit(given: Sequence[Stage], profile: Profile) -> str:

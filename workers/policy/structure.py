@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from elaunch.rendezvous.membership import node_of
 from elaunch.workers.plan.build import Stage
 from elaunch.workers.plan.shares import share
 from elaunch.workers.plan.tiling import Plan, PlanError, Tile
-from elaunch.workers.policy.profile import node_of
 
 
 class NotPossible(PlanError):
@@ -30,11 +30,10 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
     spans = sorted(found)
     if spans[0][0] != 0 or any(one[1] != other[0] for one, other in pairwise(spans)):
         raise NotPossible("its pipelines do not cut the layers at the same places")
-    if len({workers for tiles in found.values() for workers in dict.fromkeys(t.workers for t in tiles)}) != sum(
-        len({tile.workers for tile in tiles}) for tiles in found.values()
-    ):
+    replicas = [{tile.workers for tile in tiles} for tiles in found.values()]
+    if len(set().union(*replicas)) < sum(map(len, replicas)):
         raise NotPossible("a worker has layers of several stages")
-    n_lanes = max(len({tile.workers for tile in tiles}) for tiles in found.values())
+    n_lanes = max(map(len, replicas))
     stages = []
     for span in spans:
         lanes: list[tuple[str, ...]] = [()] * n_lanes

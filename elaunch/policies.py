@@ -1,0 +1,86 @@
+"""How a job may go on after a change: what the user wants, as flags of `elaunch` and as environment of the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from elaunch.errors import UsageError
+
+POLICY = "ELAUNCH_POLICY"
+CONSISTENCY = "ELAUNCH_CONSISTENCY"
+ALLOW_DVFS = "ELAUNCH_ALLOW_DVFS"
+PROFILE = "ELAUNCH_PROFILE"
+
+Policy = Literal["auto", "reroute", "resize", "reparallelize"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+Consistency = Literal["bitwise", "fast"]
+CONSISTENCIES: tuple[str, ...] = get_args(Consistency)
+
+NAMES = {POLICY: "--policy", CONSISTENCY: "--consistency", PROFILE: "--profile"}
+"""Of the variables, as flags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user wants.
+
+    Attributes:
+        policy: the only one that may be chosen, as long as it has a plan.
+        consistency: "bitwise": the result must not depend on the plan by a single bit; "fast": gradients may be summed
+            in any order; None: as the script says, and plans may cut micro-batches.
+        allow_dvfs: whether the clocks of devices may be changed.
+        profile: file with the profile of the job, read at its start and kept up to date.
+    """
+
+    policy: Policy = "auto"
+    consistency: Consistency | None = None
+    allow_dvfs: bool = False
+    profile: Path | None = None
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of workers; `from_environment` reads them."""
+        found = {POLICY: self.policy, ALLOW_DVFS: str(int(self.allow_dvfs))}
+        if self.consistency is not None:
+            found[CONSISTENCY] = self.consistency
+        if self.profile is not None:
+            found[PROFILE] = str(self.profile)
+        return found
+
+
+def parse(policy: str, consistency: str, allow_dvfs: bool, profile: str, names: Mapping[str, str] = NAMES) -> Wishes:
+    """Read the settings; empty ones were not given.
+
+    Args:
+        policy, consistency, profile: as given.
+        allow_dvfs: likewise.
+        names: what the variables are called in messages.
+
+    Raises:
+        UsageError: a value is none of those there are.
+    """
+    for name, value, known in ((POLICY, policy, POLICIES), (CONSISTENCY, consistency, CONSISTENCIES)):
+        if value and value not in known:
+            raise UsageError(f"{names.get(name, name)}={value}: expected one of {', '.join(known)}")
+    return Wishes(
+        policy or "auto",  # type: ignore[arg-type]
+        consistency or None,  # type: ignore[arg-type]
+        allow_dvfs,
+        Path(os.path.abspath(profile)) if profile else None,
+    )
+
+
+def from_environment(environment: Mapping[str, str]) -> Wishes:
+    """The settings of a worker.
+
+    Raises:
+        UsageError: as `parse`.
+    """
+    policy, consistency, dvfs, profile = (
+        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE)
+    )
+    return parse(policy, consistency, dvfs not in ("", "0"), profile, {})
