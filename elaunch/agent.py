@@ -18,7 +18,7 @@ from typing import Any
 from elaunch.config import AgentConfig
 from elaunch.control import Connection, ControlServer
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
-from elaunch.errors import ElaunchError
+from elaunch.errors import ClockError, ElaunchError
 from elaunch.events import EventLog
 from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.outputs import Folders, Outputs
@@ -33,6 +33,7 @@ from elaunch.wire import (
     Finished,
     Leaving,
     Message,
+    Profiled,
     Progress,
     Ready,
     Report,
@@ -267,6 +268,8 @@ class Agent:
                 if self._watchdog is not None:
                     self._watchdog.forget(message["pid"])
                 local_rank = slot.index if slot else None
+                if number is not None and self._config.wishes.allow_dvfs and slot is not None:
+                    self._give_back_clock(slot.index)
                 self._log(
                     "worker_exited", t=message["t"], worker=worker, pid=message["pid"], local_rank=local_rank, **ended
                 )
@@ -276,6 +279,15 @@ class Agent:
         if message.get("warm") is False and message["error"]:
             return partial(self.say, f"workers start from nothing: {message['error']}")
         return lambda: None
+
+    def _give_back_clock(self, slot: int) -> None:
+        """A worker that was killed cannot unlock the clock of its device."""
+        from elaunch.workers.clocks import NvmlClocks, device_of
+
+        try:
+            NvmlClocks(device_of(slot, os.environ)).reset()
+        except ClockError as error:
+            self.say(f"--allow-dvfs: {error}; if the worker of slot {slot} had locked its clock, it still is")
 
     def _log_worker(self, kind: str, worker: str, pid: int) -> None:
         slot = self._life.find(worker)
@@ -302,6 +314,8 @@ class Agent:
             life.on_progress(worker)
         elif isinstance(message, Saved):
             life.on_saved(message.step)
+        elif isinstance(message, Profiled):
+            self._participant.leave_profile(message.profile)
         elif isinstance(message, Unreachable):
             life.on_unreachable(message.epoch, message.peer, message.gone)
             if message.gone:

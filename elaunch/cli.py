@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elaunch import __version__, checkpoints
+from elaunch import __version__, checkpoints, policies
 from elaunch.config import (
     BACKENDS,
     CONNECT_S,
@@ -145,6 +145,27 @@ def parser() -> argparse.ArgumentParser:
         help=f"steps from one checkpoint to the next; if not given, {checkpoints.DEFAULT_EVERY}",
     )
     p.add_argument(
+        "--policy",
+        default=os.environ.get(policies.POLICY, ""),
+        help="how a script that uses elaunch goes on after a change: auto, reroute, resize or reparallelize",
+    )
+    p.add_argument(
+        "--consistency",
+        default=os.environ.get(policies.CONSISTENCY, ""),
+        help="bitwise: no plan changes a bit of the result; fast: gradients are summed in any order",
+    )
+    p.add_argument(
+        "--allow-dvfs",
+        action="store_true",
+        default=os.environ.get(policies.ALLOW_DVFS, "0") not in ("", "0"),
+        help="the clocks of devices may be locked, to a higher frequency where one holds up the others",
+    )
+    p.add_argument(
+        "--profile",
+        default=os.environ.get(policies.PROFILE, ""),
+        help="file with what the model's layers cost: read at the start, if it is there, and kept up to date",
+    )
+    p.add_argument(
         "--preload",
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
@@ -214,6 +235,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         preload=preload,
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
+        wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile),
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `elaunch ctl`: look at a job that runs, and ask for another plan.
+"""The command `elaunch ctl`: look at a job that runs and what it has measured, and ask for another plan.
 
 It reads and writes the documents of the job in etcd, as a guest: the leader decides, the agents and workers act.
 """
@@ -42,7 +42,10 @@ def parser() -> argparse.ArgumentParser:
         default=TIMEOUT_S,
         help=f"how long to wait until the members go by it; if not given, {TIMEOUT_S:g} s",
     )
-    for command in (status, plan):
+    profile = commands.add_parser("profile", help="what the job has measured of its layers, workers and links")
+    profile.set_defaults(run=_profile)
+    profile.add_argument("--json", action="store_true", help="print the file that --profile and `elaunch plan` read")
+    for command in (status, plan, profile):
         command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
         command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
         command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
@@ -207,6 +210,24 @@ def _plan(args: argparse.Namespace) -> None:
             print(generation.plan)
         else:
             print(f"no plan was asked for in job {job} at {endpoint}", file=sys.stderr)
+
+
+# -- profile --------------------------------------------------------------------------------------------------------
+
+
+def _profile(args: argparse.Namespace) -> None:
+    from elaunch.workers.policy.profile import Profile
+
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    with _store(endpoint, conf) as store, contextlib.closing(Observer(store, job)) as observer:
+        text = observer.documents.profile
+    if not text:
+        raise RequestRefused(
+            f"job {job!r} at {endpoint} has measured nothing yet: scripts that call elaunch.hybrid() or elaunch.init() "
+            "measure their first steps"
+        )
+    print(text if args.json else Profile.from_json(text).table())
 
 
 def read_plan(path: str) -> Plan:

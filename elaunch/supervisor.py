@@ -156,6 +156,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "ELAUNCH_CONTROL": control,
         "ELAUNCH_WORKER": start.worker,
     }
+    variables |= config.wishes.variables()
     if config.checkpoints is not None:
         variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}

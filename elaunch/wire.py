@@ -1,6 +1,7 @@
 """Messages between an agent and its workers: typed, versioned, one JSON object a line.
 
-    worker -> agent   Attach, Ready, Settled, Progress, Saved, Report, Unreachable, Finished, Leaving
+    worker -> agent   Attach, Ready, Settled, Progress, Saved, Profiled, Report, Unreachable, Finished,
+                      Leaving
     agent -> worker   Welcome, Announce
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
@@ -66,6 +67,13 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled:
+    """What the job's layers, workers and links cost, in the JSON form of a profile, as the first member knows it."""
+
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the event log."""
 
@@ -101,12 +109,22 @@ class Announce:
     generation: str
 
 
-Message = Attach | Welcome | Ready | Settled | Progress | Saved | Report | Unreachable | Finished | Leaving | Announce
+Message = (
+    Attach
+    | Welcome
+    | Ready
+    | Settled
+    | Progress
+    | Saved
+    | Profiled
+    | Report
+    | Unreachable
+    | Finished
+    | Leaving
+    | Announce
+)
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (Attach, Welcome, Ready, Settled, Progress, Saved, Report, Unreachable, Finished, Leaving, Announce)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool, "dict[str, Any]": dict}
 
 

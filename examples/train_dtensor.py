@@ -157,7 +157,7 @@ class Trainer:
         if self.holds and self.step < verdict.step:
             self.update()  # others have passed the barrier at which this worker was interrupted
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         self.step = verdict.step
         if not verdict.fresh:
             said = verdict.facts[verdict.passed]

@@ -25,11 +25,15 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What stands in the store of a job; `nodes` in the order in which ranks are given out."""
+    """What stands in the store of a job; `nodes` in the order in which ranks are given out.
+
+    `profile` is what the job has measured of its layers, workers and links, in its JSON form; "": nothing yet.
+    """
 
     nodes: tuple[NodeDoc, ...] = ()
     generation: Generation | None = None
     result: Result | None = None
+    profile: str = ""
 
     def node(self, name: str) -> NodeDoc | None:
         return next((doc for doc in self.nodes if doc.node == name), None)
@@ -95,6 +99,8 @@ class Observer:
                 self._documents = replace(self._documents, generation=_read(Generation, event.value))
             elif name == "result":
                 self._documents = replace(self._documents, result=_read(Result, event.value))
+            elif name == "profile":
+                self._documents = replace(self._documents, profile=(event.value or b"").decode())
         nodes = sorted(self._nodes.values(), key=lambda doc: (doc.rank, doc.order, doc.node))
         self._documents = replace(self._documents, nodes=tuple(nodes))
 

@@ -31,6 +31,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
     from_json,
     job_prefix,
+    names_text,
     to_json,
     with_order,
 )
@@ -40,7 +41,6 @@ RETRY_S = 0.2
 RESULT_TTL_S = 600.0
 PROBE_S = 0.5
 WAITED_S = 3.0  # what takes less is not worth a line
-NAMES_SHOWN = 8
 
 
 class Listener(Protocol):
@@ -90,6 +90,7 @@ class Participant:
         self._wake = threading.Condition()
         self._doc = doc
         self._inbox: deque[list[Event] | StoreUnavailable] = deque()
+        self._profile: bytes | None = None
         self._stopping = False
         self._wait_for_others = False
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
@@ -129,6 +130,12 @@ class Participant:
         """Leave the node's newest report; the thread writes it at once, or when the store is back."""
         with self._wake:
             self._doc = doc
+            self._wake.notify()
+
+    def leave_profile(self, text: str) -> None:
+        """Leave what the job has measured for who looks at it; it stands as long as this node does."""
+        with self._wake:
+            self._profile = text.encode()
             self._wake.notify()
 
     def suspect_leader(self) -> None:
@@ -173,12 +180,13 @@ class Participant:
         """Wait for something to do, and do it."""
         now_s = self._clock()
         with self._wake:
-            if not (self._inbox or self._stopping or self._suspecting) and self._doc == self._written:
+            busy = self._inbox or self._stopping or self._suspecting or self._profile is not None
+            if not busy and self._doc == self._written:
                 due_s = self._renew_s if self._wake_s is None else min(self._renew_s, self._wake_s)
                 self._wake.wait(max(0.0, min(due_s - now_s, 1.0)))
             news = list(self._inbox)
             self._inbox.clear()
-            doc = self._doc
+            doc, profile, self._profile = self._doc, self._profile, None
         if self._stopping:
             return
         for item in news:
@@ -187,6 +195,8 @@ class Participant:
             self._take(item)
         if doc != self._written:
             self._write(doc)
+        if profile is not None:
+            self._write_profile(profile)
         if self._clock() >= self._renew_s:
             self._renew()
         if self._suspecting:
@@ -239,12 +249,11 @@ class Participant:
 
     def _waiting_text(self, reason: str, wake_s: float | None) -> str:
         nodes = sorted(self._view.nodes, key=lambda doc: (doc.rank, doc.order))
-        names = ", ".join(doc.node for doc in nodes[:NAMES_SHOWN])
-        more = f" and {len(nodes) - NAMES_SHOWN} more" if len(nodes) > NAMES_SHOWN else ""
+        names = names_text([doc.node for doc in nodes])
         missing = self._settings.min_nodes - len(nodes)
         lack = f", at least {missing} missing" if missing > 0 else ""
         left = f", {max(0.0, wake_s - self._clock()):.0f} s left" if wake_s is not None else ""
-        return f"waiting: {reason} (here: {names}{more}{lack}{left})"
+        return f"waiting: {reason} (here: {names}{lack}{left})"
 
     def _connect(self) -> None:
         self._store = store = self._open_store()
@@ -359,6 +368,11 @@ class Participant:
             except LeaseGone:
                 self._lease = None
         raise StoreUnavailable(f"{self._store.endpoint}: a new lease was gone at once")
+
+    def _write_profile(self, text: bytes) -> None:
+        assert self._store is not None
+        with suppress(LeaseGone):  # then the next one comes
+            self._store.put(self._prefix + "profile", text, self._lease)
 
     def _renew(self) -> None:
         assert self._store is not None

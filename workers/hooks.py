@@ -143,8 +143,11 @@ class Hooks(Protocol):
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Take note of the agreement; the sequence may be interrupted after it, and then there is another one."""
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
-        """Choose how the members go on; return the fields of the `decision` event, if there is one."""
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        """Choose how the members go on, all alike; return the fields of the `decision` event, if there is one.
+
+        What is not the same on all members, one of them may tell the others over the group.
+        """
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Move the state to where the plan wants it; return the bytes that this member received.
@@ -240,6 +243,22 @@ class Membership:
             except StepInterrupted as again:
                 error = again
 
+    def reconsider(self, cause: str) -> None:
+        """Between two steps, have the same members go on by another plan. All call it alike, and `settle` after it.
+
+        Args:
+            cause: for people.
+        """
+        assert self._group is not None
+        now_t = time.time()
+        with self._lock:
+            self._entering, self._verdict = True, None
+        self._clock = _Clock(cause, now_t, now_t)
+        try:
+            self._poll(self.generation, self._group, self._clock)
+        except StepInterrupted as error:
+            self.agree(error)
+
     def settle(self) -> None:
         """Plan, move the state and seal the generation; agree again as often as that is interrupted."""
         while self._entering:
@@ -270,14 +289,18 @@ class Membership:
         self._fabric.retain(generation.ids)
         self._fabric.introduce({worker.id: worker.address for worker in generation.workers})
         self._fabric.connect(self._peers(generation), epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
-        connected_t = time.time()
+        self._clock.phases["connect_s"] = time.time() - started_t
         self._group = Group(self._fabric, generation.epoch, generation.ids)
+        self._poll(generation, self._group, self._clock, started_t - self._clock.heard_t)
+
+    def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
+        """All votes go to all members."""
+        begin_t = time.time()
         mine = json.dumps(asdict(self._hooks.vote())).encode()
-        votes = [Vote(**json.loads(vote)) for vote in self._group.all_gather_bytes(mine)]
+        votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(mine)]
         self._verdict = agree(votes, generation.begun)
         self._hooks.agreed(generation, self._verdict)
-        self._clock.phases["connect_s"] = connected_t - started_t
-        self._clock.phases["agree_s"] = time.time() - connected_t + (started_t - self._clock.heard_t)
+        clock.phases["agree_s"] = time.time() - begin_t + before_s
 
     def _seal(self) -> None:
         assert self._group is not None
@@ -285,7 +308,7 @@ class Membership:
         assert self._clock is not None
         generation, group, verdict = self.generation, self._group, self._verdict
         t0 = time.time()
-        decision = self._hooks.plan(generation, verdict)
+        decision = self._hooks.plan(generation, group, verdict)
         t1 = time.time()
         received_bytes = self._hooks.transfer(group, verdict)
         self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
@@ -299,16 +322,24 @@ class Membership:
         if group.rank == 0 and decision:
             self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))
 
-    def committed(self) -> None:
-        """Tell that a step has committed: the transition before it, if any, is over."""
+    def committed(self) -> float | None:
+        """Tell that a step has committed: the transition before it, if any, is over.
+
+        Returns:
+            The seconds of the transition that do not depend on what moves: detection, links and the plan.
+        """
         if self._entering:
-            return  # it committed by the agreement, and the transition goes on
+            return None  # it committed by the agreement, and the transition goes on
         clock, self._clock = self._clock, None
-        if clock is None or self._group is None or self._group.rank != 0:
-            return
+        if clock is None or self._group is None:
+            return None
+        phases = {"detect_s": clock.heard_t - clock.begin_t, **clock.phases}
+        # Clocks of two machines may differ.
+        fixed_s = sum(max(0.0, phases.get(name, 0.0)) for name in ("detect_s", "connect_s", "plan_s"))
+        if self._group.rank != 0:
+            return fixed_s
         now_t = time.time()
         total_s = now_t - clock.begin_t
-        phases = {"detect_s": clock.heard_t - clock.begin_t, **clock.phases}
         phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
         self._client.send(
             Report(
@@ -322,6 +353,7 @@ class Membership:
                 },
             )
         )
+        return fixed_s
 
     # -- waiting for the generation to enter --------------------------------------------------------------------
 

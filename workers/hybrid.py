@@ -13,15 +13,20 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
 from elaunch.errors import StateError, StateLost, StepInterrupted
+from elaunch.policies import from_environment
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Finished, Leaving, Progress, Report
+from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
 from elaunch.workers import agent_client
 from elaunch.workers.checkpoints import Checkpoints
+from elaunch.workers.clocks import Clocks, Governor, NvmlClocks, device_of
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -30,10 +35,15 @@ from elaunch.workers.engine.executor import LossFunction
 from elaunch.workers.engine.layers import Factory
 from elaunch.workers.engine.shards import MakeOptimizer
 from elaunch.workers.engine.standing import Commit
+from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote, tells_again
 from elaunch.workers.plan.tiling import Plan, PlanError
-from elaunch.workers.policy.takeover import Takeover, take_over
-from elaunch.workers.session import NEVER, choose_device
+from elaunch.workers.policy.selector import Decision, History, Selector, make_selector
+from elaunch.workers.policy.structure import NotPossible
+from elaunch.workers.session import NEVER, SPEEDS_CHANGED, choose_device
+
+_REFUSED = b"refused "
+"""Before the reasons why there is no plan."""
 
 
 class HybridJob:
@@ -41,18 +51,25 @@ class HybridJob:
 
     Attributes:
         device: where this worker computes.
+        find_clocks: gives what sets the clock of the device, for `--allow-dvfs`; may be set before `engine` is called.
     """
 
     def __init__(self, client: agent_client.Client) -> None:
         self._client = client
         self._fabric = Fabric(client.worker, client.token, client.host)
         self._checkpoints = Checkpoints(client)
+        self._governor: Governor | None = None
+        self.find_clocks: Callable[[], Clocks] = partial(NvmlClocks, device_of(client.slot, os.environ))
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._engine: Engine | None = None
         self._given: Plan | None = None
         self._home: Plan | None = None
-        self._next: Takeover | None = None
+        self._next: Decision | None = None
+        self._selector: Selector | None = None
+        self._memory_bytes: int | None = None
+        self._history: History | None = None
+        self._reconsider = False
         self._request = ""
         self._holds = False
         self._changeover = False
@@ -118,7 +135,15 @@ class HybridJob:
         self._given = plan
         if not self._client.elastic:
             settings = {"snapshots": 0, **settings}
+        wishes = from_environment(os.environ)
+        if wishes.consistency is not None:
+            settings["consistency"] = wishes.consistency
+        if wishes.allow_dvfs and self._client.elastic:
+            self._governor = Governor(self.find_clocks)
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
+        if self._client.elastic:
+            self._memory_bytes = _memory_bytes(self.device)
+            self._selector = make_selector(self.worker, *self._engine.described(), "this job")
         self._client.ready(self._fabric.address, takes_plans=True)
         self._settle()
         self._commit_s = time.monotonic()
@@ -151,7 +176,7 @@ class HybridJob:
                 continue
             try:
                 self._save()
-                engine.train_step(note=self._membership.newest_epoch())
+                self._train(engine)
                 self._tell()
             except StepInterrupted as error:
                 if engine.step > step:
@@ -184,6 +209,10 @@ class HybridJob:
             self._closed = True
             self._fabric.interrupt(NEVER)
             self._checkpoints.close()
+            if self._selector is not None:
+                self._selector.close()
+            if self._governor is not None:
+                self._governor.close()
             if self._engine is not None:
                 self._engine.close()
             self._fabric.close()
@@ -197,17 +226,38 @@ class HybridJob:
             raise StateError("call engine() first: the job has no model yet")
         return self._engine
 
+    def _train(self, engine: Engine) -> None:
+        """Try a step; with its barrier each tells the others what it has measured, and of changes to come."""
+        note: dict[str, Any] = {"epoch": self._membership.newest_epoch()}
+        selector, watch = self._selector, None
+        if selector is not None:
+            clocks = self._governor.range() if self._governor is not None and selector.known else None
+            note |= selector.note(self._fabric.rates, self._memory_bytes, clocks)
+            if selector.measures() and not engine.changing:
+                watch = Stopwatch(self.device, selector.meters())
+        engine.train_step(note, watch)
+        if selector is not None and watch is not None:
+            selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned)
+
     def _tell(self) -> None:
         """Report the step that has just committed; its barrier also told who knows of a planned change."""
         self._note_step()
-        self._membership.committed()
+        changed_s = self._membership.committed()
+        if self._selector is not None and changed_s is not None:
+            self._selector.measured.change_took(changed_s)
         if not self._progressed:
             self._progressed = True
             self._client.send(Progress(self._made.step))
+        assert self._last_step is not None
         if self.rank == 0:
-            assert self._last_step is not None
             self._client.send(Report("step", self._last_step))
-        self._changeover = self._membership.all_know(self._made.notes)
+        notes = self._made.notes
+        self._changeover = self._membership.all_know(note["epoch"] for note in notes)
+        if self._selector is not None and self._group is not None:
+            profile = self._selector.heard(dict(zip(self._group.members, notes)), self._last_step["seconds"])
+            self._reconsider = self._selector.due
+            if profile is not None:
+                self._client.send(Profiled(profile.to_json()))
 
     def _note_step(self) -> None:
         report = self._made.report
@@ -218,7 +268,7 @@ class HybridJob:
 
     def _agree(self, error: StepInterrupted | None) -> None:
         """Settle the step in flight with the survivors; the state moves before the next one."""
-        self._changeover = False
+        self._changeover = self._reconsider = False
         try:
             self._membership.agree(error)
         except Left as left:
@@ -228,8 +278,10 @@ class HybridJob:
         """Between two steps: change over to a planned generation, or finish a recovery."""
         try:
             if self._changeover:
-                self._changeover = False
                 self._change_over()
+            elif self._reconsider:
+                self._membership.reconsider(SPEEDS_CHANGED)
+            self._changeover = self._reconsider = False
             self._membership.settle()
         except Left as left:
             self._leave(left)
@@ -284,6 +336,7 @@ class HybridJob:
             "commit": asdict(commit) if commit is not None else None,
             "home": str(self._home) if self._home is not None else "",
             "request": self._request,
+            "history": asdict(self._selector.history) if self._selector is not None else None,
         }
         saved = self._checkpoints
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts, saved.newest(), saved.every)
@@ -303,14 +356,9 @@ class HybridJob:
         if again and last is not None and last["step"] == verdict.step - 1:
             self._client.send(Report("step", last))
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
-        self._next = self._chosen(generation, verdict)
-        return {
-            "policy": self._next.policy,
-            "reason": self._next.reason,
-            "candidates": [],
-            "plan": str(self._next.plan),
-        }
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        self._next = self._chosen(generation, group, verdict)
+        return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         assert self._next is not None
@@ -335,32 +383,73 @@ class HybridJob:
         self._group, self._home, self._request = group, self._next.home, generation.plan_request
         self._holds, self._changeover = True, False
         self._checkpoints.entered(group.members)
+        if self._governor is not None:
+            self._governor.hold(self._next.clock_mhz(self.worker))
+        if self._selector is not None:
+            said = verdict.facts[verdict.passed if not verdict.fresh else 0]["history"]
+            self._selector.entered(self._next.plan, self._next.home, group.members, History.from_json(said))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
 
-    def _chosen(self, generation: Generation, verdict: Verdict) -> Takeover:
+    def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """The next plan; the same on all members."""
         assert self._given is not None
         members = generation.ids
-        if verdict.fresh and verdict.saved is not None and len(self._given.workers) != len(members):
-            return take_over(self._given, members)
         if verdict.fresh:
-            if len(self._given.workers) != len(members):
+            if len(self._given.workers) == len(members):
+                here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
+                return Decision.given(here, "given", "the script gave the plan")
+            if verdict.saved is None:
                 raise StateError(
                     f"the plan is for {len(self._given.workers)} workers and the job has {len(members)} "
                     f"({', '.join(members)}); start as many workers as the plan has, or give another plan"
                 )
-            here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
-            return Takeover(here, here, "given", "the script gave the plan")
+            return self._told(group, 0, self._given, self._given)
         said = verdict.facts[verdict.passed]
-        home = Plan.parse(said["home"])
         refused = ""
+        home = Plan.parse(said["home"])
         if generation.plan_request != said["request"] and generation.plan:
             asked = Plan.parse(generation.plan)
             refused = _unfit(asked, home, members)
             if not refused:
-                return Takeover(asked, asked, "asked", "the plan was asked for")
-        found = take_over(home, members)
-        return found if not refused else found._replace(reason=f"{found.reason}; the plan asked for {refused}")
+                return Decision.given(asked, "asked", "the plan was asked for")
+            refused = f"; the plan asked for {refused}"
+        now = self._made.plan if group.rank == verdict.passed else None
+        return self._told(group, verdict.passed, now, home, refused)
+
+    def _told(self, group: Group, who: int, now: Plan | None, home: Plan, more: str = "") -> Decision:
+        """What one member chooses: what was measured and planned ahead differs between members.
+
+        Args:
+            group: of all members.
+            who: chooses.
+            now: the plan by which the state is distributed; there, it must be given.
+            home: with all places filled.
+            more: for the reason.
+
+        Raises:
+            StateError: there is no plan for these members.
+        """
+        mine = b""
+        if group.rank == who:
+            assert now is not None
+            mine = self._decided(now, home, group.members, more)
+        found = group.all_gather_bytes(mine)[who]
+        if found.startswith(_REFUSED):
+            saved = self._checkpoints.newest()
+            where = f"from its checkpoint after {saved} steps" if saved is not None else "from the start"
+            raise StateError(
+                f"{found.removeprefix(_REFUSED).decode()}; start the job with more workers or memory, and it goes on "
+                f"{where}"
+            )
+        return Decision.from_bytes(found)
+
+    def _decided(self, now: Plan, home: Plan, members: Sequence[str], more: str) -> bytes:
+        assert self._selector is not None, "a membership that changes without an agent"
+        try:
+            choice = self._selector.decide(now, home, members)
+            return Decision.of(choice, self._selector.clocking(choice.plan), more).to_bytes()
+        except NotPossible as error:
+            return _REFUSED + str(error).encode()
 
 
 def _unfit(asked: Plan, home: Plan, members: Sequence[str]) -> str:
@@ -375,6 +464,13 @@ def _unfit(asked: Plan, home: Plan, members: Sequence[str]) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Of an accelerator; what a host has is shared with who knows whom."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def hybrid() -> HybridJob:

@@ -15,12 +15,11 @@ member.finish()
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +33,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.engine import data
-from elaunch.workers.hooks import Hooks, Left, Membership, Verdict, Vote, agree, tells_again
+from elaunch.workers.hooks import Hooks, Left, Membership, Verdict, Vote, tells_again
 from elaunch.workers.session import NEVER, choose_device
 
 _LAST_STEP = "elaunch.last_step"
@@ -212,19 +211,11 @@ class Member:
 
         Where it is interrupted, all settle in the next generation, whose plan the hooks make anew.
         """
-        hooks, group = self._around, self.group
         try:
-            ballots = group.all_gather_bytes(json.dumps(asdict(hooks.vote())).encode())
-            verdict = agree([Vote(**json.loads(ballot)) for ballot in ballots], begun=True)
-            decision = hooks.plan(self.generation, verdict)
-            hooks.transfer(group, verdict)
-            group.barrier()
-        except StepInterrupted as error:
-            self._agree(error)
-            return
-        hooks.resume(self.generation, group, verdict)
-        if self.rank == 0 and decision:
-            self._client.send(Report("decision", {"epoch": self.generation.epoch, **decision}))
+            self._membership.reconsider("another plan was asked for")
+        except Left as left:
+            self._leave(left)
+        self.settle()
 
     def finish(self) -> None:
         """All steps are done: wait for the other members, so that nobody takes the end of one for a failure."""
@@ -287,8 +278,8 @@ class _Around:
         if again and last is not None and last["step"] == verdict.step - 1:
             member._client.send(Report("step", last))
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
-        return self._hooks.plan(generation, verdict)
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        return self._hooks.plan(generation, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         self._member._group = group

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Finished, Leaving, Progress, Report
+from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
 from elaunch.workers import agent_client
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
@@ -35,7 +36,11 @@ from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
 from elaunch.workers.engine.rng import seed_micro_batch
 from elaunch.workers.hooks import Left, Membership, Verdict, Vote, tells_again
 from elaunch.workers.plan.shares import DataParallelPlan, micro_batches
-from elaunch.workers.policy.reroute import reroute
+from elaunch.workers.policy.data_parallel import shares as as_shares
+from elaunch.workers.policy.data_parallel import tiling
+from elaunch.workers.policy.measure import Step
+from elaunch.workers.policy.profile import LayerProfile
+from elaunch.workers.policy.selector import History, Selector, make_selector
 from elaunch.workers.state.move import move_state
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import Part, Saved
 
 NEVER = 1 << 62  # above every epoch
+SPEEDS_CHANGED = "the speed of workers has changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +62,22 @@ class _Barrier:
     end_unit: int
     loss: float
     samples: int
+    more: dict[str, Any] = field(default_factory=dict)
+    """Of the policy selector."""
 
     FORMAT = struct.Struct("<QQQIIdQ")
 
     def pack(self) -> bytes:
-        return self.FORMAT.pack(
+        fixed = self.FORMAT.pack(
             self.epoch, self.step, self.layout, self.first_unit, self.end_unit, self.loss, self.samples
         )
+        return fixed + json.dumps(self.more).encode() if self.more else fixed
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Barrier:
-        return cls(*cls.FORMAT.unpack(payload))
+        more = payload[cls.FORMAT.size :]
+        epoch, step, layout, first_unit, end_unit, loss, samples = cls.FORMAT.unpack_from(payload)
+        return cls(epoch, step, layout, first_unit, end_unit, loss, samples, json.loads(more) if more else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,11 @@ class Job:
         self._last_micro_batch = False
         self._outcome: bool | None = None
         self._entered = False
-        self._changeover = False
+        self._changeover = self._reconsider = False
+        self._selector: Selector | None = None
+        self._selected_for: DataParallelPlan | None = None
+        self._history: History | None = None
+        self._waited_s = 0.0
         self._loss = 0.0
         self._loss_samples = 0
         self._micro_samples = 0
@@ -198,7 +213,7 @@ class Job:
             first_bucket_bytes,
             bucket_bytes,
             names=[name for name, _ in named],
-            finished=self._reducer.wait,
+            finished=self._wait_for_sums,
         )
         return DataParallel(model, self._buckets)
 
@@ -280,6 +295,8 @@ class Job:
             self._fabric.interrupt(NEVER)
             self._reducer.close()
             self._checkpoints.close()
+            if self._selector is not None:
+                self._selector.close()
             self._fabric.close()
             self._client.close()
 
@@ -302,11 +319,14 @@ class Job:
         # Gradients are weighted relative to the usual micro-batch, so that most of them need no multiplication.
         usual = -(-layout.global_batch_size // self._group.size) if layout.whole_shares else layout.micro_batch_size
         self._reducer.begin(self._group, usual / layout.global_batch_size)
+        measured = self._selector is not None and self._selector.measures()
+        own_s = 0.0
         for place, slots in enumerate(shares):
             if self._membership.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
             seed_micro_batch(layout.seed, self.step, slots.start // layout.micro_batch_size)
+            begin_s = self._now_s(measured) - self._waited_s
             batch = data.load(dataset, order.ids(start + slots.start, len(slots)), collate_fn)
             self._micro_samples = len(slots) if counts else 0
             self._last_micro_batch = place == len(shares) - 1
@@ -317,17 +337,31 @@ class Job:
             self._in_micro_batch = True
             yield data.to_device(batch, self.device)
             self._in_micro_batch = False
+            # What it waited for others is in both.
+            own_s += self._now_s(measured) - self._waited_s - begin_s
+        if measured and counts and self._selector is not None:
+            step = Step.of(own_s, len(self._units)) if layout.whole_shares else Step.of(own_s / len(shares), 1)
+            self._selector.add([step], {}, 0.0, 0)
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
             self._after_commit()
 
     def _begin_step(self, layout: _Layout) -> None:
         generation = self._membership.generation
-        if self._plan is None or self._plan.workers != generation.ids:
-            decision = reroute(None, layout.global_batch_size, layout.micro_batch_size, generation, None)
-            self._plan = decision.plan
+        sizes = layout.global_batch_size, layout.micro_batch_size
+        plan = self._plan
+        if plan is None or plan.workers != generation.ids or (plan.global_batch_size, plan.micro_batch_size) != sizes:
+            plan = self._plan = DataParallelPlan.even(*sizes, generation.ids)
             if self._group is not None and self._group.rank == 0:
-                self._client.send(Report("decision", {"epoch": generation.epoch, **decision.event()}))
-        self._units = self._plan.units_of(self._client.worker)
+                reason = f"the {plan.n_units} micro-batches are shared out evenly over {len(plan.workers)} members"
+                event = {"policy": "given", "reason": reason, "candidates": [], "plan": str(plan)}
+                self._client.send(Report("decision", {"epoch": generation.epoch, **event}))
+        if self._client.elastic and self._selector is None:
+            samples = layout.global_batch_size / plan.n_units
+            self._selector = make_selector(self.worker, [self._whole_model()], [1], "this job", samples)
+        if self._selector is not None and self._selected_for != plan:
+            self._selected_for, now = plan, tiling(plan)
+            self._selector.entered(now, now, generation.ids, self._history)
+        self._units = plan.units_of(self._client.worker)
         self._outcome = None
         self._entered = False
         self._loss, self._loss_samples = 0.0, 0
@@ -336,12 +370,31 @@ class Job:
         if self._model_buffers is not None:
             self._model_buffers.begin()
 
+    def _whole_model(self) -> LayerProfile:
+        """As one layer, whose rows are micro-batches; of the optimizer, two states as large as the parameters."""
+        optimizers = [one for one in self._objects.values() if isinstance(one, torch.optim.Optimizer)]
+        groups = (group for one in optimizers for group in one.param_groups)
+        n_bytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
+        return LayerProfile(0.0, 0.0, n_bytes, 2 * n_bytes, 0, 0)
+
+    def _now_s(self, measured: bool) -> float:
+        """In a step that is measured, when the device has done all that it was told."""
+        if measured and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.monotonic()
+
+    def _wait_for_sums(self) -> None:
+        begin_s = time.monotonic()
+        self._reducer.wait()
+        self._waited_s += time.monotonic() - begin_s
+
     def _launch(self, index: int, flat: torch.Tensor) -> None:
         self._reducer.launch(flat)
 
     def _resolve(self) -> bool:
         """Commit the step, or recover; tell whether it is committed. Once per attempt."""
         if self._outcome is None:
+            begin_s = time.monotonic()
             try:
                 if self._membership.interrupted:
                     self._reducer.raise_error()
@@ -352,6 +405,7 @@ class Job:
                 self._outcome = self._recover(error)
             if self._model_buffers is not None:
                 (self._model_buffers.commit if self._outcome else self._model_buffers.drop)()
+            self._waited_s += time.monotonic() - begin_s
             if self._outcome:
                 self.step += 1
         return self._outcome
@@ -374,6 +428,7 @@ class Job:
             end_unit=self._units.stop,
             loss=self._loss,
             samples=self._loss_samples,
+            more={} if self._selector is None else self._selector.note(self._fabric.rates),
         )
         said = [_Barrier.unpack(payload) for payload in self._group.all_gather_bytes(mine.pack())]
         self._check_same(said)
@@ -383,6 +438,12 @@ class Job:
         self._last_step = self._describe_step(said)
         if self._group.rank == 0:
             self._client.send(Report("step", self._last_step))
+        if self._selector is not None:
+            notes = dict(zip(self._group.members, (one.more for one in said), strict=True))
+            profile = self._selector.heard(notes, self._step_seconds)
+            self._reconsider = self._selector.due
+            if profile is not None:
+                self._client.send(Profiled(profile.to_json()))
         return True
 
     def _check_same(self, said: list[_Barrier]) -> None:
@@ -417,7 +478,9 @@ class Job:
         }
 
     def _after_commit(self) -> None:
-        self._membership.committed()
+        changed_s = self._membership.committed()
+        if self._selector is not None and changed_s is not None:
+            self._selector.measured.change_took(changed_s)
         if not self._progressed:
             self._progressed = True
             self._client.send(Progress(self.step))
@@ -487,8 +550,10 @@ class Job:
         """At a step boundary: change over to a planned generation, or finish a recovery."""
         try:
             if self._changeover:
-                self._changeover = False
                 self._membership.agree()
+            elif self._reconsider:
+                self._membership.reconsider(SPEEDS_CHANGED)
+            self._changeover = self._reconsider = False
             self._membership.settle()
         except Left as left:
             self._leave(left)
@@ -553,7 +618,8 @@ class Job:
 
     def vote(self) -> Vote:
         entered, saved = self._entered and self._outcome is None, self._checkpoints
-        return Vote(self.step, entered, self._holds, saved=saved.newest(), every=saved.every)
+        facts = {"history": None if self._selector is None else asdict(self._selector.history)}
+        return Vote(self.step, entered, self._holds, facts, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
         self._reducer.cancel()
@@ -566,14 +632,20 @@ class Job:
         if again and last is not None and last["step"] == verdict.step - 1:
             self._client.send(Report("step", last))
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
-        if self._layout is None or self._plan is None:
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        self._history = History.from_json(verdict.facts[verdict.passed]["history"])
+        if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        decision = reroute(
-            self._plan, self._layout.global_batch_size, self._layout.micro_batch_size, generation, self._step_seconds
-        )
-        self._plan = decision.plan
-        return decision.event()
+        mine, before, selector = b"", self._plan, self._selector
+        if group.rank == verdict.passed and before is not None and selector is not None:
+            now = tiling(before)
+            choice = selector.decide(now, now, group.members)
+            plan = as_shares(choice.plan, before, group.members, selector.profile())
+            mine = json.dumps({**choice.event(), "plan": str(plan)}).encode()
+        said = group.all_gather_bytes(mine)[verdict.passed]
+        event: dict[str, Any] = json.loads(said) if said else {}
+        self._plan = DataParallelPlan.parse(event["plan"]) if event else None
+        return event
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         if verdict.fresh and verdict.saved is not None:
@@ -589,7 +661,7 @@ class Job:
         self._checkpoints.entered(group.members)
         self._holds = True
         self._entered = False
-        self._changeover = False
+        self._changeover = self._reconsider = False
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
 
 

@@ -33,7 +33,7 @@ def run(
 ) -> Node:
     """A job with a checkpoint every eight steps: the next one does not wait for a slow disk."""
     saved = ("--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", "8")
-    many = ("--standalone", f"--nproc-per-node={workers}", *saved, *flags)
+    many = ("--standalone", f"--nproc-per-node={workers}", "--consistency=bitwise", *saved, *flags)
     return elaunch(spawn, folder, *many, script=script, name=name)
 
 

@@ -15,7 +15,7 @@ from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for, wait_for_members, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "layers.py"
-FOUR = ("--standalone", "--nproc-per-node=4")
+FOUR = ("--standalone", "--nproc-per-node=4", "--consistency=bitwise")
 STEPS = ("--steps", "14")
 LIMIT_S = 150.0
 
@@ -46,8 +46,8 @@ def gone(node: Node, worker: str) -> bool:
     return worker not in node.members()
 
 
-def run(spawn: Spawner, folder: Path, *arguments: str) -> Node:
-    return elaunch(spawn, folder, *FOUR, script=(SCRIPT, "--dp=2", "--pp=2", *arguments))
+def run(spawn: Spawner, folder: Path, *arguments: str, policy: str = "auto") -> Node:
+    return elaunch(spawn, folder, *FOUR, f"--policy={policy}", script=(SCRIPT, "--dp=2", "--pp=2", *arguments))
 
 
 def check(node: Node, expected: Reference, dead: list[str]) -> None:
@@ -105,7 +105,7 @@ def test_a_second_death_in_any_phase_of_a_recovery_changes_no_bit(
     steps = ("--steps", "30")
     expected = reference(spawn, tmp_path, *steps)
     die = ("--die", "1:5:compute", "--die", f"{victim}:{moment}")
-    node = run(spawn, tmp_path, *steps, *die, "--snapshots", "2", "--crew", "4")
+    node = run(spawn, tmp_path, *steps, *die, "--snapshots", "2", "--crew", "4", policy="reroute")
     check(node, expected, ["1#0", victim])
 
 
@@ -114,14 +114,15 @@ def test_nor_does_one_while_state_moves_in_little_memory(spawn: Spawner, tmp_pat
     expected = reference(spawn, tmp_path, *STEPS)
     victim = {"moving": "2#0", "receive": "0#0"}[moment]
     die = ("--die", "1:5:compute", "--die", f"{victim}:5:{moment}")
-    node = run(spawn, tmp_path, *STEPS, *die, "--snapshots", "2", "--max-extra-bytes", "262144")
+    bound = ("--max-extra-bytes", "262144")
+    node = run(spawn, tmp_path, *STEPS, *die, "--snapshots", "2", *bound, policy="reroute")
     check(node, expected, ["1#0", victim])
 
 
 def test_replacements_take_the_lost_places_again_and_again(spawn: Spawner, tmp_path: Path) -> None:
     steps = ("--steps", "150")
     expected = reference(spawn, tmp_path, *steps)
-    node = run(spawn, tmp_path, *steps, "--crew", "4")
+    node = run(spawn, tmp_path, *steps, "--crew", "4", policy="reroute")
     wait_for_step(node, 4)
     dead = []
     for slot in (1, 2, 0):
@@ -141,10 +142,18 @@ def test_replacements_take_the_lost_places_again_and_again(spawn: Spawner, tmp_p
 def test_a_stage_without_any_worker_left_is_taken_over_by_the_others(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     node = elaunch(
-        spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(SCRIPT, "--pp=3", *STEPS, "--die", "1:5:compute")
+        spawn,
+        tmp_path,
+        "--standalone",
+        "--nproc-per-node=3",
+        "--consistency=bitwise",
+        script=(SCRIPT, "--pp=3", *STEPS, "--die", "1:5:compute"),
     )
     check(node, expected, ["1#0"])
-    assert [event["policy"] for event in node.events("decision")][:2] == ["given", "reparallelize"]
+    decision = node.events("decision")[1]
+    assert decision["policy"] in ("resize", "reparallelize")
+    refused = {one["policy"]: one["rejected"] for one in decision["candidates"]}
+    assert "nobody else has the layers 2:3 of node0/1#0" in refused["reroute"]
 
 
 def test_eight_workers_with_tensor_parallelism_survive_the_loss_of_one(spawn: Spawner, tmp_path: Path) -> None:
@@ -171,7 +180,7 @@ def test_a_plan_that_is_asked_for_is_changed_to_between_two_steps(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     steps = ("--steps", "400")
     expected = reference(spawn, tmp_path, *steps)
-    node = run(spawn, tmp_path, *steps)
+    node = run(spawn, tmp_path, *steps, policy="reroute")
     names = ["a", "b", "c", "d"]
     for number, plan in enumerate((symmetric(names, 4, 24, 3, pp=4), symmetric(names, 4, 24, 3, dp=4)), 1):
         wait_for_step(node, 20 * number)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import elaunch
+from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
@@ -122,6 +123,8 @@ class Layer(nn.Module):
 
     placements: ClassVar = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
 
+    row_s: ClassVar[Callable[[], float]] = lambda: 0.0
+
     def __init__(self, number: int, raise_at: tuple[int, int] | None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -130,6 +133,8 @@ class Layer(nn.Module):
         self.before: Callable[[], object] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            time.sleep(len(x) * type(self).row_s())
         if self.raise_at == (self.number, self.step) and not x.is_meta:
             raise RuntimeError("the layer that breaks the script")
         self.before()
@@ -153,6 +158,9 @@ def main() -> None:
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
+    parser.add_argument("--row-seconds", type=float, default=0.0, help="that each layer takes for a row")
+    parser.add_argument("--slow", default="", help="SLOT:STEP:FACTOR: from this step on it takes so many times as long")
+    parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     args = parser.parse_args()
     layer, _, step = args.raise_at.partition(":")
@@ -160,6 +168,18 @@ def main() -> None:
     hold, _, gate = args.hold.partition(":")
 
     job = elaunch.hybrid()
+    clocks = SimulatedClocks((1000, 1200, 1400, 1600, 1800, 2000), 1000)
+    if args.clocks:
+        job.find_clocks = lambda: clocks
+    slot, _, slower = args.slow.partition(":")
+    slow_step, _, factor = slower.partition(":")
+    is_slow = slot == os.environ.get("LOCAL_RANK") and job.worker.endswith("#0")
+
+    def row_s() -> float:
+        slowed = float(factor) if is_slow and job.step >= int(slow_step) else 1.0
+        return float(args.row_seconds * slowed / clocks.speed)
+
+    Layer.row_s = row_s
     faults = LayerFaults(job, args.die)
     pace = Pace(job, args.steps, 0.0, args.crew, 0, "")
     workers = [f"w{rank}" for rank in range(args.dp * args.pp * args.tp)]

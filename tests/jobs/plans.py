@@ -67,7 +67,7 @@ class Runtime:
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         self.step = verdict.step
 
-    def plan(self, generation: Generation, verdict: Verdict) -> dict[str, Any]:
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         if generation.plan_request not in ("", self.acted_on):
             self.acted_on = generation.plan_request
             say(f"{self.client.worker} goes by {generation.plan!r}")

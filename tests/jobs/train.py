@@ -162,6 +162,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds that a micro-batch takes besides")
+    parser.add_argument(
+        "--slow", default="", help="SLOT:STEP:SECONDS that a micro-batch takes besides from this step on"
+    )
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, micro-batches take 0.1 s each")
     parser.add_argument("--gather", type=int, default=0, help="the same, until there were once so many members")
     parser.add_argument(
@@ -222,6 +225,9 @@ def main() -> None:
         loss.backward()
         job.report(loss=loss)
         pace.after()
+        slot, _, slower = args.slow.partition(":")
+        if slot == os.environ.get("LOCAL_RANK") and job.step >= int(slower.partition(":")[0]):
+            time.sleep(float(slower.partition(":")[2]))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         if args.extras and job.last_micro_batch:
             ones = torch.ones(3000)

@@ -76,6 +76,13 @@ class Fabric:
         with self._changed:
             return tuple(sorted(peer for peer, link in self._links.items() if link.broken is None))
 
+    def rates(self) -> dict[str, tuple[float, float]]:
+        """What the kernel has seen of the links that carried enough, by the peer's slot: bytes per second, seconds."""
+        with self._changed:
+            links = [(peer, link) for peer, link in self._links.items() if link.broken is None]
+        found = {peer.partition("#")[0]: link.rate() for peer, link in links}
+        return {slot: rate for slot, rate in found.items() if rate is not None}
+
     def connect(self, members: Mapping[str, str], *, epoch: int, timeout_s: float) -> None:
         """Returns once there is a working link to every member.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +18,14 @@ from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.workers.comm import wire
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+MEASURED_BYTES = 1 << 20
+"""A link that has carried less tells nothing of its bandwidth."""
+
+# Of struct tcp_info in linux/tcp.h: bytes_acked, delivery_rate and min_rtt, by their places.
+_TCP_INFO_BYTES = 168
+_U64 = struct.Struct("=Q")
+_U32 = struct.Struct("=I")
 
 Destination = memoryview | bytearray
 """A writable view that a part must fill exactly, or a bytearray that grows to whatever comes."""
@@ -194,6 +203,21 @@ class Link:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         return LinkLost(self.peer, self.broken)
+
+    def rate(self) -> tuple[float, float] | None:
+        """Bytes per second and seconds of latency, as the kernel has seen them; None if too little was sent."""
+        try:
+            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return None
+        if len(told) < _TCP_INFO_BYTES:
+            return None  # an older kernel
+        (acked,), (rate,), (rtt_us,) = (
+            _U64.unpack_from(told, 120),
+            _U64.unpack_from(told, 160),
+            _U32.unpack_from(told, 148),
+        )
+        return (float(rate), rtt_us / 2e6) if rate and acked >= MEASURED_BYTES else None
 
     def close(self) -> None:
         """Leaves in order: the peer still gets all that was sent. Only while no operation runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,10 @@ from elaunch.workers.engine.snapshots import Snapshots, links
 from elaunch.workers.engine.standing import Commit, Standing
 from elaunch.workers.engine.survey import Survey
 from elaunch.workers.engine.tensor_parallel import Membership
+from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
 from elaunch.workers.plan.tiling import Plan
+from elaunch.workers.policy.profile import LayerProfile
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 
@@ -167,7 +170,7 @@ class Engine:
         self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
-        self.notes: tuple[int, ...] = ()
+        self.notes: tuple[Any, ...] = ()
         """What the members noted at the last barrier that this worker passed; empty after one that it did not pass."""
         self._part: _Part | None = None
         self._next: _Part | None = None
@@ -175,6 +178,8 @@ class Engine:
         self._migration: Migration | None = None
         self._next_migration: Migration | None = None
         self._outcome: Outcome | None = None
+        self.update_s = 0.0
+        """Of the optimizer's last step on what this worker owns; on an accelerator, of giving it orders."""
         self.last_commit: Commit | None = None
         """What the last step that committed here came to; for who was at its barrier and did not pass."""
         self._stale = False
@@ -210,18 +215,19 @@ class Engine:
         """Whether complete gradients of a step are here that has neither committed nor been dropped."""
         return self._outcome is not None
 
-    def train_step(self, note: int = 0) -> StepReport:
+    def train_step(self, note: Any = None, watch: Stopwatch | None = None) -> StepReport:
         """Do one step of the global batch and update the parameters.
 
         Args:
-            note: a number that this worker tells all others at the end of the step; `notes` are those of all.
+            note: what this worker tells all others at the end of the step, as JSON; `notes` are those of all.
+            watch: measures the layers; not in a step in which the plan changes.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
                 what is lacking is new values of parameters that others own.
         """
         step = self.step
-        part, outcome = self._migrated(step) if self._migration is not None else self._trained(step)
+        part, outcome = self._migrated(step) if self._migration is not None else self._trained(step, watch)
         norm_terms = [] if self._clip_norm is None else part.zero.norm_terms(outcome.gradients)
         mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms, "note": note}).encode()
         self._outcome, self.notes = outcome, ()
@@ -243,13 +249,12 @@ class Engine:
         assert self.report is not None
         return self.report
 
-    def _trained(self, step: int) -> tuple[_Part, Outcome]:
+    def _trained(self, step: int, watch: Stopwatch | None) -> tuple[_Part, Outcome]:
         part = self._here
         with part.group.open() as traffic:
             part.snapshots.begin(traffic)
-            outcome = part.executor.run(
-                traffic, step, lambda slots: self._samples.load(part.plan, step, slots), part.sums
-            )
+            load = lambda slots: self._samples.load(part.plan, step, slots)  # noqa: E731
+            outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
             part.snapshots.ship(traffic, outcome.gradients)
             part.snapshots.arrive(traffic)
         return part, outcome
@@ -275,7 +280,9 @@ class Engine:
         if self._migration is not None:
             self._take_over()
         self._stale = True
+        begin_s = time.perf_counter()
         self._here.zero.shards.step(outcome.gradients, commit.coefficient)
+        self.update_s = time.perf_counter() - begin_s
         self._here.snapshots.commit(commit.coefficient)
         self.last_commit = commit
         self._hosted = None
@@ -562,6 +569,40 @@ class Engine:
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty on a worker that owns no part of it."""
         return self._here.zero.shards.learning_rates
+
+    @property
+    def changing(self) -> bool:
+        """Whether the plan changes in the step in flight."""
+        return self._migration is not None
+
+    @property
+    def n_owned(self) -> int:
+        """Elements of parameters that this worker updates."""
+        return sum(piece.elements for piece in self._here.zero.shards.pieces)
+
+    def described(self) -> tuple[tuple[LayerProfile, ...], tuple[int, ...]]:
+        """All layers, as far as they are known without being run, and the elements of their parameters.
+
+        Of the optimizer, a master and two states as large are assumed.
+        """
+        layers, elements = [], []
+        for spec in self.specs:
+            sizes = {name: math.prod(shape) for name, shape in spec.shapes.items()}
+            shape, dtype = spec.output
+            output = math.prod(shape) * dtype.itemsize
+            masters = sum(size * (8 if spec.dtypes[name] == torch.float64 else 4) for name, size in sizes.items())
+            layers.append(
+                LayerProfile(
+                    forward_s_per_row=0.0,
+                    backward_s_per_row=0.0,
+                    parameter_bytes=sum(size * spec.dtypes[name].itemsize for name, size in sizes.items()),
+                    optimizer_bytes=3 * masters,
+                    activation_bytes_per_row=output,
+                    output_bytes_per_row=output,
+                )
+            )
+            elements.append(sum(sizes.values()))
+        return tuple(layers), tuple(elements)
 
     def memory_bytes(self) -> dict[str, int]:
         """What this worker keeps from step to step: parameters, master weights and optimizer states."""

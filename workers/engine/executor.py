@@ -10,6 +10,7 @@ of a greedy colouring (Chameleon IV-B): of one round no worker has two.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,6 +26,7 @@ from elaunch.workers.engine.layers import Chain, Draw, Layer, LayerSpec, Saved
 from elaunch.workers.engine.layout import Owned, StateLayout
 from elaunch.workers.engine.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.engine.sums import Node, TreeSum
+from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.plan.schedule import Action, schedule
 from elaunch.workers.plan.tiling import MicroBatch, Plan, n_rows
 from elaunch.workers.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
@@ -114,6 +116,7 @@ class Executor:
         load: Load,
         sums: Mapping[tuple[str, ...], TupleSum],
         ready: Callable[[range], object] = lambda _: None,
+        watch: Stopwatch | None = None,
     ) -> Outcome:
         """Do all actions of step number `step`.
 
@@ -123,12 +126,13 @@ class Executor:
             load: of the samples.
             sums: over tensor-parallel tuples.
             ready: called before some layers are used, returns when they can be.
+            watch: measures the layers, if there is one.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
             StateError: a layer or the loss does something that cannot be used.
         """
-        return _Step(self, traffic, step, load, sums, ready).run()
+        return _Step(self, traffic, step, load, sums, ready, watch).run()
 
     def _replicas_of(self, tile: int) -> dict[int, int]:
         workers = self._plan.tiles[tile].workers
@@ -142,11 +146,12 @@ class TupleSum:
         self._others = [other for other in workers if other != worker]
         self._workers, self._rank = workers, workers.index(worker)
         self._traffic: Traffic | None = None
+        self._watch: Stopwatch | None = None
         self._number = 0
 
-    def begin(self, traffic: Traffic) -> None:
-        """Use the messages of this step."""
-        self._traffic, self._number = traffic, 0
+    def begin(self, traffic: Traffic, watch: Stopwatch | None = None) -> None:
+        """Use the messages of this step; `watch` is told how long they were waited for."""
+        self._traffic, self._watch, self._number = traffic, watch, 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over all members, bitwise the same on each."""
@@ -174,8 +179,11 @@ class TupleSum:
             if rank != self._rank:
                 traffic.post(other, part, memory(found[rank]))
                 traffic.send(other, part, memory(outgoing[rank]), outgoing[rank])
+        begin_s = time.perf_counter()
         for other in self._others:
             traffic.wait(other, part)
+        if self._watch is not None:
+            self._watch.waited_s += time.perf_counter() - begin_s
         return found
 
 
@@ -188,9 +196,10 @@ class _Step:
         load: Load,
         sums: Mapping[tuple[str, ...], TupleSum],
         ready: Callable[[range], object],
+        watch: Stopwatch | None,
     ) -> None:
         self._of, self._plan = executor, executor._plan
-        self._traffic, self._step, self._load, self._ready = traffic, step, load, ready
+        self._traffic, self._step, self._load, self._ready, self._watch = traffic, step, load, ready, watch
         self._saved: dict[tuple[int, int], list[Saved]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
@@ -203,7 +212,7 @@ class _Step:
                 entry = self._sums.setdefault(key, _Sum(TreeSum(self._plan.n_units, _add_all)))
                 entry.left += len(self._plan.tiles[tile].micro_batches)
         for one in sums.values():
-            one.begin(traffic)
+            one.begin(traffic, watch)
 
     def run(self) -> Outcome:
         self._post_gradients()
@@ -225,7 +234,7 @@ class _Step:
         data = self._load(slots) if first or last else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
         self._ready(tile.layers)
-        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(slots))
+        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(slots), self._watch)
         if last:
             assert data is not None
             self._dy[key] = self._loss(x, data[1], slots, reports=tile.workers[0] == self._of._worker)

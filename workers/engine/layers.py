@@ -18,6 +18,7 @@ from elaunch.workers.engine import tensor_parallel
 from elaunch.workers.engine.random_rows import RowsOfUnit, math_attention
 from elaunch.workers.engine.random_trace import GENERATORS, RandomTrace, trace_random
 from elaunch.workers.engine.rng import layer_randomness, mix
+from elaunch.workers.engine.timing import Span, Stopwatch
 
 Factory = Callable[[], nn.Module]
 
@@ -218,6 +219,7 @@ class Saved:
 
     x: Tensor
     y: Tensor | None
+    spans: Sequence[Span] = ()
 
 
 class Chain:
@@ -234,18 +236,25 @@ class Chain:
                 self._pieces.append([])
             self._pieces[-1].append(layer)
 
-    def forward(self, x: Tensor, draw: Draw) -> tuple[Tensor, list[Saved]]:
-        """The output for `x` (rows, …), detached, and what `backward` needs."""
+    def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[Saved]]:
+        """The output for `x` (rows, …), detached, and what `backward` needs.
+
+        Args:
+            x: the input.
+            draw: of the step.
+            watch: measures each layer, and its backward to come.
+        """
         kept = []
         for piece in self._pieces:
+            spans = [] if watch is None else [watch.span(layer.spec.index, x.shape[0]) for layer in piece]
             if piece[0].recompute:
                 with torch.no_grad():
-                    y = piece[0].run(x, draw)
-                kept.append(Saved(x, None))
+                    y = _run(piece, x, draw, spans)
+                kept.append(Saved(x, None, spans))
             else:
                 leaf = _leaf(x)
-                y = _run(piece, leaf, draw)
-                kept.append(Saved(leaf, y))
+                y = _run(piece, leaf, draw, spans)
+                kept.append(Saved(leaf, y, spans))
             x = y.detach()
         return x, kept
 
@@ -265,6 +274,8 @@ class Chain:
             assert dx is not None, f"{piece[-1].spec.name}: the layer after it gives no gradient"
             here = saved.pop()
             leaf, y = here.x, here.y
+            if here.spans:
+                here.spans[-1].begin("B")
             if y is None:
                 leaf = _leaf(leaf)
                 y = _run(piece, leaf, draw)
@@ -273,6 +284,8 @@ class Chain:
             if y.requires_grad:
                 with tensor_parallel.placed(piece[0].membership):
                     torch.autograd.backward(y, dx)
+            if here.spans:
+                here.spans[0].end("B")
             dx = leaf.grad
             if dx is None and leaf.requires_grad:
                 dx = torch.zeros_like(leaf)
@@ -281,10 +294,22 @@ class Chain:
         return dx
 
 
-def _run(piece: Sequence[Layer], x: Tensor, draw: Draw) -> Tensor:
-    for layer in piece:
-        x = layer.run(x, draw)
+def _run(piece: Sequence[Layer], x: Tensor, draw: Draw, spans: Sequence[Span] = ()) -> Tensor:
+    if not spans:
+        for layer in piece:
+            x = layer.run(x, draw)
+        return x
+    for place, (layer, span) in enumerate(zip(piece, spans, strict=True)):
+        x = span.forward(partial(layer.run, x, draw), layer.parameters.values())
+        if x.requires_grad and place < len(piece) - 1:
+            x.register_hook(partial(_backward_passes, spans[place + 1], span))
     return x
+
+
+def _backward_passes(later: Span, earlier: Span, grad: Tensor) -> None:
+    """The gradient between two layers is there."""
+    later.end("B")
+    earlier.begin("B")
 
 
 @dataclass(frozen=True)

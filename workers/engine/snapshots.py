@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.rendezvous.membership import node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.layout import Owned, Piece, StateLayout
@@ -43,11 +44,11 @@ def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
     """
     nodes: dict[str, list[str]] = {}
     for worker in workers:
-        nodes.setdefault(worker.partition("/")[0], []).append(worker)
+        nodes.setdefault(node_of(worker), []).append(worker)
     names = list(nodes)
     found = {}
     for place, worker in enumerate(workers):
-        node = names.index(worker.partition("/")[0])
+        node = names.index(node_of(worker))
         at = nodes[names[node]].index(worker)
         away = [nodes[names[(node + by) % len(names)]] for by in range(1, len(names))]
         near = [workers[(place + by) % len(workers)] for by in range(1, len(workers))]

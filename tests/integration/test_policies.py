@@ -1,0 +1,236 @@
+"""Jobs that run choose how to go on: by what they have measured, and by what their user wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.workers.plan import Plan, n_rows
+from elaunch.workers.plan.shares import DataParallelPlan
+from elaunch.workers.policy.profile import Profile
+from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
+from tests.helpers import Spawner
+from tests.jobs.watch import SCRIPT as OBJECTS
+from tests.jobs.watch import (
+    Event,
+    Node,
+    assert_same,
+    digests,
+    elaunch,
+    losses,
+    wait_for,
+    wait_for_step,
+)
+
+FOUR = ("--standalone", "--nproc-per-node=4")
+SLOW = "the speed of workers has changed"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def decisions(node: Node) -> list[Event]:
+    return node.events("decision")
+
+
+def rebalanced(node: Node) -> Event | None:
+    """The decision after a change of speeds, once the members go on by it."""
+    changes = [event["t"] for event in node.events("transition") if event["cause"] == SLOW]
+    return next((event for event in reversed(decisions(node)) if changes and event["t"] <= changes[-1]), None)
+
+
+def work(plan: Plan) -> dict[str, int]:
+    """Rows times layers of each worker."""
+    found = dict.fromkeys(plan.workers, 0)
+    for tile in plan.tiles:
+        for worker in tile.workers:
+            found[worker] += len(tile.layers) * sum(map(n_rows, tile.micro_batches))
+    return found
+
+
+def stop(node: Node) -> None:
+    node.agent.process.send_signal(signal.SIGTERM)
+    node.agent.wait(60)
+
+
+@pytest.mark.parametrize("policy", ["reroute", "resize", "reparallelize"])
+def test_the_policy_that_the_user_wants_is_taken(spawn: Spawner, tmp_path: Path, policy: str) -> None:
+    found, samples, _ = reference(spawn, tmp_path, *STEPS)
+    script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--die", "1:5:compute")
+    node = elaunch(spawn, tmp_path, *FOUR, f"--policy={policy}", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert_same(losses(node), found, 1e-9)
+    assert digests(node) == samples
+    decision = next(event for event in decisions(node) if "node0/1#0 left" in event["reason"])
+    assert decision["policy"] == policy
+    assert {one["policy"] for one in decision["candidates"]} >= {"stay", "reroute", "resize", "reparallelize", "expand"}
+    plan = Plan.parse(decision["plan"])
+    plan.validate(["node0/0#0", "node0/2#0", "node0/3#0"])
+
+
+def test_when_everybody_is_back_the_job_returns_to_its_plan(spawn: Spawner, tmp_path: Path) -> None:
+    # Sleeping takes as long on all workers, so in the end none is slow, however busy the machine is.
+    script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.01", "--die", "3:5:compute")
+    node = elaunch(spawn, tmp_path, *FOUR, script=script)
+    wait_for(node, lambda: any("node0/3#0 left" in event["reason"] for event in decisions(node)), 100, "a loss")
+    given = Plan.parse(decisions(node)[0]["plan"])
+    home = given.renamed({"node0/3#0": "node0/3#1"}).tiles
+
+    def is_home() -> bool:
+        return Plan.parse(decisions(node)[-1]["plan"]).tiles == home
+
+    wait_for(node, is_home, 150, "the plan that the script gave")
+    stop(node)
+
+
+def test_a_slow_worker_gets_less_to_do_and_the_others_more(spawn: Spawner, tmp_path: Path) -> None:
+    script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.002", "--slow", "1:12:3")
+    node = elaunch(spawn, tmp_path, *FOUR, script=script)
+    decision = wait_for(node, partial(rebalanced, node), 150, "a plan for the slow worker")
+    plan = Plan.parse(decision["plan"])
+    assert work(plan)["node0/1#0"] == min(work(plan).values()) < max(work(plan).values())
+    step = node.last_step() + 3
+    wait_for_step(node, step)
+    found, _, _ = reference(spawn, tmp_path, "--steps", "100000", "--stop", str(step))
+    assert_same({number: loss for number, loss in losses(node).items() if number < step}, found, 1e-9)
+    stop(node)
+
+
+def test_nor_does_a_data_parallel_job_wait_for_a_slow_worker(spawn: Spawner, tmp_path: Path) -> None:
+    script = (OBJECTS, "--steps", "100000", "--global-batch-size", "48", "--sleep", "0.01", "--slow", "2:12:0.03")
+    node = elaunch(spawn, tmp_path, *FOUR, script=script)
+    decision = wait_for(node, partial(rebalanced, node), 150, "shares for the slow worker")
+    plan = DataParallelPlan.parse(decision["plan"])
+    counts = {worker: len(units) for worker, units in plan.units}
+    assert counts["node0/2#0"] == min(counts.values()) < max(counts.values())
+    wait_for_step(node, node.last_step() + 3)
+    # Who is not slow any more has as much to do as the others: its replacement has the slot, and is measured anew.
+    stop(node)
+
+
+def test_a_job_shows_its_profile_and_keeps_it_in_a_file(
+    spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that `ctl` finds this job, and none of another test.
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    file = tmp_path / "job.json"
+    flags = (*FOUR, f"--profile={file}")
+    node = elaunch(
+        spawn, tmp_path, *flags, script=(SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.001")
+    )
+    wait_for(node, lambda: file.exists() and len(Profile.load(file).layers) == 4, 60, "a profile")
+    wait_for(node, lambda: all(one.forward_s(3) >= 0.003 for one in Profile.load(file).layers), 60, "all layers in it")
+    shown = spawn.python("-m", "elaunch", "ctl", "profile", name="table")
+    assert shown.wait(60) == 0, shown.tail()
+    assert "3:4 " in shown.text()
+    assert "a step: " in shown.text()
+    printed = spawn.python("-m", "elaunch", "ctl", "profile", "--json", name="json")
+    assert printed.wait(60) == 0, printed.tail()
+    assert len(Profile.from_json(printed.text()).layers) == 4
+    stop(node)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("two layers", "has 2 layers and the model 4")])
+def test_a_profile_of_another_model_is_refused_at_the_start(
+    spawn: Spawner, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(_profile(n_layers=2)) if text == "two layers" else text)
+    script = (SCRIPT, "--dp=2", "--pp=2", *STEPS)
+    node = elaunch(spawn, tmp_path, *FOUR, f"--profile={file}", "--max-restarts=0", script=script)
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+    assert message in node.agent.text()
+    assert str(file) in node.agent.text()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_where_no_plan_fits_the_job_ends_and_says_why(spawn: Spawner, tmp_path: Path, saved: bool) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({**_profile(n_layers=4), "memory_bytes": 1000}))
+    flags = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2") if saved else ()
+    script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--row-seconds", "0.002", "--die", "1:9:compute")
+    node = elaunch(spawn, tmp_path, *FOUR, f"--profile={file}", "--max-restarts=0", *flags, script=script)
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+    text = node.agent.text()
+    assert "no plan for 3 members" in text, node.agent.tail()
+    assert "may use 1,000" in text
+    where = "from its checkpoint after " if saved else "from the start"
+    assert f"start the job with more workers or memory, and it goes on {where}" in text
+
+
+def test_clocks_are_raised_where_one_worker_holds_up_the_others_if_the_user_allows_it(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    script = (
+        SCRIPT,
+        "--dp=2",
+        "--pp=2",
+        "--steps",
+        "60",
+        "--row-seconds",
+        "0.002",
+        "--clocks",
+        "--die",
+        "1:30:compute",
+    )
+    node = elaunch(spawn, tmp_path, *FOUR, "--allow-dvfs", "--policy=reroute", "--max-restarts=0", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    decision = next(event for event in decisions(node) if "node0/1#0 left" in event["reason"])
+    # All of its stage is done by one worker now.
+    assert decision["clocks_mhz"] == {"node0/0": 2000}, decision
+
+
+def test_without_permission_no_clock_is_touched(spawn: Spawner, tmp_path: Path) -> None:
+    script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--clocks", "--die", "1:9:compute")
+    node = elaunch(spawn, tmp_path, *FOUR, "--policy=reroute", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert not any("clocks_mhz" in event for event in decisions(node))
+
+
+def test_a_worker_alone_plans_nothing_ahead_that_stays_behind(spawn: Spawner, tmp_path: Path) -> None:
+    """Processes that plan end with their worker, also when it is killed."""
+    script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.001")
+    node = elaunch(spawn, tmp_path, *FOUR, script=script)
+    wait_for_step(node, 12)
+    first = node.pids()["node0/0#0"]
+    planner = wait_for(node, lambda: _children(first, "ahead_process"), 60, "the process that plans")
+    os.kill(first, signal.SIGKILL)
+    wait_for(node, lambda: not any(Path(f"/proc/{pid}").exists() for pid in planner), 30, "its end")
+    stop(node)
+
+
+def _children(pid: int, name: str) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            command = Path(f"/proc/{child}/cmdline")
+            if command.exists() and name in command.read_text():
+                found.append(int(child))
+    return found
+
+
+def _profile(n_layers: int) -> dict[str, Any]:
+    layer = {
+        "count": n_layers,
+        "forward_s_per_row": 0.001,
+        "backward_s_per_row": 0.001,
+        "parameter_bytes": 5000,
+        "optimizer_bytes": 15000,
+        "activation_bytes_per_row": 400,
+        "output_bytes_per_row": 96,
+    }
+    return {
+        "version": 1,
+        "name": "small",
+        "tensor_parallel": 1,
+        "bandwidth_bytes_per_s": 1e9,
+        "latency_s": 1e-5,
+        "notes": [],
+        "layers": [layer],
+    }

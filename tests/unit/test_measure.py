@@ -1,0 +1,242 @@
+"""The profile of a job from what its workers measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaunch.workers.plan import symmetric
+from elaunch.workers.policy.estimate import estimate_step
+from elaunch.workers.policy.measure import RECENT, Measured, Recorder, Sample
+from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+
+KNOWN = LayerProfile(0.0, 0.0, 400, 1200, 10, 50)
+W = ["a/0#0", "a/1#0", "b/0#0", "b/1#0"]
+
+
+@dataclass(frozen=True)
+class Took:
+    """A turn."""
+
+    layer: int
+    rows: int
+    forward_s: float
+    backward_s: float
+    waited_s: float = 0.0
+
+
+def measured(n_layers: int = 2, prior: Profile | None = None) -> Measured:
+    return Measured("test", [KNOWN] * n_layers, [100] * n_layers, prior)
+
+
+def told(*turns: Took, times: int = 1, **more: object) -> Sample:
+    spent = {(one.layer, one.rows): (times * one.forward_s, times * one.backward_s, one.waited_s) for one in turns}
+    return Sample(spent, **more)  # type: ignore[arg-type]
+
+
+def tell(known: Measured, samples: dict[str, Sample], times: int = RECENT) -> None:
+    for _ in range(times):
+        for slot, sample in samples.items():
+            known.take(slot, sample)
+        known.speeds()
+
+
+def test_seconds_of_layers_are_told_by_those_who_have_them() -> None:
+    known = measured()
+    tell(known, {"a/0": told(Took(0, 2, 1.0, 3.0)), "a/1": told(Took(1, 2, 2.0, 5.0), kept_bytes={1: 77.4})})
+    profile = known.profile()
+    assert [layer.forward_s(2) for layer in profile.layers] == [1.0, 2.0]
+    assert [layer.backward_s(2) for layer in profile.layers] == [3.0, 5.0]
+    assert [layer.activation_bytes_per_row for layer in profile.layers] == [10, 77]
+    assert not profile.workers
+
+
+def test_two_sizes_of_micro_batches_tell_what_is_fixed() -> None:
+    known = measured(1)
+    tell(known, {"a/0": told(Took(0, 1, 1.5, 2.5), Took(0, 4, 3.0, 7.0))})
+    layer = known.profile().layers[0]
+    assert (layer.fixed_forward_s, layer.forward_s_per_row) == pytest.approx((1.0, 0.5))
+    assert (layer.fixed_backward_s, layer.backward_s_per_row) == pytest.approx((1.0, 1.5))
+
+
+@given(st.dictionaries(st.integers(1, 50), st.floats(1e-6, 1e3), min_size=1, max_size=4))
+def test_no_figure_is_below_zero(points: dict[int, float]) -> None:
+    known = measured(1)
+    tell(known, {"a/0": told(*(Took(0, rows, seconds, seconds) for rows, seconds in points.items()))})
+    layer = known.profile().layers[0]
+    assert layer.fixed_forward_s >= 0
+    assert layer.forward_s_per_row >= 0
+    assert layer.forward_s(1) > 0
+
+
+def test_a_worker_that_is_slower_than_its_peers_has_a_lower_speed() -> None:
+    known = measured(1)
+    fast, slow = told(Took(0, 2, 1.0, 2.0)), told(Took(0, 2, 2.0, 4.0))
+    tell(known, {"a/0": fast, "a/1": slow, "b/0": fast})
+    profile = known.profile()
+    assert profile.workers == {"a/1": WorkerProfile(0.5)}
+    assert profile.layers[0].forward_s(2) == 1.0
+    assert profile.speed("a/1#7") == 0.5
+
+
+def test_a_little_noise_makes_nobody_slow() -> None:
+    known = measured(1)
+    tell(known, {f"a/{number}": told(Took(0, 2, 1 + number / 60, 2)) for number in range(4)})
+    assert known.speeds() == {}
+
+
+def test_the_only_one_with_a_layer_is_compared_with_what_it_took_before() -> None:
+    known = measured(3)
+    usual = {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)}
+    tell(known, usual)
+    known.take("a/1", told(Took(1, 1, 1.0, 2.0), times=2))
+    assert known.speeds() == {"a/1": 0.5}
+    assert known.profile().layers[1].forward_s(1) == 1.0
+    known.take("a/1", usual["a/1"])
+    assert known.speeds() == {}
+
+
+def test_where_all_become_slower_nobody_is_slow() -> None:
+    known = measured(3)
+    tell(known, {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)})
+    for number in range(3):
+        known.take(f"a/{number}", told(Took(number, 1, 1.0, 2.0), times=2))
+    assert known.speeds() == {}
+    assert known.profile().layers[0].forward_s(1) == pytest.approx(2.0)
+
+
+def test_one_that_becomes_slow_little_by_little_shows() -> None:
+    known = measured(3)
+    tell(known, {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)})
+    for percent in range(100, 200, 5):
+        known.take("a/1", told(Took(1, 1, percent / 100, percent / 50)))
+        known.speeds()
+    assert known.speeds() == {"a/1": pytest.approx(1 / 1.95, abs=0.01)}
+
+
+def test_who_waits_in_a_tuple_is_not_who_is_slow() -> None:
+    known = measured(1)
+    tell(known, {"a/0": told(Took(0, 1, 2.0, 4.0, 3.2)), "a/1": told(Took(0, 1, 2.0, 4.0, 0.2))})
+    assert known.speeds() == {"a/1": pytest.approx(2.8 / 5.8, abs=0.01)}
+    # The last one of a tuple waits for nobody: what it waits is what telling takes.
+    layer = known.profile().layers[0]
+    assert layer.forward_s(1) + layer.backward_s(1) == pytest.approx(3.0)
+
+
+def test_the_figures_of_layers_are_for_tuples_as_wide_as_those_that_were_measured() -> None:
+    known = measured(1)
+    sample = told(Took(0, 1, 2.0, 4.0))
+    tell(known, {"a/0": sample, "a/1": sample})
+    plan = symmetric(W[:2], 1, 8, 1, tp=2)
+    found = known.profile(plan)
+    assert (found.width, found.tensor_parallel) == (2, 2)
+    assert found.forward_s(range(1), 1, 2) == 2.0
+
+
+def test_speeds_are_kept_for_who_comes_back() -> None:
+    known = measured(1)
+    fast = told(Took(0, 2, 1.0, 2.0))
+    tell(known, {"a/0": fast, "a/1": told(Took(0, 2, 2.0, 4.0)), "b/0": fast})
+    known.keep({"a/0", "b/0"})
+    assert known.profile().speed("a/1#1") == 0.5
+
+
+def test_layers_that_nobody_has_measured_are_guessed_by_their_size_or_by_an_earlier_run() -> None:
+    nothing = measured().profile()
+    assert all(layer.forward_s(1) > 0 for layer in nothing.layers)
+    assert nothing.layers[0].backward_s(1) == 2 * nothing.layers[0].forward_s(1)
+    known = Measured("test", [KNOWN] * 2, [100, 300])
+    tell(known, {"a/0": told(Took(0, 1, 1.0, 2.0))})
+    assert known.profile().layers[1].forward_s(1) == pytest.approx(3.0)
+    before = Profile("before", (LayerProfile(5.0, 6.0, 1, 1, 1, 1),) * 2, 1, 1e8, 1e-3)
+    known = measured(prior=before)
+    tell(known, {"a/0": told(Took(0, 1, 1.0, 2.0))})
+    found = known.profile()
+    assert [layer.forward_s(1) for layer in found.layers] == [1.0, 5.0]
+    assert (found.bandwidth_bytes_per_s, found.latency_s) == (1e8, 1e-3)
+
+
+def test_what_a_step_takes_besides_its_layers_is_of_every_step() -> None:
+    known = measured(2)
+    plan = symmetric(W, 2, 8, 1, dp=2, pp=2)
+    sample = {0: told(Took(0, 1, 1.0, 2.0)), 1: told(Took(1, 1, 1.0, 2.0))}
+    tell(known, {"a/0": sample[0], "a/1": sample[0], "b/0": sample[1], "b/1": sample[1]})
+    parts_s = estimate_step(plan, known.profile()).step_s
+    for seconds in (parts_s + 0.4, parts_s + 0.5, parts_s + 3.0):
+        known.step_took(seconds)
+    found = known.profile(plan)
+    assert found.step_s == pytest.approx(0.5)
+    assert estimate_step(plan, found).step_s == pytest.approx(parts_s + 0.5)
+    known.plan_changed()
+    assert known.profile(plan).step_s == 0.0
+    for seconds in (0.02, 0.5, 0.03):
+        known.change_took(seconds)
+    assert known.profile(plan).change_s == 0.03
+
+
+def test_links_and_memory_are_those_of_the_workers() -> None:
+    known = measured(1)
+    links = {"b/0": (2e9, 1e-5)}
+    tell(known, {"a/0": told(Took(0, 1, 1.0, 1.0), links=links, memory_bytes=80), "b/0": told(memory_bytes=80)})
+    known.take("b/1", told(memory_bytes=40))
+    found = known.profile()
+    assert found.link("a/0#0", "b/0#3") == LinkProfile(2e9, 1e-5)
+    assert found.bandwidth_bytes_per_s == 2e9
+    assert [found.cap_bytes(worker) for worker in ("a/0#0", "b/1#0")] == [80, 40]
+
+
+def test_figures_are_unstable_until_nobody_tells_another_one() -> None:
+    known = measured(2)
+    for _ in range(RECENT):
+        known.step_took(1.0)
+    assert known.profile().unstable == ("layers[0]", "layers[1]")
+    tell(known, {"a/0": told(Took(0, 1, 1.0, 2.0), Took(1, 1, 1.0, 2.0))})
+    assert known.profile().unstable == ("layers[0]", "layers[1]")
+    for _ in range(20):
+        known.step_took(1.0)
+    assert known.profile().unstable == ()
+    known.take("a/0", told(Took(0, 1, 1.0, 2.0), Took(1, 1, 1.2, 2.4)))
+    known.step_took(2.0)
+    assert known.profile().unstable == ("layers[1]", "step_s")
+
+
+def test_a_recorder_tells_the_first_figures_and_then_what_has_changed() -> None:
+    recorder = Recorder()
+
+    def news(anew: bool = False) -> Sample | None:
+        return recorder.news(lambda: {"b/0": (1e9, 1e-6)}, anew=anew)
+
+    def step(seconds: float) -> None:
+        recorder.add([Took(0, 1, seconds, 2 * seconds)], {0: 12.0}, 0.5, 100)
+
+    assert news() is None
+    step(1.0)
+    assert news() is None  # once may be anything
+    for _ in range(RECENT):
+        step(1.0)
+        sample = news()
+        assert sample is not None
+        assert sample.turns == {(0, 1): (1.0, 2.0, 0.0)}
+        assert (sample.kept_bytes, sample.update_s, dict(sample.links)) == ({0: 12.0}, 0.005, {"b/0": (1e9, 1e-6)})
+        assert news() is None
+    step(1.01)
+    assert news() is None
+    assert news(anew=True) is not None
+    step(2.0)
+    step(2.0)
+    sample = news()
+    assert sample is not None
+    assert sample.turns == {(0, 1): (2.0, 4.0, 0.0)}
+    for _ in range(2):
+        recorder.add([Took(3, 1, 1.0, 1.0)], {}, 0.0, 0)
+    sample = news()
+    assert sample is not None
+    assert list(sample.turns) == [(3, 1)]
+
+
+def test_a_sample_is_read_as_it_was_written() -> None:
+    sample = told(Took(3, 2, 0.125, 0.25, 0.0625), kept_bytes={3: 7}, links={"a/0": (5, 0.5)}, memory_bytes=9)
+    assert Sample.from_json(sample.to_json()) == sample

@@ -1,0 +1,356 @@
+"""What a worker's policy selector does step by step, and at a change; the process that plans ahead is a stand-in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elaunch.errors import StateError, UsageError
+from elaunch.policies import Wishes, from_environment, parse
+from elaunch.workers.plan import Plan, symmetric
+from elaunch.workers.plan.shares import DataParallelPlan
+from elaunch.workers.policy import selector as selector_module
+from elaunch.workers.policy.data_parallel import shares, tiling
+from elaunch.workers.policy.dvfs import ClockRange
+from elaunch.workers.policy.measure import Measured
+from elaunch.workers.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.workers.policy.select import Choice, Settings, choose
+from elaunch.workers.policy.selector import (
+    EVERY,
+    FIRST,
+    SETTLED,
+    WARM_UP,
+    Decision,
+    History,
+    Selector,
+    make_selector,
+)
+from elaunch.workers.policy.structure import NotPossible
+from tests.unit.test_measure import Took
+
+W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
+HOME = symmetric(W, 4, 12, 2, dp=2, pp=2)
+LAYER = LayerProfile(0.0, 0.0, 400, 1200, 10, 50)
+EVEN = Profile("even", (LayerProfile(1.0, 2.0, 400, 1200, 10, 50),) * 4, 1, 1e9, 0.0)
+
+
+class Prepared:
+    """Plans at once what it is asked to, or says that nothing is there yet."""
+
+    settings = Settings()
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.begun: list[dict[str, Any]] = []
+        self.answers = True
+        self.closed = False
+
+    def begin(self, now: Plan, home: Plan, members: Sequence[str], me: str, *rest: Any, again: bool) -> None:
+        self.begun.append({"members": tuple(members), "me": me, "again": again, "profile": rest[0], "lost": rest[1]})
+
+    def find(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice | None:
+        if not self.begun or not self.answers:
+            return None
+        return choose(now, home, members, self.begun[-1]["profile"], self.settings)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector_module, "Ahead", Prepared)
+
+
+def crew(settings: Settings | None = None) -> dict[str, Selector]:
+    found = {worker: Selector(worker, Measured("test", [LAYER] * 4, [100] * 4), settings or Settings()) for worker in W}
+    for one in found.values():
+        one.entered(HOME, HOME, W, None)
+    return found
+
+
+def ahead(one: Selector) -> Prepared:
+    return cast(Prepared, one._ahead)
+
+
+def step(workers: dict[str, Selector], slow: dict[str, float] | None = None) -> None:
+    """A step of all, in which a layer takes a second and two for each row."""
+    notes = {worker: one.note(dict) for worker, one in workers.items()}
+    assert json.loads(json.dumps(notes)) == notes
+    for worker, one in workers.items():
+        if one.measures():
+            factor = (slow or {}).get(worker, 1.0)
+            layers = {index for tile in HOME.tiles_of(worker) for index in HOME.tiles[tile].layers}
+            one.add([Took(index, 2, 2 * factor, 4 * factor) for index in sorted(layers)], {}, 0.1, 100)
+        one.heard(notes, 30.0)
+
+
+def test_the_first_steps_are_measured_and_then_some() -> None:
+    one = crew()[W[0]]
+    measured = []
+    for number in range(WARM_UP + FIRST + 3 * EVERY):
+        if one.measures():
+            measured.append(number)
+        one.heard({}, 1.0)
+    first = list(range(WARM_UP, WARM_UP + FIRST))
+    assert measured == [*first, *range(WARM_UP + EVERY, WARM_UP + FIRST + 3 * EVERY, EVERY)]
+
+
+def test_kept_bytes_are_counted_once() -> None:
+    one = crew()[W[0]]
+    assert one.meters()
+    one.add([Took(0, 2, 1.0, 2.0)], {}, 0.0, 0)
+    assert one.meters()
+    one.add([Took(0, 2, 1.0, 2.0)], {0: 10.0}, 0.0, 0)
+    assert not one.meters()
+
+
+def test_a_speed_that_wavers_is_still_the_same() -> None:
+    workers = crew()
+    for number in range(SETTLED + 6 * EVERY):
+        # 0.35 and 0.37 in turn
+        step(workers, {W[1]: 2.7 + 0.15 * (number // EVERY % 2)} if number > SETTLED else None)
+        if workers[W[0]].due:
+            break
+    else:
+        pytest.fail("nobody has noticed")
+
+
+def test_all_members_come_to_know_what_each_has_measured() -> None:
+    workers = crew()
+    for _ in range(6):
+        step(workers)
+    for one in workers.values():
+        profile = one.profile()
+        assert [layer.forward_s(2) for layer in profile.layers] == [2.0] * 4
+        assert not profile.workers
+
+
+def test_what_is_likely_is_planned_once_something_is_known() -> None:
+    workers = crew()
+    for _ in range(SETTLED - 1):
+        step(workers)
+    assert not ahead(workers[W[0]]).begun
+    step(workers)
+    for worker, one in workers.items():
+        (begun,) = ahead(one).begun
+        assert (begun["me"], begun["members"], begun["again"]) == (worker, tuple(W), False)
+
+
+def test_a_slow_worker_makes_the_first_member_ask_for_another_plan_and_all_hear_it_at_once() -> None:
+    workers = crew()
+    for _ in range(SETTLED + 2):
+        step(workers)
+    assert not any(one.due for one in workers.values())
+    for _ in range(6 * EVERY):
+        step(workers, {W[1]: 3.0})
+        due = {one.due for one in workers.values()}
+        assert len(due) == 1
+        if due == {True}:
+            break
+    else:
+        pytest.fail("nobody has noticed")
+    assert [begun["again"] for begun in ahead(workers[W[0]]).begun] == [False, True]
+    assert [begun["again"] for begun in ahead(workers[W[1]]).begun] == [False]
+    choice = workers[W[0]].decide(HOME, HOME, W)
+    assert choice.chosen.policy in ("resize", "reparallelize")
+    for one in workers.values():
+        one.entered(choice.plan, choice.home, W, None)
+    # It is the same worker: nobody asks again.
+    for _ in range(3 * EVERY):
+        for one in workers.values():
+            one.heard({worker: other.note(dict) for worker, other in workers.items()}, 30.0)
+        assert not any(one.due for one in workers.values())
+
+
+def test_one_slow_step_makes_nobody_ask() -> None:
+    workers = crew()
+    for number in range(10 * EVERY):
+        step(workers, {W[1]: 3.0} if number == 4 * EVERY else None)
+        assert not any(one.due for one in workers.values())
+
+
+@pytest.mark.parametrize("settings", [Settings(policy="reroute"), Settings(policy="resize")])
+def test_who_pins_a_policy_is_asked_for_nothing_else(settings: Settings) -> None:
+    workers = crew(settings)
+    for _ in range(10 * EVERY):
+        step(workers, {W[1]: 3.0})
+        assert not any(one.due for one in workers.values())
+
+
+def test_a_plan_that_gains_nothing_is_not_asked_for() -> None:
+    workers = crew()
+    for _ in range(10 * EVERY):
+        # As slow as its whole stage is.
+        step(workers, dict.fromkeys(W, 3.0))
+        assert not any(one.due for one in workers.values())
+
+
+def test_what_was_planned_ahead_is_used_and_else_it_is_planned_now() -> None:
+    one = crew()[W[0]]
+    left = [W[0], W[2], W[3]]
+    now = one.decide(HOME, HOME, left)
+    assert now.plan.workers
+    now.plan.validate(left)
+    step({W[0]: one})
+    one._plan_ahead()
+    assert one.decide(HOME, HOME, left).plan == now.plan
+    ahead(one).answers = False
+    assert one.decide(HOME, HOME, left).plan == now.plan
+
+
+def test_a_decision_is_read_as_it_was_written() -> None:
+    choice = choose(HOME, HOME, [W[0], *W[2:]], EVEN)
+    decision = Decision.of(choice, None, "; more")
+    assert decision.event["reason"].endswith("; more")
+    read = Decision.from_bytes(decision.to_bytes())
+    assert (read.plan, read.home) == (choice.plan, choice.home)
+    assert read.event["candidates"] == json.loads(json.dumps(choice.event()["candidates"]))
+    given = Decision.given(HOME, "given", "the script gave the plan")
+    assert Decision.from_bytes(given.to_bytes()) == given
+    assert given.clock_mhz(W[0]) is None
+
+
+def test_clocks_of_a_straggler_are_in_the_decision() -> None:
+    workers = crew()
+    one = workers[W[0]]
+    assert one.clocking(HOME) is None
+    clocks = ClockRange(1000, (1000, 1500, 2000))
+    for _ in range(6):
+        notes = {worker: other.note(dict, None, clocks) for worker, other in workers.items()}
+        for worker, other in workers.items():
+            factor = 2.0 if worker == W[1] else 1.0
+            layers = {index for tile in HOME.tiles_of(worker) for index in HOME.tiles[tile].layers}
+            other.add([Took(index, 2, 2 * factor, 4 * factor) for index in sorted(layers)], {}, 0.1, 100)
+            other.heard(notes, 60.0)
+    clocking = one.clocking(HOME)
+    assert clocking is not None
+    choice = choose(HOME, HOME, W, EVEN)
+    decision = Decision.from_bytes(Decision.of(choice, clocking).to_bytes())
+    assert [decision.clock_mhz(worker) for worker in W] == [None, 2000, None, None]
+
+
+def test_the_history_counts_changes_and_remembers_who_was_lost_last() -> None:
+    begun = History(1000.0)
+    assert begun.next_s(1000.0) == 3600.0
+    lost = begun.after(W, W[1:])
+    assert (lost.changes, lost.last_lost) == (1, (W[0],))
+    assert lost.next_s(1400.0) == 2000.0
+    more = lost.after(W[1:], W[2:])
+    assert (more.changes, more.last_lost) == (2, (W[1],))
+    back = more.after(W[2:], [*W[2:], "n0/1#1"])
+    assert (back.changes, back.last_lost) == (3, ())
+    assert back.after(back.last_lost, back.last_lost) == back
+    assert History.from_json(json.loads(json.dumps(vars_of(more)))) == more
+    assert History.from_json(None) is None
+
+
+def vars_of(history: History) -> dict[str, Any]:
+    return {"since_t": history.since_t, "changes": history.changes, "last_lost": history.last_lost}
+
+
+def test_who_joins_takes_over_the_history() -> None:
+    one = Selector("n2/0#0", Measured("test", [LAYER] * 4, [100] * 4), Settings())
+    one.entered(HOME, HOME, [*W, "n2/0#0"], History(5.0, 7))
+    assert one.history == History(5.0, 7)
+    one.entered(HOME, HOME, [*W[1:], "n2/0#0"], History(0.0, 100))
+    assert one.history == History(5.0, 8, (W[0],))
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
+    for wishes in (Wishes(), Wishes("resize", "bitwise", True, tmp_path / "job.json")):
+        assert from_environment(wishes.variables()) == wishes
+    with pytest.raises(UsageError, match="--policy=best: expected one of auto, reroute, resize, reparallelize"):
+        parse("best", "", False, "")
+    with pytest.raises(UsageError, match="ELAUNCH_CONSISTENCY=exact: expected one of bitwise, fast"):
+        from_environment({"ELAUNCH_CONSISTENCY": "exact"})
+
+
+def test_a_profile_is_read_and_kept_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "job.json"
+    for name, value in Wishes("auto", None, False, file).variables().items():
+        monkeypatch.setenv(name, value)
+    one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
+    one.entered(HOME, HOME, W[:1], None)
+    for _ in range(4):
+        step({W[0]: one})
+    written = Profile.load(file)
+    assert [layer.forward_s(2) for layer in written.layers[:2]] == [2.0, 2.0]
+    again = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
+    assert again.profile().layers == written.layers
+    with pytest.raises(StateError, match="has 4 layers and the model 3; give the file of this model"):
+        make_selector(W[0], [LAYER] * 3, [100] * 3, "test")
+
+
+def test_a_profile_that_cannot_be_written_stops_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "no" / "such" / "job.json"
+    one = Selector(W[0], Measured("test", [LAYER] * 4, [100] * 4), Settings(), gone)
+    one.entered(HOME, HOME, W[:1], None)
+    for _ in range(4):
+        step({W[0]: one})
+    assert f"--profile={gone}: No such file or directory; the profile is not written" in capsys.readouterr().err
+
+
+# -- data-parallel jobs -----------------------------------------------------------------------------------------------
+
+
+def test_shares_follow_the_speeds_of_members() -> None:
+    even = DataParallelPlan.even(48, 3, W)
+    members = [*W[1:], "n2/0#0"]
+    profile = Profile("one", (LAYER.scaled(1.0),), 1, 1e9, 0.0)
+    profile = Profile("one", (LayerProfile(1.0, 2.0, 4, 8, 0, 0),), 1, 1e9, 0.0)
+    chosen = choose(tiling(even), tiling(even), members, profile)
+    assert shares(chosen.plan, even, members, profile) == DataParallelPlan.even(48, 3, members)
+    slow = Profile("one", profile.layers, 1, 1e9, 0.0, workers={"n0/1": WorkerProfile(0.5)})
+    found = shares(choose(tiling(even), tiling(even), members, slow).plan, even, members, slow)
+    found.validate()
+    assert found.workers == tuple(members)
+    assert [len(units) for _, units in found.units] in ([2, 5, 5, 4], [2, 5, 4, 5], [2, 4, 5, 5], [3, 5, 4, 4])
+
+
+def test_members_without_a_share_stay_members() -> None:
+    few = DataParallelPlan.even(2, 1, W)
+    assert tiling(few).idle == (W[2], W[3])
+    tiling(few).validate(W)
+
+
+# -- what the choice keeps to -----------------------------------------------------------------------------------------
+
+
+def test_bitwise_refuses_plans_that_cut_micro_batches() -> None:
+    left = [W[0], *W[2:]]
+    free, kept = (
+        choose(HOME, HOME, left, EVEN, Settings(consistency=consistency)) for consistency in ("fast", "bitwise")
+    )
+    resize = {one.policy: one for one in free.candidates}["resize"]
+    assert not resize.rejected
+    assert "it cuts micro-batches" in {one.policy: one for one in kept.candidates}["resize"].rejected
+    size = HOME.micro_batch_size
+    for tile in kept.plan.tiles:
+        assert all([len(run) for run in runs] == [size] for runs in tile.micro_batches)
+
+
+def test_with_everybody_back_and_nobody_slow_the_job_goes_home() -> None:
+    left = [W[0], *W[2:]]
+    after = choose(HOME, HOME, left, EVEN)
+    back = [*left, "n0/1#1"]
+    again = choose(after.plan, after.home, back, EVEN)
+    assert again.plan.tiles == HOME.renamed({W[1]: "n0/1#1"}).tiles
+    # A slow one is no reason to forget the plan, either.
+    slow = Profile("slow", EVEN.layers, 1, 1e9, 0.0, workers={"n1/0": WorkerProfile(0.4)})
+    aside = choose(HOME, HOME, W, slow)
+    assert aside.plan.tiles != HOME.tiles
+    assert choose(aside.plan, aside.home, W, EVEN).plan.tiles == HOME.tiles
+
+
+def test_no_plan_is_an_error_with_all_reasons() -> None:
+    small = Profile("small", EVEN.layers, 1, 1e9, 0.0, memory_bytes=10)
+    with pytest.raises(NotPossible, match=r"no plan for 3 members: .*may use 10"):
+        choose(HOME, HOME, [W[0], *W[2:]], small)

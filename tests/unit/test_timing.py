@@ -1,0 +1,143 @@
+"""What is measured of the layers in a step that trains; the clock is a count that the layers move on."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaunch.workers.engine.layers import Chain, Draw, build, describe
+from elaunch.workers.engine.tensor_parallel import Membership
+from elaunch.workers.engine.timing import Stopwatch, Turn
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands until somebody moves it on."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+clock = Clock()
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        if not x.is_meta:
+            clock.now_s += forward_s
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        clock.now_s += ctx.backward_s
+        return dy, None, None
+
+
+class Slow(nn.Module):
+    """Takes so long, in the first half of its forward and in the last of its backward."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mix(_Slow.apply(x, self.forward_s, self.backward_s))  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.fixture(autouse=True)
+def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock.now_s = 0.0
+    monkeypatch.setattr("elaunch.workers.engine.timing.time", SimpleNamespace(perf_counter=clock))
+
+
+def chain(*seconds: tuple[float, float], recompute: tuple[int, ...] = ()) -> Chain:
+    factories = [partial(Slow, *pair) for pair in seconds]
+    specs = describe(factories, torch.zeros(1, 6), 2, None)
+    here = Membership(0, 1)
+    return Chain(
+        [
+            build(spec, factory, 0, CPU, None, here, spec.index in recompute)
+            for spec, factory in zip(specs, factories, strict=True)
+        ]
+    )
+
+
+def run(layers: Chain, watch: Stopwatch | None, rows: int) -> None:
+    draw = Draw(0, 0, (), 2)
+    y, saved = layers.forward(torch.ones(rows, 6), draw, watch)
+    clock.now_s += 100  # others compute
+    layers.backward(saved, torch.ones_like(y), draw, lambda layer, grads: None)
+
+
+def test_each_layer_has_its_own_seconds() -> None:
+    watch = Stopwatch(CPU)
+    run(chain((1.0, 2.0), (3.0, 5.0), (7.0, 11.0)), watch, 2)
+    assert watch.turns() == [Turn(0, 2, 1.0, 2.0, 0.0, 1), Turn(1, 2, 3.0, 5.0, 0.0, 1), Turn(2, 2, 7.0, 11.0, 0.0, 1)]
+
+
+def test_of_several_micro_batches_of_a_size_the_median_counts() -> None:
+    watch = Stopwatch(CPU)
+    for seconds, rows in ((1.0, 2), (9.0, 2), (2.0, 2), (4.0, 1)):
+        run(chain((seconds, 2 * seconds)), watch, rows)
+    assert watch.turns() == [Turn(0, 2, 2.0, 4.0, 0.0, 3), Turn(0, 1, 4.0, 8.0, 0.0, 1)]
+
+
+def test_what_is_computed_again_is_of_the_backward() -> None:
+    watch = Stopwatch(CPU, meter=True)
+    run(chain((1.0, 2.0), (3.0, 5.0), recompute=(0, 1)), watch, 2)
+    assert watch.turns() == [Turn(0, 2, 1.0, 3.0, 0.0, 1), Turn(1, 2, 3.0, 8.0, 0.0, 1)]
+    assert watch.kept_bytes == {}
+
+
+def test_waiting_for_a_tuple_is_told_apart() -> None:
+    watch = Stopwatch(CPU)
+    span = watch.span(0, 1)
+    span.begin("F")
+    watch.waited_s += 0.5
+    clock.now_s += 2.0
+    span.end("F")
+    watch.waited_s += 100  # between its actions
+    span.begin("B")
+    watch.waited_s += 0.25
+    clock.now_s += 3.0
+    span.end("B")
+    assert watch.turns() == [Turn(0, 1, 2.0, 3.0, 0.75, 1)]
+
+
+def test_kept_bytes_are_counted_once_for_each_layer() -> None:
+    watch = Stopwatch(CPU, meter=True)
+    layers = chain((1.0, 1.0), (1.0, 1.0))
+    run(layers, watch, 2)
+    # The linear layer keeps its input: six numbers a row.
+    assert watch.kept_bytes == {0: 24.0, 1: 24.0}
+    assert not watch.counts(0)
+
+
+def test_a_step_that_is_not_over_has_no_figures() -> None:
+    watch = Stopwatch(CPU)
+    chain((1.0, 1.0)).forward(torch.ones(2, 6), Draw(0, 0, (), 2), watch)
+    assert watch.turns() == []
+
+
+def test_measuring_changes_no_gradient() -> None:
+    def gradients(watch: Stopwatch | None) -> list[Tensor]:
+        layers, draw, found = chain((0.0, 0.0), (0.0, 0.0)), Draw(0, 0, (), 2), []
+        y, saved = layers.forward(torch.ones(2, 6), draw, watch)
+        layers.backward(saved, torch.ones_like(y), draw, lambda layer, grads: found.extend(grads))
+        return found
+
+    pairs = list(zip(gradients(None), gradients(Stopwatch(CPU, meter=True)), strict=True))
+    assert len(pairs) == 4
+    assert all(torch.equal(plain, measured) for plain, measured in pairs)

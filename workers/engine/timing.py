@@ -1,0 +1,137 @@
+"""How long each layer takes, measured in the steps that train (Suika 3.1): no runs of their own.
+
+In a step that is measured, a moment is taken before and after the forward of each layer, and where backward passes from
+one layer to the one before it. On an accelerator a moment is an event in its queue, read when the step is over;
+nothing waits for it before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from elaunch.workers.engine.meter import ActivationMeter
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A layer on micro-batches of so many rows, the median over those of a step.
+
+    Attributes:
+        layer: its number.
+        rows: of a micro-batch.
+        forward_s: seconds, those in which its tensor-parallel tuple was waited for included.
+        backward_s: likewise.
+        waited_s: of both, in which the tuple was waited for.
+        count: micro-batches.
+    """
+
+    layer: int
+    rows: int
+    forward_s: float
+    backward_s: float
+    waited_s: float
+    count: int
+
+
+class Stopwatch:
+    """Measures one step of one worker.
+
+    Args:
+        device: on which it computes.
+        meter: whether the bytes that are kept for backward are counted too; that takes longer.
+
+    Attributes:
+        kept_bytes: for backward, of a row of each layer, where they were counted.
+        waited_s: so long this worker has waited for members of a tensor-parallel tuple; whoever waits adds to it.
+    """
+
+    def __init__(self, device: torch.device, meter: bool = False) -> None:
+        self._device, self._meter = device, meter
+        self._spans: list[Span] = []
+        self.kept_bytes: dict[int, float] = {}
+        self.waited_s = 0.0
+
+    def counts(self, layer: int) -> bool:
+        """Whether the bytes that this layer keeps are still to be counted."""
+        return self._meter and layer not in self.kept_bytes
+
+    def moment(self) -> Any:
+        """Now."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def span(self, layer: int, rows: int) -> Span:
+        """Of a layer on a micro-batch, whose forward follows."""
+        self._spans.append(Span(self, layer, rows))
+        return self._spans[-1]
+
+    def turns(self) -> list[Turn]:
+        """All of the step, whose actions are over."""
+        found: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        for span in self._spans:
+            if len(span.ends) == 2:
+                found[span.layer, span.rows].append(span)
+        return [
+            Turn(
+                layer,
+                rows,
+                statistics.median(self._seconds(one, "F") for one in spans),
+                statistics.median(self._seconds(one, "B") for one in spans),
+                statistics.median(sum(one.waited_s.values()) for one in spans),
+                len(spans),
+            )
+            for (layer, rows), spans in found.items()
+        ]
+
+    def _seconds(self, span: Span, kind: str) -> float:
+        begin, end = span.begins[kind], span.ends[kind]
+        if self._device.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(eq=False)
+class Span:
+    """A layer on a micro-batch: when its forward ("F") and its backward ("B") begin and end."""
+
+    watch: Stopwatch
+    layer: int
+    rows: int
+    begins: dict[str, Any] = field(default_factory=dict)
+    ends: dict[str, Any] = field(default_factory=dict)
+    waited_s: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, kind: Literal["F", "B"]) -> None:
+        """Now."""
+        self.waited_s[kind] = -self.watch.waited_s
+        self.begins[kind] = self.watch.moment()
+
+    def end(self, kind: Literal["F", "B"]) -> None:
+        """Now, if it has begun."""
+        if kind in self.begins and kind not in self.ends:
+            self.ends[kind] = self.watch.moment()
+            self.waited_s[kind] += self.watch.waited_s
+
+    def forward(self, run: Callable[[], Tensor], parameters: Collection[Tensor]) -> Tensor:
+        """The output of `run`, the layer's forward."""
+        metered = self.watch.counts(self.layer)
+        with ActivationMeter(parameters) if metered else nullcontext() as meter:
+            self.begin("F")
+            y = run()
+            self.end("F")
+        if meter is not None and torch.is_grad_enabled():
+            self.watch.kept_bytes[self.layer] = meter.now_bytes / self.rows
+        return y
