@@ -15,7 +15,8 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elaunch
+from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.plan import Plan
 from elaunch.workers.policy.profile import LayerProfile, Profile
 
@@ -106,16 +108,20 @@ class EmulatedLayer(nn.Module):
     zero seconds a layer does not sleep, and lasts as long as its small computation.
     """
 
-    def __init__(self, profile: LayerProfile, width: int, first: bool, last: bool) -> None:
+    def __init__(
+        self, profile: LayerProfile, width: int, first: bool, last: bool, slowness: Callable[[], float] = lambda: 1.0
+    ) -> None:
         super().__init__()
         self.profile = profile
+        self.slowness = slowness
         self.embedding = nn.Embedding(WORDS, width) if first else None
         self.mix = nn.Linear(width, WORDS if last else width)
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        here, back = _Span(self.profile.forward_s(rows), x), _Span(self.profile.backward_s(rows), x)
+        slower = self.slowness()
+        here, back = (_Span(slower * price(rows), x) for price in (self.profile.forward_s, self.profile.backward_s))
         here.begin()
         if self.embedding is not None:
             x = self.embedding(x)
@@ -126,7 +132,9 @@ class EmulatedLayer(nn.Module):
         return y
 
 
-def emulated_layers(profile: Profile, *, width: int = WIDTH) -> list[Callable[[], EmulatedLayer]]:
+def emulated_layers(
+    profile: Profile, *, width: int = WIDTH, slowness: Callable[[], float] = lambda: 1.0
+) -> list[Callable[[], EmulatedLayer]]:
     """The layers of a model, for `Engine`, which take the times of `profile`.
 
     The size of an activation row is that of the data set's rows: see `Words`.
@@ -134,11 +142,37 @@ def emulated_layers(profile: Profile, *, width: int = WIDTH) -> list[Callable[[]
     Args:
         profile: of the model.
         width: features of an activation.
+        slowness: by what the profile's seconds are to be multiplied now.
     """
     last = len(profile.layers) - 1
     return [
-        partial(EmulatedLayer, layer, width, index == 0, index == last) for index, layer in enumerate(profile.layers)
+        partial(EmulatedLayer, layer, width, index == 0, index == last, slowness)
+        for index, layer in enumerate(profile.layers)
     ]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """From step `step` on the worker of `slot` takes `factor` times as long."""
+
+    slot: str
+    step: int
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str) -> Slow:
+        """SLOT:STEP:FACTOR."""
+        slot, step, factor = text.rsplit(":", 2)
+        return cls(slot, int(step), float(factor))
+
+    def __str__(self) -> str:
+        return f"{self.slot}:{self.step}:{self.factor:g}"
+
+
+def slowness(slow: Sequence[Slow], worker: str, step: int) -> float:
+    """By how much a worker is slower in a step; the last that has begun counts."""
+    begun = [one for one in slow if one.slot == slot_of(worker) and one.step <= step]
+    return max(begun, key=lambda one: one.step).factor if begun else 1.0
 
 
 class Words(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -181,12 +215,21 @@ def main() -> None:
     """Train under elaunch."""
     parser = arguments()
     parser.add_argument("--snapshots", type=int, default=0, help="copies of each worker's optimizer state")
+    parser.add_argument(
+        "--slow",
+        type=Slow.parse,
+        action="append",
+        default=[],
+        metavar="SLOT:STEP:FACTOR",
+        help="from this step on, the worker of this slot (node/slot) takes so many times as long",
+    )
     args = parser.parse_args()
     # The workers share the cores.
     torch.set_num_threads(1)
     job = elaunch.hybrid()
+    profile = Profile.load(args.profile).scaled(args.time_scale)
     engine = job.engine(
-        emulated_layers(Profile.load(args.profile).scaled(args.time_scale), width=args.width),
+        emulated_layers(profile, width=args.width, slowness=lambda: slowness(args.slow, job.worker, job.step)),
         loss_fn,
         torch.optim.AdamW,
         Plan.parse(args.plan.read_text()),

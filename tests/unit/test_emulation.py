@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import emulation
-from benchmarks.emulation import MOST_CARRIED_S, WORDS, EmulatedLayer, Words, emulated_layers, loss_fn
+from benchmarks.emulation import (
+    MOST_CARRIED_S,
+    WORDS,
+    EmulatedLayer,
+    Slow,
+    Words,
+    emulated_layers,
+    loss_fn,
+    slowness,
+)
 from benchmarks.pipeline import cases, cut
 from elaunch.workers.engine.layers import describe
 from elaunch.workers.plan import Stage, stages, symmetric
@@ -135,3 +144,23 @@ def test_the_plans_of_the_benchmark_are_symmetric_then_lack_a_worker_then_differ
     assert [case.plan.n_units for case in found] == [32, 64, 96, 96, 96]
     assert [case.with_torch for case in found] == [True, False, False, False, False]
     assert [len(case.plan.workers) for case in cases(50, 12, quick=True)] == [8, 3]
+
+
+def test_a_worker_becomes_slow_in_the_step_that_was_said() -> None:
+    slow = [Slow.parse("n1/0:20:1.5"), Slow.parse("n1/0:30:1"), Slow.parse("n2/1:0:2")]
+    assert [str(one) for one in slow] == ["n1/0:20:1.5", "n1/0:30:1", "n2/1:0:2"]
+    assert [slowness(slow, "n1/0#3", step) for step in (19, 20, 29, 30)] == [1.0, 1.5, 1.5, 1.0]
+    assert slowness(slow, "n2/1#0", 5) == 2.0
+    assert slowness(slow, "n1/1#0", 25) == 1.0
+
+
+def test_a_slow_worker_takes_so_many_times_as_long(clock: Time) -> None:
+    slower = 1.0
+    layers = [make() for make in emulated_layers(PROFILE, slowness=lambda: slower)]
+    for slower in (1.0, 1.5):
+        began_s = clock.now_s
+        y, targets = run(layers, 2)
+        assert clock.now_s - began_s == 3 * slower * LAYER.forward_s(2)
+        began_s = clock.now_s
+        loss_fn(y, targets).backward()
+        assert clock.now_s - began_s == 3 * slower * LAYER.backward_s(2)

@@ -1,0 +1,127 @@
+"""What it costs to measure a job while it trains, and how long the figures take to go round.
+
+    python benchmarks/profiling.py
+    python benchmarks/profiling.py --quick --json profiling.json
+
+The GPT of `examples/train_gpt_hybrid.py`, real compute, one worker. Steps come in pairs, one measured
+(`elaunch.workers.engine.timing`) and one not, in random order; each pair gives a difference. A job measures one step in
+four once it runs, so the cost is a quarter of that, and what it does with the figures: the *share* is the time of
+`Recorder.add`, `Measured.take` and `Measured.speeds` for a job of 64 workers with all figures new, which is more than
+ever happens after the first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.report import Report, add_arguments, median_interval, spread
+from elaunch.workers.engine.engine import Engine
+from elaunch.workers.engine.timing import Stopwatch
+from elaunch.workers.plan import symmetric
+from elaunch.workers.policy.measure import SURE, Measured, Recorder, Sample
+from elaunch.workers.policy.selector import EVERY
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import train_gpt_hybrid as example
+
+BATCH, MICRO_BATCH = 32, 4
+WORKERS = 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    given = parser.parse_args()
+    pairs = 10 if given.quick else 40
+    torch.set_num_threads(1)
+    report = Report(
+        "measuring while training: a GPT, one worker, real compute on one core",
+        notes=[
+            f"medians of {pairs} pairs of steps, in random order within a pair; interval of the median at 95 %",
+            f"one step in {EVERY} is measured in a running job",
+        ],
+    )
+    for blocks, width in ((4, 64), (6, 128)):
+        cost = _measure(report, blocks, width, pairs)
+        report.target(f"cost of measuring, {blocks} blocks of width {width}", cost, "% of a step", at_most=0.5)
+    report.print()
+    report.write(given.json)
+    return 0
+
+
+def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
+    args = example.parse([f"--layers={blocks}", f"--width={width}"])
+    layers = example.gpt(args)
+    engine = Engine(
+        layers,
+        example.loss_fn,
+        partial(example.adamw, lr=1e-3),
+        symmetric(["w0"], len(layers), BATCH, MICRO_BATCH),
+        dataset=example.Sources(200_000, args.context),
+    )
+    cpu = torch.device("cpu")
+    for _ in range(3):
+        engine.train_step()
+    plain_s, differences, turns = [], [], []
+    for _ in range(pairs):
+        seconds = {}
+        for measured in random.sample([False, True], 2):
+            watch = Stopwatch(cpu) if measured else None
+            begin_s = time.perf_counter()
+            engine.train_step(watch=watch)
+            if watch is not None:
+                turns = watch.turns()
+            seconds[measured] = time.perf_counter() - begin_s
+        plain_s.append(seconds[False])
+        differences.append((seconds[True] - seconds[False]) / seconds[False])
+    recorder = Recorder()
+    for _ in range(SURE):
+        recorder.add(turns, {}, engine.update_s, engine.n_owned)
+    sample = recorder.news(dict)
+    assert sample is not None
+    engine.close()
+    share_s = _share_s(engine, sample.to_json())
+    low, high = median_interval(differences)
+    step_s = statistics.median(plain_s)
+    cost = 100 * (statistics.median(differences) + share_s / step_s) / EVERY
+    report.row(
+        {
+            "blocks": blocks,
+            "width": width,
+            "step_ms": 1e3 * step_s,
+            "step, p90": 1e3 * spread(plain_s).p90,
+            "a measured step, %": 100 * statistics.median(differences),
+            "from, %": 100 * low,
+            "to, %": 100 * high,
+            f"share of {WORKERS} workers, ms": 1e3 * share_s,
+            "of all steps, %": cost,
+        }
+    )
+    return cost
+
+
+def _share_s(engine: Engine, said: dict[str, object]) -> float:
+    """Taking in and judging what all workers of a job have told."""
+    known = Measured("benchmark", *engine.described())
+    found = []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        for number in range(WORKERS):
+            known.take(f"n{number // 8}/{number % 8}", Sample.from_json(said))
+        known.speeds()
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
