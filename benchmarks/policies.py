@@ -60,9 +60,9 @@ class Losses:
     after: dict[tuple[str, int], Window] = dataclasses.field(default_factory=dict)
 
     def rate(self, name: str, number: int) -> float:
-        """Throughput, of that before; NaN if it was not measured."""
+        """Steps per second after the loss, the same job before it in each case; NaN if it was not measured."""
         found = self.after.get((name, number))
-        return math.nan if found is None else self.before[name].step_s / found.step_s
+        return math.nan if found is None else 1 / found.step_s
 
 
 class Bench:
@@ -308,6 +308,8 @@ def notes(args: argparse.Namespace) -> list[str]:
         "those that anybody did; near the number of cores the machine held the emulation up, and the row says little",
         "; ".join(sizes) + ". So the bubble is a larger part of a step than with the global batches of ElasWave, "
         "which favours plans with shallower pipelines: they may pass an LSE of 1",
+        "policies are compared by their steps after the loss; before_s is the same plan in each job of a case, so its "
+        "spread tells what a difference means",
         f"{NODES} agents of {PER_NODE} workers. A node has neighbouring stages of one pipeline (as ElasWave's remarks "
         "on whole replicas imply), in the cases by rank those of neighbouring ranks as Megatron numbers them. Lost are,"
         " one after the other in one job, the last nodes",
