@@ -14,11 +14,11 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
-from elaunch.rendezvous.membership import Generation
+from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Report, Settled, Unreachable
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.fabric import Fabric
@@ -63,6 +63,8 @@ class Verdict:
         facts: of all members, in their order.
         saved: number of steps in the checkpoint to which all go back where the state is not in memory; the one that
             the first member sees.
+        leaving: members that go at the next step boundary: the plan gives them nothing to do, and what only they have
+            moves to the others now.
     """
 
     step: int
@@ -72,6 +74,7 @@ class Verdict:
     fresh: bool = False
     facts: tuple[dict[str, Any], ...] = ()
     saved: int | None = None
+    leaving: tuple[str, ...] = ()
 
     @property
     def passed(self) -> int:
@@ -146,6 +149,8 @@ class Hooks(Protocol):
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Choose how the members go on, all alike; return the fields of the `decision` event, if there is one.
 
+        Those in `verdict.leaving` are members still, and are to have nothing after this.
+
         What is not the same on all members, one of them may tell the others over the group.
         """
 
@@ -187,6 +192,9 @@ class Membership:
         self._group: Group | None = None
         self._heard_t: dict[int, float] = {}
         self._clock: _Clock | None = None
+        self._noted: Generation | None = None
+        self._leaving: tuple[str, ...] = ()
+        self._parted: tuple[int, tuple[str, ...]] = (0, ())
         client.listen(self._heard)
 
     @property
@@ -207,8 +215,9 @@ class Membership:
         return len(epochs) == 1 and epochs.pop() > self.generation.epoch
 
     def newest_epoch(self) -> int:
-        newest = self._client.newest()
-        return newest.epoch if newest is not None else 0
+        """What to tell the others with the commit barrier, for `all_know`."""
+        self._noted = self._client.newest()
+        return self._noted.epoch if self._noted is not None else 0
 
     def _heard(self, generation: Generation) -> None:
         """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
@@ -259,6 +268,23 @@ class Membership:
         except StepInterrupted as error:
             self.agree(error)
 
+    def part(self) -> bool:
+        """Before a planned change of which all know: have those whom it lets go give away what they have.
+
+        All members call it alike between two steps, and `settle` after it; the change itself follows at a later
+        boundary. A runtime whose members all have everything needs none of this.
+
+        Returns:
+            Whether there was something to do.
+        """
+        noted, ids = self._noted, self.generation.ids
+        leaving = () if noted is None else tuple(one for one in noted.leaving if one in ids and one not in noted.ids)
+        if not leaving or len(leaving) == len(ids) or self._parted == (self.generation.epoch, leaving):
+            return False
+        self._parted, self._leaving = (self.generation.epoch, leaving), leaving
+        self.reconsider(f"{names_text(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}")
+        return True
+
     def settle(self) -> None:
         """Plan, move the state and seal the generation; agree again as often as that is interrupted."""
         while self._entering:
@@ -276,6 +302,7 @@ class Membership:
         started_t = time.time()
         with self._lock:
             self._active, self._entering, self._verdict = generation, True, None
+        self._leaving = ()
         self._fabric.interrupt(generation.epoch)
         self._hooks.pause()
         if self._clock is None:
@@ -298,7 +325,7 @@ class Membership:
         begin_t = time.time()
         mine = json.dumps(asdict(self._hooks.vote())).encode()
         votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(mine)]
-        self._verdict = agree(votes, generation.begun)
+        self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
         self._hooks.agreed(generation, self._verdict)
         clock.phases["agree_s"] = time.time() - begin_t + before_s
 
@@ -318,6 +345,7 @@ class Membership:
         with self._lock:
             self._entering = False
             self._verdict = None
+        self._leaving = ()
         self._client.send(Settled(generation.epoch))
         if group.rank == 0 and decision:
             self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))

@@ -14,7 +14,7 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ import torch
 
 from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.policies import from_environment
-from elaunch.rendezvous.membership import Generation
+from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
 from elaunch.workers import agent_client
 from elaunch.workers.checkpoints import Checkpoints
@@ -278,7 +278,8 @@ class HybridJob:
         """Between two steps: change over to a planned generation, or finish a recovery."""
         try:
             if self._changeover:
-                self._change_over()
+                if not self._membership.part():
+                    self._change_over()
             elif self._reconsider:
                 self._membership.reconsider(SPEEDS_CHANGED)
             self._changeover = self._reconsider = False
@@ -414,9 +415,17 @@ class HybridJob:
                 return Decision.given(asked, "asked", "the plan was asked for")
             refused = f"; the plan asked for {refused}"
         now = self._made.plan if group.rank == verdict.passed else None
-        return self._told(group, verdict.passed, now, home, refused)
+        return self._told(group, verdict.passed, now, home, refused, verdict.leaving)
 
-    def _told(self, group: Group, who: int, now: Plan | None, home: Plan, more: str = "") -> Decision:
+    def _told(
+        self,
+        group: Group,
+        who: int,
+        now: Plan | None,
+        home: Plan,
+        more: str = "",
+        leaving: Sequence[str] = (),
+    ) -> Decision:
         """What one member chooses: what was measured and planned ahead differs between members.
 
         Args:
@@ -425,6 +434,7 @@ class HybridJob:
             now: the plan by which the state is distributed; there, it must be given.
             home: with all places filled.
             more: for the reason.
+            leaving: members that are to have nothing.
 
         Raises:
             StateError: there is no plan for these members.
@@ -432,7 +442,7 @@ class HybridJob:
         mine = b""
         if group.rank == who:
             assert now is not None
-            mine = self._decided(now, home, group.members, more)
+            mine = self._decided(now, home, group.members, more, leaving)
         found = group.all_gather_bytes(mine)[who]
         if found.startswith(_REFUSED):
             saved = self._checkpoints.newest()
@@ -443,11 +453,17 @@ class HybridJob:
             )
         return Decision.from_bytes(found)
 
-    def _decided(self, now: Plan, home: Plan, members: Sequence[str], more: str) -> bytes:
+    def _decided(self, now: Plan, home: Plan, members: Sequence[str], more: str, leaving: Sequence[str]) -> bytes:
         assert self._selector is not None, "a membership that changes without an agent"
+        gone = [worker for worker in now.idle if worker not in members]
+        if gone and set(members) == set(now.workers) - set(gone):
+            plan = replace(now, idle=tuple(worker for worker in now.idle if worker in members))
+            reason = f"{names_text(gone)} left, and had nothing any more{more}"
+            return replace(Decision.given(plan, "stay", reason), home=home).to_bytes()
         try:
-            choice = self._selector.decide(now, home, members)
-            return Decision.of(choice, self._selector.clocking(choice.plan), more).to_bytes()
+            choice = self._selector.decide(now, home, [worker for worker in members if worker not in leaving])
+            chosen = Decision.of(choice, self._selector.clocking(choice.plan), more)
+            return chosen.with_idle(leaving).to_bytes()
         except NotPossible as error:
             return _REFUSED + str(error).encode()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,17 +27,6 @@ from tests.jobs.watch import (
     wait_for_members,
     wait_for_step,
 )
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    server = EmbeddedEtcd(str(tmp_path / "etcd"))
-    server.start()
-    try:
-        server.wait_ready(20)
-        yield server
-    finally:
-        server.stop()
 
 
 class Cluster:

@@ -90,6 +90,13 @@ class Decision:
         """Nothing was chosen."""
         return cls(plan, plan, {"policy": policy, "reason": reason, "candidates": [], "plan": str(plan)})
 
+    def with_idle(self, workers: Sequence[str]) -> Decision:
+        """The same, with more workers, which have nothing to do."""
+        if not workers:
+            return self
+        plan = replace(self.plan, idle=(*self.plan.idle, *workers))
+        return replace(self, plan=plan, event={**self.event, "plan": str(plan)})
+
     def to_bytes(self) -> bytes:
         """For the other members."""
         return json.dumps({"home": str(self.home), "event": self.event}).encode()
