@@ -165,8 +165,9 @@ class Trainer:
         if generation.plan_request not in ("", self.acted_on):
             tiles = Plan.parse(generation.plan).tiles
             self.wanted, self.acted_on = (len(tiles), len(tiles[0].workers)), generation.plan_request
-        self.shape = fitted(self.wanted, len(generation.ids))
-        reason = f"{len(generation.ids)} members, and {self.wanted[0]}x{self.wanted[1]} is wanted"
+        members = len(generation.ids) - len(verdict.leaving)
+        self.shape = fitted(self.wanted, members)
+        reason = f"{members} members, and {self.wanted[0]}x{self.wanted[1]} is wanted"
         return {"policy": "layout", "reason": reason, "candidates": [], "plan": f"{self.shape[0]}x{self.shape[1]}"}
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
@@ -175,7 +176,7 @@ class Trainer:
         elif verdict.fresh and group.rank == 0:
             self.space.hold(Layout((1,), group.members[:1]), *tensors_of(self.whole()))
         self.model = self.optimizer = None  # the space has it all, until a new model is made of it
-        self.mesh = self.member.mesh(self.shape, ("dp", "tp"))
+        self.mesh = self.member.mesh(self.shape, ("dp", "tp"), without=verdict.leaving)
         if self.mesh is None:
             return self.space.move(group, None).received_bytes
         self.bare = self.cut(self.mesh)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -110,16 +110,21 @@ class Member:
             self._process_group.register()
         return self._process_group
 
-    def mesh(self, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
+    def mesh(self, shape: Sequence[int], names: Sequence[str], without: Collection[str] = ()) -> DeviceMesh | None:
         """A device mesh of the first members of the group, row by row; None if this worker has no place in it.
 
         All members make the same meshes in the same order. A mesh can be used until the next generation.
 
+        Args:
+            shape: of the mesh.
+            names: of its axes.
+            without: members that get no place, such as those that leave.
+
         Raises:
-            ValueError: it has more places than the group has members.
+            ValueError: it has more places than there are members for it.
         """
         assert self.process_group is not None  # a mesh asks the default group for this worker's rank
-        return self._meshes.make(self.group, self.device.type, shape, names)
+        return self._meshes.make(self.group, self.device.type, shape, names, without)
 
     # -- the life of a member -----------------------------------------------------------------------------------
 
@@ -144,7 +149,8 @@ class Member:
         try:
             if self._changeover:
                 self._changeover = False
-                self._membership.agree()
+                if not self._membership.part():
+                    self._membership.agree()
             self._membership.settle()
         except Left as left:
             self._leave(left)

@@ -9,17 +9,18 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.workers.plan import Plan
+from tests.faults import test_dtensor as dtensor
 from tests.faults.test_hybrid import SCRIPT, reference, weights
 from tests.helpers import Spawner
-from tests.jobs.watch import Node, digests, elaunch, losses, wait_for_members, wait_for_step
+from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for_members, wait_for_step
 
-STEPS = 60
+LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def nodes(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, *arguments: str) -> list[Node]:
-    """Two nodes of two workers each, of a job without copies of any state."""
+def start(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, script: Path, *arguments: str) -> list[Node]:
+    """Two nodes of two workers each."""
     flags = (
         "--nnodes=1:2",
         "--nproc-per-node=2",
@@ -28,8 +29,10 @@ def nodes(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, *arguments: str) -> 
         "--rdzv-conf=lease_ttl=2,attach_timeout=90,last_call_timeout=60",
         "--consistency=bitwise",
     )
-    script = (SCRIPT, "--steps", str(STEPS), "--snapshots", "0", *arguments)
-    return [elaunch(spawn, folder, *flags, f"--node-name={name}", script=script, name=name) for name in ("a", "b")]
+    return [
+        elaunch(spawn, folder, *flags, f"--node-name={name}", script=(script, *arguments), name=name)
+        for name in ("a", "b")
+    ]
 
 
 @pytest.mark.parametrize("shape", [("--dp=2", "--pp=2"), ("--dp=1", "--pp=4")], ids=["DP x PP", "PP"])
@@ -37,9 +40,11 @@ def nodes(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, *arguments: str) -> 
 def test_a_node_that_drains_gives_away_what_only_it_has(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, shape: tuple[str, ...], bound: tuple[str, ...]
 ) -> None:
-    expected = reference(spawn, tmp_path, "--steps", str(STEPS))
+    """There are no copies of any state."""
+    steps = ("--steps", "60")
+    expected = reference(spawn, tmp_path, *steps)
     gate = tmp_path / "gate"
-    both = nodes(etcd, spawn, tmp_path, *shape, *bound, "--hold", f"20:{gate}")
+    both = start(etcd, spawn, tmp_path, SCRIPT, *steps, "--snapshots=0", *shape, *bound, "--hold", f"20:{gate}")
     wait_for_members(both, 4)
     wait_for_step(both, 10)
     staying = next(node for node in both if node.events("step"))
@@ -49,7 +54,7 @@ def test_a_node_that_drains_gives_away_what_only_it_has(
     gate.touch()
     assert leaving.agent.wait(60) == 0, leaving.agent.tail()
     assert [event.get("exitcode") for event in leaving.events("worker_exited")] == [0, 0]
-    assert staying.agent.wait(150) == 0, staying.agent.tail()
+    assert staying.agent.wait(LIMIT_S) == 0, staying.agent.tail()
     found, samples, ended = expected
     assert losses(both) == found
     assert digests(both) == samples
@@ -65,3 +70,22 @@ def test_a_node_that_drains_gives_away_what_only_it_has(
     moved = {event["cause"]: event["bytes_moved"] for event in staying.events("transition")}
     assert moved[f"node {name} leaves"] == 0
     assert all("died" not in event["cause"] and "lost" not in event["cause"] for event in staying.events("generation"))
+
+
+def test_a_runtime_of_ones_own_is_told_who_leaves(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    """Plain tensor parallelism: each worker has a quarter of the model that nobody else has."""
+    steps = ("--steps=60",)
+    found, samples = dtensor.reference(spawn, tmp_path, *steps)
+    slowly = "--sleep=0.05"
+    both = start(etcd, spawn, tmp_path, dtensor.SCRIPT, *dtensor.SMALL, *steps, "--layout=1x4", slowly)
+    wait_for_members(both, 4)
+    wait_for_step(both, 5)
+    first = next(node for node in both if node.events("step"))
+    other = next(node for node in both if node is not first)
+    first.agent.signal(signal.SIGTERM)  # the first members: the mesh is made of the others
+    assert first.agent.wait(60) == 0, first.agent.tail()
+    assert other.agent.wait(LIMIT_S) == 0, other.agent.tail()
+    assert [event.get("exitcode") for event in first.events("worker_exited")] == [0, 0]
+    assert_same(losses(both), found, dtensor.ROUNDING)
+    assert digests(both) == samples
+    assert [event["plan"] for node in (first, other) for event in node.events("decision")] == ["1x4", "1x2", "1x2"]

@@ -22,11 +22,11 @@ from train_dtensor import Trainer, parse
 class Watched(Trainer):  # type: ignore[misc]  # an example is no module where types are checked
     """A trainer that dies, or slows down, at the given moments; it looks like a job to those who see to that."""
 
-    def __init__(self, arguments: list[str], requests: list[str], crew: int) -> None:
+    def __init__(self, arguments: list[str], requests: list[str], crew: int, sleep_s: float) -> None:
         super().__init__(parse(arguments))
         self._membership = self.member._membership
         self.faults = TensorFaults(self, requests)
-        self.pace = Pace(self, self.args.steps, 0.0, crew, 0, "")
+        self.pace = Pace(self, self.args.steps, sleep_s, crew, 0, "")
 
     @property
     def worker(self) -> str:
@@ -66,8 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds, in each step")
     ours, rest = parser.parse_known_args()
-    trainer = Watched(rest, ours.die, ours.crew)
+    trainer = Watched(rest, ours.die, ours.crew, ours.sleep)
     trainer.train()
     say(f"ended {trainer.worker} pid {os.getpid()}")
 

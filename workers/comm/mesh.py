@@ -13,7 +13,7 @@ whatever operation runs, in forward or backward, and the next generation makes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.distributed import distributed_c10d
@@ -70,20 +70,35 @@ class Meshes:
         self._epoch = 0
         self._number = 0
 
-    def make(self, group: Group, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
+    def make(
+        self,
+        group: Group,
+        device_type: str,
+        shape: Sequence[int],
+        names: Sequence[str],
+        without: Collection[str] = (),
+    ) -> DeviceMesh | None:
         """A mesh of the first members of a group, row by row. All members make the same meshes in the same order.
+
+        Args:
+            group: of all members.
+            device_type: of their tensors.
+            shape: of the mesh.
+            names: of its axes.
+            without: members that get no place.
 
         Returns:
             The mesh; None if this worker has no place in it.
 
         Raises:
-            ValueError: it has more places than the group has members, or not one name for each axis.
+            ValueError: it has more places than there are members for it, or not one name for each axis.
         """
         places = math.prod(shape)
-        if not shape or len(names) != len(shape) or not 0 < places <= group.size:
-            raise ValueError(f"a mesh of {tuple(shape)} named {tuple(names)} cannot be made of {group.size} members")
+        free = [rank for rank, member in enumerate(group.members) if member not in without]
+        if not shape or len(names) != len(shape) or not 0 < places <= len(free):
+            raise ValueError(f"a mesh of {tuple(shape)} named {tuple(names)} cannot be made of {len(free)} members")
         self.forget_before(group.epoch)
-        ranks = torch.arange(places).view(*shape)
+        ranks = torch.tensor(free[:places]).view(*shape)
         axes: list[AxisGroup] = []
         for axis in range(len(shape)):
             self._number += 1
