@@ -21,9 +21,10 @@ from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled,
 from elaunch.errors import ClockError, ElaunchError
 from elaunch.events import EventLog
 from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.notices import Announcement, Notices, parse
 from elaunch.outputs import Folders, Outputs
 from elaunch.rendezvous.decide import Settings
-from elaunch.rendezvous.membership import Generation, JobConfig, Result, to_json
+from elaunch.rendezvous.membership import DrainRequest, Generation, JobConfig, Result, to_json
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 from elaunch.supervisor import Supervisor, command, fill, free_port, listen, worker_cpus, worker_devices, worker_env
@@ -42,6 +43,10 @@ from elaunch.wire import (
     Unreachable,
     Welcome,
 )
+
+ALL_LEAVE = signal.SIGUSR2
+ANNOUNCEMENTS = (signal.SIGUSR1, ALL_LEAVE)
+"""Sent by schedulers some time before they take this node, or all nodes of the job, away."""
 
 STOPPED_CHECK_S = 0.25
 STUCK_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # torchrun's; not set, a sleep in the kernel has no limit
@@ -147,14 +152,17 @@ class Agent:
         Returns:
             torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1.
         """
-        handlers = {number: signal.signal(number, self._on_signal) for number in self._config.signals}
+        wanted = (*self._config.signals, *(one for one in ANNOUNCEMENTS if one not in self._config.signals))
+        handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
         former_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._participant.start()
+        notices = Notices(parse(self._config.notice), self._announced, self.say)
         try:
             while self._exit is None:
                 self._turn()
             self._participant.publish(self._life.doc())
         finally:
+            notices.close()
             self._participant.stop(last=self._hosts and self._life.result is not None)
             self._supervisor.close()
             self._outputs.close()
@@ -190,7 +198,7 @@ class Agent:
         if self._quiet and (due_s is None or time.monotonic() < due_s) and time.monotonic() < self._stopped_check_s:
             return
         while self._signals:
-            self._act(self._life.on_signal(self._signals.popleft(), time.monotonic()))
+            self._act(self._on_number(self._signals.popleft()))
         while self._news:
             decide, generation = self._news.popleft()
             actions = decide(self._life)
@@ -245,11 +253,22 @@ class Agent:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
+    def _on_number(self, number: int) -> list[Action]:
+        """Act on a signal; those that announce an end are not those that make one, if the user did not say so."""
+        if number in self._config.signals:
+            return self._life.on_signal(number, time.monotonic())
+        if number == ALL_LEAVE:
+            self._participant.drain_all(f"{signal_name(number)} to node {self._config.node}")
+        return self._life.drain(signal_name(number), time.monotonic())
+
     def post(self, decide: Callable[[Lifecycle], list[Action]], generation: Generation | None = None) -> None:
         """Let the loop apply news; may be called from any thread."""
         self._news.append((decide, generation))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
+
+    def _announced(self, found: Announcement) -> None:
+        self.post(lambda life: life.drain(found.reason, time.monotonic(), found.within_s))
 
     def _on_nursery(self, message: dict[str, Any]) -> Callable[[], None]:
         """Take one message of the nursery; what is returned logs it and acts on it."""
@@ -424,6 +443,12 @@ class _Listener:
 
     def announced(self, generation: Generation) -> None:
         self._agent.post(lambda life: life.on_generation(generation, time.monotonic()), generation)
+
+    def resized(self, min_nodes: int, max_nodes: int) -> None:
+        self._agent.post(lambda life: life.on_resized(min_nodes, max_nodes, time.monotonic()))
+
+    def drains(self, request: DrainRequest) -> None:
+        self._agent.post(lambda life: life.drain(request.reason, time.monotonic()))
 
     def ended(self, result: Result) -> None:
         self._agent.post(lambda life: life.on_result(result, time.monotonic()))

@@ -145,6 +145,13 @@ def parser() -> argparse.ArgumentParser:
         help=f"steps from one checkpoint to the next; if not given, {checkpoints.DEFAULT_EVERY}",
     )
     p.add_argument(
+        "--notice",
+        metavar="NAME[:ARG],…",
+        default=os.environ.get("ELAUNCH_NOTICE", ""),
+        help="who announces that this machine is taken away, so that the node drains before: file:PATH, aws, gcp, "
+        "azure, or what a package adds",
+    )
+    p.add_argument(
         "--policy",
         default=os.environ.get(policies.POLICY, ""),
         help="how a script that uses elaunch goes on after a change: auto, reroute, resize or reparallelize",
@@ -234,9 +241,18 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         warm_start=args.warm_start,
         preload=preload,
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
+        notice=_notice(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
         wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile),
     )
+
+
+def _notice(text: str) -> str:
+    if text:
+        from elaunch import notices
+
+        notices.parse(text)  # a name that is none is an error of the command line
+    return text
 
 
 def _logs(args: argparse.Namespace, job: str) -> LogSettings:

@@ -117,6 +117,7 @@ class AgentConfig:
     warm_start: bool = False
     preload: tuple[str, ...] = PRELOAD
     shutdown_timeout: float = 30.0
+    notice: str = ""
     checkpoints: Checkpointing | None = None
     wishes: Wishes = field(default_factory=Wishes)
 

@@ -1,4 +1,4 @@
-"""The command `elaunch ctl`: look at a job that runs and what it has measured, and ask for another plan.
+"""The command `elaunch ctl`: look at a job that runs and what it has measured, ask for another plan, or for nodes back.
 
 It reads and writes the documents of the job in etcd, as a guest: the leader decides, the agents and workers act.
 """
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from elaunch import jobs
 from elaunch.cli import FlagParser
-from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint
+from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint, parse_nnodes
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
 from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Stage, WorkerState, names_text
 from elaunch.rendezvous.observer import Documents, Observer
 from elaunch.rendezvous.store import Store
 from elaunch.replan import change_plan, still_changing
+from elaunch.resize import drain, resize
 
 if TYPE_CHECKING:
     from elaunch.workers.plan import Plan
@@ -28,7 +29,7 @@ TIMEOUT_S = 120.0
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `elaunch ctl`."""
-    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask for another plan.")
+    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask it for something.")
     commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
     status = commands.add_parser("status", help="the job, its nodes and its workers")
     status.set_defaults(run=_status)
@@ -45,7 +46,22 @@ def parser() -> argparse.ArgumentParser:
     profile = commands.add_parser("profile", help="what the job has measured of its layers, workers and links")
     profile.set_defaults(run=_profile)
     profile.add_argument("--json", action="store_true", help="print the file that --profile and `elaunch plan` read")
-    for command in (status, plan, profile):
+    drain = commands.add_parser("drain", help="have nodes leave at a step boundary; the others go on")
+    drain.set_defaults(run=_drain)
+    drain.add_argument("nodes", metavar="NODE", nargs="*", help="their names, as `elaunch ctl status` has them")
+    drain.add_argument("--all", action="store_true", help="every node: the job saves its state, if it can, and ends")
+    resize = commands.add_parser("resize", help="have fewer nodes, which leave at a step boundary, or more")
+    resize.set_defaults(run=_resize)
+    resize.add_argument("nodes", metavar="N|MIN:MAX", help="from now on, whatever --nnodes said")
+    for command in (drain, resize):
+        command.add_argument(
+            "--timeout",
+            metavar="S",
+            type=_seconds,
+            default=TIMEOUT_S,
+            help=f"how long to wait until nodes have left; if not given, {TIMEOUT_S:g} s",
+        )
+    for command in (status, plan, profile, drain, resize):
         command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
         command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
         command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
@@ -228,6 +244,26 @@ def _profile(args: argparse.Namespace) -> None:
             "measure their first steps"
         )
     print(text if args.json else Profile.from_json(text).table())
+
+
+# -- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def _drain(args: argparse.Namespace) -> None:
+    if args.all == bool(args.nodes):
+        raise UsageError("elaunch ctl drain: name the nodes that are to leave, or give --all")
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    with _store(endpoint, conf) as store:
+        print(drain(store, job, args.nodes, args.all, "elaunch ctl drain", args.timeout))
+
+
+def _resize(args: argparse.Namespace) -> None:
+    parse_nnodes(args.nodes, "elaunch ctl resize")
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    with _store(endpoint, conf) as store:
+        print(resize(store, job, args.nodes, args.timeout))
 
 
 def read_plan(path: str) -> Plan:

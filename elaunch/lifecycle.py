@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elaunch.rendezvous.membership import (
     Generation,
@@ -156,6 +156,8 @@ class Lifecycle:
     attempt: int = 0
     wanted_attempt: int = 0
     draining: bool = False
+    drain_reason: str = ""
+    spare: bool = False  # whether the user was told that this node has no place
     stopping: str = ""
     exit_code: int = 1
     kill_s: float | None = None
@@ -290,7 +292,7 @@ class Lifecycle:
             return [*starts]
         if len(generation.nodes) < self.settings.max_nodes:
             return [Say("this node waits: the job has just started without it")]
-        return [Say(f"this node waits as a spare: the job has its {self.settings.max_nodes} nodes")]
+        return [self._waits_as_spare()]
 
     def _training(self, generation: Generation, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -318,8 +320,17 @@ class Lifecycle:
         if not self.warmed and any(slot.joined for slot in self.slots):
             self.warmed = True
             actions.append(Warm())
+        if self.draining and not generation.workers:
+            self.exit_code = 1  # all nodes leave at once: nobody goes on
+        apart = self.settings.node not in generation.nodes and not mine and not self.draining
+        if apart and not self.spare and len(generation.nodes) >= self.settings.max_nodes:
+            actions.append(self._waits_as_spare())
         actions.extend(self._fill(now_s))
         return actions
+
+    def _waits_as_spare(self) -> Say:
+        self.spare, most = True, self.settings.max_nodes
+        return Say(f"this node waits as a spare: the job has its {most} node{'' if most == 1 else 's'}")
 
     def _fill(self, now_s: float) -> list[Action]:
         """Start a worker in each empty slot of a training job, as far as restarts allow.
@@ -535,19 +546,44 @@ class Lifecycle:
             self.kill_s = now_s
             self.stopping = self.stopping or f"stopped by {name}"
             return self.on_time(now_s)
-        if number == signal.SIGTERM and self.training and any(slot.joined for slot in self.slots):
-            assert self.generation is not None
-            self.draining = True
-            self.cause, self.cause_t = f"{name} to the agent of node {self.settings.node}", 0.0
-            self.kill_s = now_s + self.settings.shutdown_s
-            last = set(self.generation.nodes) <= {self.settings.node}
-            self.exit_code = 1 if last else 0
-            fate = "no other node is left to go on" if last else "the others go on"
-            unready: list[Action] = [
-                Signal(slot.worker, signal.SIGTERM) for slot in self.slots if slot.phase and not slot.joined
-            ]
-            return [Say(f"{name}: the workers of this node leave at the next step boundary; {fate}"), *unready]
+        if number == signal.SIGTERM and self._trains_here:
+            return self.drain(name, now_s, self.settings.shutdown_s)
         return self._stop(f"stopped by {name}", 1, now_s, number)
+
+    @property
+    def _trains_here(self) -> bool:
+        return self.training and any(slot.joined for slot in self.slots)
+
+    def drain(self, reason: str, now_s: float, within_s: float | None = None) -> list[Action]:
+        """This node is to leave the job, as soon as the others can go on without it; a second time changes nothing.
+
+        Args:
+            reason: for people.
+            now_s: the time.
+            within_s: its workers are killed after so long; None: they have the time they need.
+        """
+        if self.stopping or self.draining or self.result is not None:
+            return []
+        generation, node = self.generation, self.settings.node
+        if generation is None or node not in generation.nodes:
+            text = f"{reason}: this node leaves; it had no part in the job yet"
+            return [Say(text), *self._stop(reason, 0, now_s)]
+        last = set(generation.nodes) <= {node}
+        if not self._trains_here and last:
+            return self._stop(f"stopped by {reason}", 1, now_s)
+        self.draining, self.drain_reason, self.exit_code = True, reason, 1 if last else 0
+        self.cause, self.cause_t = f"{reason}: node {node} drains", 0.0
+        fate = "no other node is left to go on" if last else "the others go on"
+        if not self._trains_here:
+            return [Say(f"{reason}: this node leaves; {fate}"), *self._terminate(now_s)]
+        self.kill_s = None if within_s is None else now_s + within_s
+        unready = [Signal(slot.worker, signal.SIGTERM) for slot in self.slots if slot.phase and not slot.joined]
+        return [Say(f"{reason}: the workers of this node leave at the next step boundary; {fate}"), *unready]
+
+    def on_resized(self, min_nodes: int, max_nodes: int, now_s: float) -> list[Action]:
+        """The job has other limits from now on; this node may find a place in it."""
+        self.settings = replace(self.settings, min_nodes=min_nodes, max_nodes=max_nodes)
+        return self._fill(now_s)
 
     def on_time(self, now_s: float) -> list[Action]:
         """Whatever is due by now."""
@@ -582,13 +618,18 @@ class Lifecycle:
             slot.signalled = True
         return [Signal(slot.worker, number) for slot in self.running]
 
+    def _kept(self) -> str:
+        if self.saved is None:
+            return "the state in memory is gone"
+        return f"there is a checkpoint of {self.saved} steps, from which the job goes on when it is started again"
+
     def _end_if_over(self) -> list[Action]:
         if self.running:
             return []
         if self.stopping:
             return [Exit(self.exit_code, "" if self.exit_code == 0 else self.stopping)]
         if self.draining:
-            return [Exit(self.exit_code, "stopped by SIGTERM; the state in memory is gone" if self.exit_code else "")]
+            return [Exit(self.exit_code, f"stopped by {self.drain_reason}; {self._kept()}" if self.exit_code else "")]
         if self.result is not None:
             return [Exit(0 if self.result.succeeded else 1, "" if self.result.succeeded else self.result.message)]
         return []

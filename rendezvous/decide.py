@@ -121,6 +121,16 @@ def decide(view: View, now_s: float, settings: Settings) -> Decision:
     return _plain(view, generation, nodes, now_s, settings)
 
 
+def surplus(view: View, max_nodes: int) -> tuple[str, ...]:
+    """The nodes that are to leave a job which has more members' nodes than it may have: those that joined last."""
+    if view.generation is None or view.result is not None:
+        return ()
+    docs = {doc.node: doc for doc in view.nodes}
+    staying = [docs[name] for name in view.generation.nodes if name in docs and not docs[name].draining]
+    staying.sort(key=lambda doc: (doc.rank, doc.order, doc.node))
+    return tuple(doc.node for doc in staying[max_nodes:])
+
+
 def next_epoch(view: View) -> int:
     """Epochs only grow, also when the store lost its data: the nodes remember the newest they saw."""
     known = [doc.epoch for doc in view.nodes]

@@ -2,12 +2,15 @@
 
 Each is a frozen value with a JSON form that carries a version. Keys, under ``/elaunch/<job>/``:
 
-    config          created once by the first node        JobConfig
-    nodes/<node>    leased; written by its own node only  NodeDoc
-    leader          leased; name of the leading node
-    generation      compare-and-swap by the leader        Generation
-    requests/plan   leased; written by who asks for it    PlanRequest
-    result          written once, when the job is over    Result
+    config                  created once by the first node        JobConfig
+    nodes/<node>            leased; written by its own node only  NodeDoc
+    leader                  leased; name of the leading node
+    generation              compare-and-swap by the leader        Generation
+    size                    leased; written by the leader         JobSize
+    requests/plan           leased; written by who asks for it    PlanRequest
+    requests/size           the same                              JobSize
+    requests/drain/<node>   the same; `node` is to leave          DrainRequest
+    result                  written once, when the job is over    Result
 """
 
 from __future__ import annotations
@@ -203,6 +206,24 @@ class PlanRequest:
     id: str
     epoch: int
     plan: str
+    t: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """How many nodes the job has from now on, whatever --nnodes said; `id` is that of the request, made at Unix `t`."""
+
+    id: str
+    min_nodes: int
+    max_nodes: int
+    t: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequest:
+    """A node is to leave the job at a step boundary; `reason` is for people, `t` the Unix time of the request."""
+
+    reason: str
     t: float
 
 

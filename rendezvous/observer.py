@@ -9,7 +9,10 @@ from typing import TypeVar
 
 from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.membership import (
+    DrainRequest,
     Generation,
+    JobConfig,
+    JobSize,
     NodeDoc,
     PlanRequest,
     Result,
@@ -34,6 +37,14 @@ class Documents:
     generation: Generation | None = None
     result: Result | None = None
     profile: str = ""
+    config: JobConfig | None = None
+    size: JobSize | None = None
+
+    @property
+    def nnodes(self) -> tuple[int, int] | None:
+        """The least and the most nodes that the job has."""
+        limits = self.size or self.config
+        return None if limits is None else (limits.min_nodes, limits.max_nodes)
 
     def node(self, name: str) -> NodeDoc | None:
         return next((doc for doc in self.nodes if doc.node == name), None)
@@ -82,6 +93,14 @@ class Observer:
         """Put a request, which stands as long as the lease does."""
         self._store.put(f"{self._prefix}requests/plan", to_json(request), lease)
 
+    def ask_size(self, size: JobSize, lease: int) -> None:
+        """Ask for another number of nodes; what counts by then stays when the lease has ended."""
+        self._store.put(f"{self._prefix}requests/size", to_json(size), lease)
+
+    def ask_to_drain(self, node: str, request: DrainRequest, lease: int) -> None:
+        """Ask a node to leave, as long as the lease lasts."""
+        self._store.put(f"{self._prefix}requests/drain/{node}", to_json(request), lease)
+
     def close(self) -> None:
         """End the watch; the store stays open."""
         self._watch.cancel()
@@ -99,6 +118,11 @@ class Observer:
                 self._documents = replace(self._documents, generation=_read(Generation, event.value))
             elif name == "result":
                 self._documents = replace(self._documents, result=_read(Result, event.value))
+            elif name == "config":
+                self._documents = replace(self._documents, config=_read(JobConfig, event.value))
+            elif name == "size":
+                # It counts on where its writer has gone.
+                self._documents = replace(self._documents, size=_read(JobSize, event.value) or self._documents.size)
             elif name == "profile":
                 self._documents = replace(self._documents, profile=(event.value or b"").decode())
         nodes = sorted(self._nodes.values(), key=lambda doc: (doc.rank, doc.order, doc.node))

@@ -20,10 +20,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
-from elaunch.rendezvous.decide import Decision, Settings, View, decide
+from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
 from elaunch.rendezvous.membership import (
+    DrainRequest,
     Generation,
     JobConfig,
+    JobSize,
     NodeDoc,
     PlanRequest,
     Result,
@@ -48,6 +50,8 @@ class Listener(Protocol):
 
     def joined(self, config: JobConfig) -> None: ...
     def announced(self, generation: Generation) -> None: ...
+    def resized(self, min_nodes: int, max_nodes: int) -> None: ...
+    def drains(self, request: DrainRequest) -> None: ...
     def ended(self, result: Result) -> None: ...
     def waits(self, text: str) -> None: ...
     def outage(self, why: str) -> None: ...
@@ -91,6 +95,7 @@ class Participant:
         self._doc = doc
         self._inbox: deque[list[Event] | StoreUnavailable] = deque()
         self._profile: bytes | None = None
+        self._drain_all: DrainRequest | None = None
         self._stopping = False
         self._wait_for_others = False
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
@@ -105,6 +110,9 @@ class Participant:
         self._all_read = 0  # the revision at which all nodes, and what is asked of the job, were read
         self._node_revisions: dict[str, int] = {}
         self._request_revision = 0
+        self._drain_revision = 0
+        self._size: JobSize | None = None
+        self._told_to_drain: set[str] = set()
         self._token = ""
         self._generation_revision = 0
         self._wake_s: float | None = None
@@ -136,6 +144,12 @@ class Participant:
         """Leave what the job has measured for who looks at it; it stands as long as this node does."""
         with self._wake:
             self._profile = text.encode()
+            self._wake.notify()
+
+    def drain_all(self, reason: str) -> None:
+        """Have all nodes that are here now leave the job at a step boundary, this one too."""
+        with self._wake:
+            self._drain_all = DrainRequest(reason, time.time())
             self._wake.notify()
 
     def suspect_leader(self) -> None:
@@ -180,13 +194,15 @@ class Participant:
         """Wait for something to do, and do it."""
         now_s = self._clock()
         with self._wake:
-            busy = self._inbox or self._stopping or self._suspecting or self._profile is not None
+            left = self._profile is not None or self._drain_all is not None
+            busy = self._inbox or self._stopping or self._suspecting or left
             if not busy and self._doc == self._written:
                 due_s = self._renew_s if self._wake_s is None else min(self._renew_s, self._wake_s)
                 self._wake.wait(max(0.0, min(due_s - now_s, 1.0)))
             news = list(self._inbox)
             self._inbox.clear()
             doc, profile, self._profile = self._doc, self._profile, None
+            drain_all, self._drain_all = self._drain_all, None
         if self._stopping:
             return
         for item in news:
@@ -197,6 +213,8 @@ class Participant:
             self._write(doc)
         if profile is not None:
             self._write_profile(profile)
+        if drain_all is not None:
+            self._ask_all(drain_all)
         if self._clock() >= self._renew_s:
             self._renew()
         if self._suspecting:
@@ -250,7 +268,7 @@ class Participant:
     def _waiting_text(self, reason: str, wake_s: float | None) -> str:
         nodes = sorted(self._view.nodes, key=lambda doc: (doc.rank, doc.order))
         names = names_text([doc.node for doc in nodes])
-        missing = self._settings.min_nodes - len(nodes)
+        missing = self._now().min_nodes - len(nodes)
         lack = f", at least {missing} missing" if missing > 0 else ""
         left = f", {max(0.0, wake_s - self._clock()):.0f} s left" if wake_s is not None else ""
         return f"waiting: {reason} (here: {names}{lack}{left})"
@@ -276,7 +294,7 @@ class Participant:
             self._away_since_s = None
         self._read(entries, revision)
         leader = next((entry.value.decode() for entry in entries if entry.key == self._prefix + "leader"), None)
-        for name in ("generation", "result", "leader"):
+        for name in ("generation", "result", "leader", "size", f"requests/drain/{self._node}"):
             self._watch(self._prefix + name, revision + 1)
         if leader is None:
             self._try_to_lead()
@@ -384,6 +402,17 @@ class Participant:
             self._lead_due = True
             self._write(self._doc)
 
+    def _ask_all(self, request: DrainRequest) -> None:
+        assert self._store is not None
+        entries, _ = self._store.range(self._prefix + "nodes/")
+        for node in [entry.key.removeprefix(self._prefix + "nodes/") for entry in entries]:
+            self._ask_to_drain(node, request)
+
+    def _ask_to_drain(self, node: str, request: DrainRequest) -> None:
+        assert self._store is not None
+        with suppress(LeaseGone):  # then this node was absent itself; who leads by then asks again
+            self._store.put(f"{self._prefix}requests/drain/{node}", to_json(request), self._lease)
+
     def _watch(self, prefix: str, revision: int) -> None:
         assert self._store is not None
 
@@ -412,6 +441,13 @@ class Participant:
                     self._listener.announced(generation)
             elif name == "requests/plan":
                 self._take_request(event)
+            elif name in ("size", "requests/size"):
+                self._take_size(event, asked=name != "size")
+            elif name == f"requests/drain/{self._node}" and event.revision > self._drain_revision:
+                self._drain_revision = event.revision
+                if event.value is not None:
+                    with suppress(ProtocolError):  # must not end the node; who has written it waits in vain
+                        self._listener.drains(from_json(DrainRequest, event.value))
             elif name == "result" and event.value is not None:
                 result = from_json(Result, event.value)
                 self._view = replace(self._view, result=result)
@@ -427,6 +463,8 @@ class Participant:
         self._node_revisions.clear()
         self._view = replace(self._view, request=None)
         self._request_revision = self._all_read = 0
+        # The size first: by it this node knows whether a generation has a place for it.
+        entries = sorted(entries, key=lambda entry: entry.key != self._prefix + "size")
         self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
         self._all_read = revision
 
@@ -453,6 +491,31 @@ class Participant:
             with suppress(ProtocolError):  # must not end the job; who has written it waits in vain
                 request = from_json(PlanRequest, event.value)
         self._view = replace(self._view, request=request)
+
+    def _take_size(self, event: Event, asked: bool) -> None:
+        """Take a size that counts; the leader makes one that was asked for count. It stays when its writer goes."""
+        if event.value is None:
+            return
+        try:
+            size = from_json(JobSize, event.value)
+        except ProtocolError:
+            return  # as above
+        if self._size is None or (size.t, size.id) > (self._size.t, self._size.id):
+            self._size = size
+            self._listener.resized(size.min_nodes, size.max_nodes)
+            if asked:
+                self._put_size()
+
+    def _put_size(self) -> None:
+        if self._size is not None and self._store is not None:
+            with suppress(LeaseGone):  # then another node leads by now, and puts it
+                self._store.put(self._prefix + "size", to_json(self._size), self._lease)
+
+    def _now(self) -> Settings:
+        """The settings, with the size that was asked for."""
+        if self._size is None:
+            return self._settings
+        return replace(self._settings, min_nodes=self._size.min_nodes, max_nodes=self._size.max_nodes)
 
     def _try_to_lead(self) -> None:
         assert self._store is not None
@@ -485,12 +548,14 @@ class Participant:
         if self._view.generation is not None and not self._generation_revision:
             # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
             self._put_generation(self._view.generation)
+        self._put_size()
         self._lead()
 
     def _lead(self) -> None:
         """Apply the leader's rule, and write what it says."""
         assert self._store is not None
-        decision = decide(self._view, self._clock(), self._settings)
+        settings = self._now()
+        decision = decide(self._view, self._clock(), settings)
         self._wait_for = decision.reason, decision.wake_s
         self._wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
         if decision.pending:
@@ -498,6 +563,13 @@ class Participant:
                 self._view = replace(self._view, pending_s=self._clock())
         elif self._view.pending_s is not None:
             self._view = replace(self._view, pending_s=None)
+        too_many = surplus(self._view, settings.max_nodes)
+        for node in too_many:
+            if node not in self._told_to_drain:
+                self._ask_to_drain(node, DrainRequest(_resized_text(settings), time.time()))
+        for node in self._told_to_drain.difference(too_many):
+            self._store.delete(f"{self._prefix}requests/drain/{node}")  # its name is free for a later one
+        self._told_to_drain = set(too_many)
         if decision.generation is not None:
             self._announce(decision)
         if decision.result is not None:
@@ -525,6 +597,7 @@ class Participant:
         if self._store.create(self._prefix + "result", to_json(result), self._store.grant(RESULT_TTL_S)):
             self._store.delete(self._prefix + "generation")
             self._store.delete(self._prefix + "config")
+            self._store.delete(self._prefix + "size")
 
     def _lost_store(self, error: StoreUnavailable) -> None:
         if not self._joined and self._clock() > self._started_s + self._connect_s:
@@ -569,6 +642,10 @@ class Participant:
             except StoreUnavailable:
                 pass  # the lease runs out by itself
         self._drop_connection()
+
+
+def _resized_text(settings: Settings) -> str:
+    return f"the job is to have {settings.max_nodes} node{'' if settings.max_nodes == 1 else 's'} from now on"
 
 
 def _settings_text(config: JobConfig) -> str:

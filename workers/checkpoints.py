@@ -90,18 +90,21 @@ class Checkpoints:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def boundary(self, group: Group, step: int, state: Callable[[], Part]) -> None:
+    def boundary(self, group: Group, step: int, state: Callable[[], Part], due: bool = False) -> None:
         """Begin a checkpoint, if one is due at this step boundary. All members call it at every one.
 
         Args:
             group: of the members.
             step: number of steps that have committed.
             state: gives this worker's part of the state.
+            due: whether it is, whatever the number of the step.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
         """
-        if self._settings is None or not step or step % self.every or self._done == (group.epoch, step):
+        if self._settings is None or not step or self._done == (group.epoch, step):
+            return
+        if step % self.every and not due:
             return
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
@@ -141,9 +144,20 @@ class Checkpoints:
         Raises:
             StepInterrupted: a link broke, or the membership changes.
         """
+        self._end(group, step, state, due=False)
+
+    def leave(self, group: Group, step: int, state: Callable[[], Part]) -> None:
+        """All members leave at this boundary, before the last step: save the state, and wait until it is complete.
+
+        Raises:
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        self._end(group, step, state, due=True)
+
+    def _end(self, group: Group, step: int, state: Callable[[], Part], due: bool) -> None:
         if self._settings is not None:
             self._settle(group)
-            self.boundary(group, step, state)
+            self.boundary(group, step, state, due)
             self._settle(group)
 
     def _settle(self, group: Group) -> None:

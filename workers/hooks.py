@@ -214,6 +214,11 @@ class Membership:
         epochs = set(newest)
         return len(epochs) == 1 and epochs.pop() > self.generation.epoch
 
+    @property
+    def all_leave(self) -> bool:
+        """Whether the planned change, of which all know, is the end of the job here: every member leaves."""
+        return self._noted is not None and set(self._noted.ids).isdisjoint(self.generation.ids)
+
     def newest_epoch(self) -> int:
         """What to tell the others with the commit barrier, for `all_know`."""
         self._noted = self._client.newest()

@@ -292,6 +292,8 @@ class HybridJob:
         assert self._group is not None
         error: StepInterrupted | None = None
         try:
+            if self._membership.all_leave:
+                self._checkpoints.leave(self._group, self.step, self._made.durable)
             self._group.barrier()
         except StepInterrupted as interruption:
             error = interruption

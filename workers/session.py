@@ -550,13 +550,23 @@ class Job:
         """At a step boundary: change over to a planned generation, or finish a recovery."""
         try:
             if self._changeover:
-                self._membership.agree()
+                self._membership.agree(self._part())
             elif self._reconsider:
                 self._membership.reconsider(SPEEDS_CHANGED)
             self._changeover = self._reconsider = False
             self._membership.settle()
         except Left as left:
             self._leave(left)
+
+    def _part(self) -> StepInterrupted | None:
+        """Before a planned change: where all leave, the state goes to disk. Tells what came between."""
+        assert self._group is not None
+        if self._membership.all_leave:
+            try:
+                self._checkpoints.leave(self._group, self.step, self._durable)
+            except StepInterrupted as error:
+                return error
+        return None
 
     def _save(self) -> bool:
         """At a step boundary: begin a checkpoint, if one is due. False: a change came between, and is to be settled."""

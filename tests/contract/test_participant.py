@@ -20,8 +20,10 @@ from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import (
+    DrainRequest,
     Generation,
     JobConfig,
+    JobSize,
     NodeDoc,
     NodeWorker,
     PlanRequest,
@@ -140,6 +142,8 @@ class Node:
         self.config: JobConfig | None = None
         self.generations: list[Generation] = []
         self.results: list[Result] = []
+        self.sizes: list[tuple[int, int]] = []
+        self.drain_reasons: list[str] = []
         self.waiting: list[str] = []
         self.outages: list[str] = []
         self.returns: list[float] = []
@@ -151,6 +155,12 @@ class Node:
 
     def announced(self, generation: Generation) -> None:
         self.generations.append(generation)
+
+    def resized(self, min_nodes: int, max_nodes: int) -> None:
+        self.sizes.append((min_nodes, max_nodes))
+
+    def drains(self, request: DrainRequest) -> None:
+        self.drain_reasons.append(request.reason)
 
     def ended(self, result: Result) -> None:
         self.results.append(result)
@@ -305,6 +315,52 @@ class TestJoining:
         for node in nodes:
             wait_until(lambda node=node: node.results, LIMIT_S, f"the result at {node.name}")  # type: ignore[misc]
             assert node.results == [Result(True, "all workers have finished")]
+
+
+class TestSize:
+    """Nodes that are asked to leave, and another number of nodes."""
+
+    def ask(self, job: Job, least: int, most: int) -> None:
+        size = JobSize("7", least, most, time.time())
+        job.admin.put("/elaunch/job/requests/size", to_json(size), job.admin.grant(30.0))
+
+    def test_a_node_hears_that_it_is_to_leave_and_no_other_does(self, job: Job) -> None:
+        a, b, c = job.three()
+        request = DrainRequest("elaunch ctl drain", time.time())
+        job.admin.put("/elaunch/job/requests/drain/b", to_json(request), job.admin.grant(30.0))
+        wait_until(lambda: b.drain_reasons == ["elaunch ctl drain"], LIMIT_S, "b to hear of it")
+        b.says(MEMBER, draining=True)
+        assert a.hears(ids("a/0#0", "c/0#0")).leaving == ("b/0#0",)
+        assert not a.drain_reasons + c.drain_reasons
+
+    def test_all_nodes_can_be_asked_by_one(self, job: Job) -> None:
+        nodes = job.three()
+        nodes[1].participant.drain_all("SIGUSR2 to node b")
+        for node in nodes:
+            wait_until(lambda node=node: node.drain_reasons, LIMIT_S, "all to hear of it")  # type: ignore[misc]
+            assert node.drain_reasons == ["SIGUSR2 to node b"]
+
+    def test_the_nodes_too_many_are_told_to_leave_once(self, job: Job) -> None:
+        a, b, c = job.three()
+        self.ask(job, 1, 2)
+        wait_until(lambda: c.drain_reasons, LIMIT_S, "the last node to be told")
+        c.says(MEMBER, draining=True)
+        a.hears(ids("a/0#0", "b/0#0"))
+        c.participant.stop()
+        wait_until(lambda: job.read("requests/drain/c") is None, LIMIT_S, "the name c to be free again")
+        assert c.drain_reasons == ["the job is to have 2 nodes from now on"]
+        assert not a.drain_reasons + b.drain_reasons
+        assert [node.sizes for node in (a, b, c)] == [[(1, 2)]] * 3
+
+    def test_a_size_outlives_who_asked_and_who_led(self, job: Job) -> None:
+        a, b, c = job.three()
+        self.ask(job, 1, 3)
+        for node in (a, b, c):
+            wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of it")  # type: ignore[misc]
+        a.participant.stop()
+        b.hears(ids("b/0#0", "c/0#0"))
+        d = job.node("d")
+        wait_until(lambda: d.sizes == [(1, 3)], LIMIT_S, "d to hear of the size")
 
 
 class TestLeading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.workers.plan import Plan
 from tests.faults import test_dtensor as dtensor
 from tests.faults.test_hybrid import SCRIPT, reference, weights
+from tests.faults.test_nodes import Cluster
 from tests.helpers import Spawner
+from tests.jobs import watch as train
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for_members, wait_for_step
 
 LIMIT_S = 150.0
@@ -89,3 +92,141 @@ def test_a_runtime_of_ones_own_is_told_who_leaves(etcd: EmbeddedEtcd, spawn: Spa
     assert_same(losses(both), found, dtensor.ROUNDING)
     assert digests(both) == samples
     assert [event["plan"] for node in (first, other) for event in node.events("decision")] == ["1x4", "1x2", "1x2"]
+
+
+def two(cluster: Cluster, *flags: str) -> tuple[Node, Node]:
+    """Two nodes of one worker each, of a data-parallel job that trains."""
+    a = cluster.add("a", 1, *flags)
+    wait_for_members([a], 1)
+    b = cluster.add("b", 1, *flags)
+    wait_for_members(cluster.nodes, 2)
+    return a, b
+
+
+def ctl(spawn: Spawner, etcd: EmbeddedEtcd, *words: str, code: int = 0) -> str:
+    """What the command says; it must exit with `code`."""
+    ended = spawn.python(
+        "-m", "elaunch", "ctl", *words, f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", name="ctl"
+    )
+    assert ended.wait(60) == code, ended.tail()
+    return ended.text().strip()
+
+
+def check_undisturbed(*nodes: Node) -> None:
+    """No step was begun twice: nobody was lost."""
+    for node in nodes:
+        for event in node.events("generation"):
+            assert not re.search("died|lost|killed|reached", event["cause"]), event
+
+
+LONG = ("--steps", "100000", "--sleep", "0.01")
+
+
+def test_a_node_leaves_when_somebody_asks_for_it(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", *LONG)
+    a, b = two(cluster)
+    assert "has no node z; here are a, b" in ctl(spawn, etcd, "drain", "z", code=1)
+    assert "a, b would leave nobody to go on" in ctl(spawn, etcd, "drain", "a", "b", code=1)
+    said = ctl(spawn, etcd, "drain", "b")
+    assert re.fullmatch(r"b has left, [\d.]+ s after it was asked for; a goes on", said), said
+    assert b.agent.wait(20) == 0, b.agent.tail()
+    assert "elaunch ctl drain: the workers of this node leave at the next step boundary" in b.agent.text()
+    assert [event.get("exitcode") for event in b.events("worker_exited")] == [0]
+    wait_for_members([a], 1)
+    check_undisturbed(a)
+    assert "a has left" in ctl(spawn, etcd, "drain", "--all")
+    assert a.agent.wait(20) == 1, a.agent.tail()
+    assert "stopped by elaunch ctl drain; the state in memory is gone" in a.agent.text()
+
+
+def test_a_job_gets_fewer_nodes_and_then_more(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", *LONG)
+    a, b = two(cluster)
+    said = ctl(spawn, etcd, "resize", "1")
+    assert said == "job job has 1 node from now on; b has left; a goes on"
+    assert b.agent.wait(20) == 0, b.agent.tail()
+    assert "the job is to have 1 node from now on: the workers of this node leave" in b.agent.text()
+    wait_for_members([a], 1)
+    c = cluster.add("c")
+    c.agent.wait_for_text("this node waits as a spare: the job has its 1 node", 60)
+    assert "job job has 1 to 3 nodes from now on" in ctl(spawn, etcd, "resize", "1:3")
+    wait_for_members([a, c], 2)
+    check_undisturbed(a, c)
+    assert "a, c have left" in ctl(spawn, etcd, "drain", "--all")
+
+
+def test_signals_announce_the_end_of_a_node_and_of_the_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    """With a folder for checkpoints, the job goes on later from the very step at which it was ended."""
+    saved = tmp_path / "saved"
+    flags = ("--checkpoint-dir", str(saved), "--checkpoint-every", "100000")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", *LONG)
+    a, b = two(cluster, *flags)
+    b.agent.signal(signal.SIGUSR1)
+    assert b.agent.wait(30) == 0, b.agent.tail()
+    assert "SIGUSR1: the workers of this node leave at the next step boundary; the others go on" in b.agent.text()
+    assert not list(saved.glob("step-*"))
+    c = cluster.add("c", 1, *flags)
+    wait_for_members([a, c], 2)
+    c.agent.signal(signal.SIGUSR2)
+    codes = [node.agent.wait(60) for node in (a, c)]
+    assert codes == [1, 1], a.agent.tail() + c.agent.tail()
+    check_undisturbed(a, c)
+    done = max(a.last_step(), c.last_step()) + 1
+    assert "SIGUSR2 to node c: the workers of this node leave" in a.agent.text()
+    rest = f"there is a checkpoint of {done} steps, from which the job goes on when it is started again"
+    assert rest in a.agent.text() + c.agent.text()
+    script = (train.SCRIPT, "--steps", str(done + 5))
+    again = elaunch(spawn, tmp_path, "--standalone", *flags, script=script, name="again")
+    assert again.agent.wait(LIMIT_S) == 0, again.agent.tail()
+    assert f"/step-{done:09d}, at step {done}" in again.agent.text()
+    assert [event["step"] for event in again.events("step")] == list(range(done, done + 5))
+
+
+def test_a_hybrid_job_that_is_ended_so_goes_on_bit_by_bit(spawn: Spawner, tmp_path: Path) -> None:
+    steps = ("--steps", "60")
+    found, samples, ended = reference(spawn, tmp_path, *steps)
+    gate, saved = tmp_path / "gate", tmp_path / "saved"
+    keep = ("--checkpoint-dir", str(saved), "--checkpoint-every", "1000")
+    flags = ("--standalone", "--nproc-per-node=4", "--consistency=bitwise", *keep)
+    shape = ("--dp=2", "--pp=2", "--snapshots=0")
+    first = elaunch(spawn, tmp_path, *flags, script=(SCRIPT, *steps, *shape, "--hold", f"20:{gate}"), name="first")
+    wait_for_step(first, 19)
+    first.agent.signal(signal.SIGUSR1)
+    first.agent.wait_for_text("no other node is left to go on", 30)
+    gate.touch()
+    assert first.agent.wait(60) == 1, first.agent.tail()
+    again = elaunch(spawn, tmp_path, *flags, script=(SCRIPT, *steps, *shape), name="again")
+    assert again.agent.wait(LIMIT_S) == 0, again.agent.tail()
+    assert losses([first, again]) == found
+    assert digests([first, again]) == samples
+    assert weights(again) == ended
+
+
+def test_a_notice_announces_the_end_of_a_node(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", *LONG)
+    a, b = cluster.add("a"), cluster.add("b", 1, f"--notice=file:{file}")
+    wait_for_members(cluster.nodes, 2)
+    file.write_text("rack 7 is switched off\n")
+    assert b.agent.wait(30) == 0, b.agent.tail()
+    assert f"{file}: rack 7 is switched off: the workers of this node leave at the next" in b.agent.text()
+    wait_for_members([a], 1)
+    check_undisturbed(a)
+    assert "a has left" in ctl(spawn, etcd, "drain", "--all")
+
+
+def test_a_plain_script_starts_again_without_a_node_that_drains(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    """What torchrun does when a node leaves; that it was asked to is no failure that counts."""
+    script = ("--no-python", "sh", "-c", "echo begins with $WORLD_SIZE; sleep 600")
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,attach_timeout=5"
+    flags = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf, "--max-restarts=0")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
+    for node in nodes:
+        node.agent.wait_for_text("begins with 2", 60)
+    assert "b has left" in ctl(spawn, etcd, "drain", "b")
+    assert nodes[1].agent.wait(20) == 0, nodes[1].agent.tail()
+    nodes[0].agent.wait_for_text("begins with 1", 60)
+    nodes[0].agent.signal(signal.SIGTERM)
+    nodes[0].agent.wait(60)

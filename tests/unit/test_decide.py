@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, decide, next_epoch
+from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, decide, next_epoch, surplus
 from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
@@ -705,3 +705,23 @@ def test_whatever_the_documents_say_a_generation_is_sound(
             assert after.plan == generation.plan
     elif after.attempt != generation.attempt:
         assert (after.plan, after.plan_request) == ("", "")
+
+
+class TestSurplus:
+    """Nodes of a job that is to have fewer."""
+
+    def test_those_that_joined_last_leave(self) -> None:
+        now = train("a/0#0", "b/0#0", "c/0#0")
+        docs = [node(name, MEMBER) for name in "cab"]
+        assert surplus(view(now, *docs), 3) == ()
+        assert surplus(view(now, *docs), 1) == ("b", "c")
+
+    def test_the_rank_that_a_user_fixed_comes_first(self) -> None:
+        docs = [node("a", MEMBER, rank=1), node("b", MEMBER, rank=0)]
+        assert surplus(view(train("a/0#0", "b/0#0"), *docs), 1) == ("a",)
+
+    def test_who_leaves_already_or_has_no_part_does_not_count(self) -> None:
+        docs = [node("a", MEMBER), node("b", MEMBER, draining=True), node("c", READY)]
+        assert surplus(view(train("a/0#0", "b/0#0"), *docs), 1) == ()
+        assert surplus(view(None, node("a"), node("b")), 1) == ()
+        assert surplus(view(train("a/0#0", "b/0#0"), *docs[:2], result=Result(True)), 0) == ()

@@ -751,6 +751,60 @@ class TestSignals:
         assert signalled(node.life.on_result(Result(False, "lost"), NOW_S)) == [("a/0#0", signal.SIGTERM)]
 
 
+class TestDraining:
+    """A node that is asked to leave."""
+
+    def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
+        node = member_node()
+        text = said(node.does(node.life.drain("elaunch ctl drain", NOW_S)))
+        assert text == "elaunch ctl drain: the workers of this node leave at the next step boundary; the others go on"
+        assert node.life.doc().draining
+        assert node.life.due_s() is None
+        assert node.life.drain("again", NOW_S) == []
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+
+    def test_within_the_time_that_is_left(self) -> None:
+        node = member_node()
+        node.life.drain("aws", NOW_S, 20.0)
+        assert node.life.due_s() == NOW_S + 20.0
+        assert signalled(node.later(20.0)) == [("a/0#0", signal.SIGKILL)]
+
+    @pytest.mark.parametrize(
+        ("saved", "rest"),
+        [
+            (None, "the state in memory is gone"),
+            (40, "there is a checkpoint of 40 steps, from which the job goes on when it is started again"),
+        ],
+    )
+    def test_the_last_one_says_what_is_left_of_the_state(self, saved: int | None, rest: str) -> None:
+        node = member_node(others=())
+        node.life.drain("SIGUSR1", NOW_S)
+        if saved is not None:
+            node.life.on_saved(saved)
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == [Exit(1, f"stopped by SIGUSR1; {rest}")]
+
+    def test_a_node_without_a_part_in_the_job_goes_at_once(self) -> None:
+        waiting = Node()
+        waiting.start("b/0")
+        text = "SIGUSR1: this node leaves; it had no part in the job yet"
+        assert waiting.life.drain("SIGUSR1", NOW_S) == [Say(text), Exit(0)]
+
+    def test_before_it_trains_its_workers_end_and_the_others_start_without_it(self) -> None:
+        node = Node()
+        node.start("a/0", "b/0")
+        node.life.on_started("a/0#0", 100)
+        assert signalled(node.does(node.life.drain("SIGUSR1", NOW_S))) == [("a/0#0", signal.SIGTERM)]
+        assert node.life.doc().draining
+        assert node.dies("a/0#0", signal.SIGTERM) == [Exit(0)]
+
+    def test_a_job_that_may_have_more_nodes_has_a_place_for_one_that_waits(self) -> None:
+        node = Node(max_nodes=1)
+        assert started(node.train("b/0#0")) == []
+        assert started(node.does(node.life.on_resized(1, 2, NOW_S))) == ["a/0#0"]
+
+
 def test_the_report_carries_the_epoch_that_the_node_remembers() -> None:
     node = member_node()
     node.train("a/0#0", "b/0#0", epoch=17)
