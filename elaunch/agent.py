@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from typing import Any
 
 from elaunch.config import AgentConfig
 from elaunch.control import Connection, ControlServer
+from elaunch.detect.health import Finding, Verdict
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
-from elaunch.errors import ClockError, ElaunchError
+from elaunch.errors import DeviceError, ElaunchError
 from elaunch.events import EventLog
 from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.monitor import Monitor, Running
 from elaunch.notices import Announcement, Notices, parse
 from elaunch.outputs import Folders, Outputs
 from elaunch.rendezvous.decide import Settings
@@ -62,6 +65,7 @@ class Agent:
         host: the address at which workers of other nodes reach this node.
         folders: where the streams of workers go; by default as the flags say.
         hosts: other nodes use a store that ends with this agent.
+        figures: of this node's check, for those that come later.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Agent:
         host: str,
         folders: Folders | None = None,
         hosts: bool = False,
+        figures: str = "",
     ) -> None:
         self._hosts = hosts
         self._config = config
@@ -120,6 +125,16 @@ class Agent:
             port=free_port(host),
             door=f"{host}:{self._door.getsockname()[1]}",
         )
+        self._monitor = Monitor(
+            config.health,
+            config.node,
+            config.nproc_per_node,
+            os.environ,
+            _folders(config),
+            lambda: [Running(slot.index, slot.worker, slot.pid) for slot in self._life.running if slot.pid],
+            lambda findings: self.post(partial(self._on_findings, findings)),
+            self.say,
+        )
         self._attempt = 0
         conf = config.conf
         self._participant = Participant(
@@ -144,6 +159,7 @@ class Agent:
             self._life.doc(),
             _Listener(self),
             connect_s=conf.connect_timeout,
+            figures=figures,
         )
 
     def run(self) -> int:
@@ -157,6 +173,7 @@ class Agent:
         former_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._participant.start()
         notices = Notices(parse(self._config.notice), self._announced, self.say)
+        self._monitor.start()
         try:
             while self._exit is None:
                 self._turn()
@@ -167,6 +184,7 @@ class Agent:
             self._supervisor.close()
             self._outputs.close()
             self._control.close()
+            self._monitor.stop()
             self._door.close()
             self._events.close()
             if self._watchdog is not None:
@@ -301,11 +319,11 @@ class Agent:
 
     def _give_back_clock(self, slot: int) -> None:
         """A worker that was killed cannot unlock the clock of its device."""
-        from elaunch.workers.clocks import NvmlClocks, device_of
+        from elaunch.nvml import NvmlClocks, gpu_of
 
         try:
-            NvmlClocks(device_of(slot, os.environ)).reset()
-        except ClockError as error:
+            NvmlClocks(gpu_of(slot, os.environ)).reset()
+        except DeviceError as error:
             self.say(f"--allow-dvfs: {error}; if the worker of slot {slot} had locked its clock, it still is")
 
     def _log_worker(self, kind: str, worker: str, pid: int) -> None:
@@ -377,6 +395,26 @@ class Agent:
             name = signal_name(expired.signal)
             self.say(f"worker {worker} let its timer {expired.scope!r} expire; it is ended by {name}")
             self._act([Signal(worker, expired.signal)])
+
+    def _on_findings(self, findings: list[Finding], life: Lifecycle) -> list[Action]:
+        """Tell what the monitor has found, and let the node leave if something of it is about to fail."""
+        actions: list[Action] = []
+        for found in findings:
+            worker = "" if found.slot is None else life.slots[found.slot].worker
+            self._log(
+                "health",
+                worker=worker or found.evidence.get("worker"),
+                subject=found.subject,
+                verdict=found.verdict.name.lower(),
+                what=found.what,
+                text=found.text,
+                evidence=dict(found.evidence),
+            )
+            who = f"{found.subject} of worker {worker}" if worker else found.subject
+            self.say(f"{who}: {found.text}")
+            if found.verdict >= Verdict.DRAIN and self._config.health.policy == "drain":
+                actions.extend(life.on_sick(f"{found.subject}: {found.text}", time.monotonic()))
+        return actions
 
     # -- act ----------------------------------------------------------------------------------------------------
 
@@ -464,6 +502,13 @@ class _Listener:
 
     def refused(self, error: ElaunchError) -> None:
         self._agent.post(lambda life: life.on_refused(str(error), time.monotonic()))
+
+
+def _folders(config: AgentConfig) -> list[str]:
+    """Where this node's part of the job writes."""
+    found = [config.logs.log_dir, config.checkpoints.folder if config.checkpoints is not None else None]
+    found.append(os.path.dirname(config.events) or "." if config.events else None)
+    return [str(folder) for folder in (*found, tempfile.gettempdir()) if folder]
 
 
 def _process_state(pid: int) -> str:

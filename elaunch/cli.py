@@ -17,6 +17,7 @@ from elaunch.config import (
     BACKENDS,
     CONNECT_S,
     ETCD_PORT,
+    HEALTH_INTERVAL_S,
     HOSTED_PORT,
     MASTER_PORT,
     NUMA_MODES,
@@ -27,6 +28,7 @@ from elaunch.config import (
     join_endpoint,
     parse_conf,
     parse_endpoint,
+    parse_health,
     parse_nnodes,
     parse_nproc,
     parse_signals,
@@ -64,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--version", action="version", version=f"elaunch {__version__}")
     p.flag("--nnodes", default="1:1", help="number of nodes, or MIN:MAX")
-    p.flag("--nproc-per-node", default="1", help="workers on this node: a number, cpu, gpu, xpu or auto")
+    p.flag("--nproc-per-node", default="1", help="workers on this node: a number, cpu, gpu, npu, xpu or auto")
 
     p.flag(
         "--rdzv-backend",
@@ -173,6 +175,25 @@ def parser() -> argparse.ArgumentParser:
         help="file with what the model's layers cost: read at the start, if it is there, and kept up to date",
     )
     p.add_argument(
+        "--node-check",
+        action="store_true",
+        default=os.environ.get("ELAUNCH_NODE_CHECK", "0") not in ("", "0"),
+        help="before it joins, this node multiplies matrices on each device and reduces over its loopback; one that "
+        "fails, or is far slower than its peers, does not join",
+    )
+    p.add_argument(
+        "--health-policy",
+        default=os.environ.get("ELAUNCH_HEALTH_POLICY", ""),
+        help="when a device of this node is about to fail: drain (its workers leave the job; the default), report (a "
+        "line and an event), off (nobody looks)",
+    )
+    p.add_argument(
+        "--health-interval",
+        default=os.environ.get("ELAUNCH_HEALTH_INTERVAL", ""),
+        help=f"seconds between two looks at the memory of this node; if not given, {HEALTH_INTERVAL_S:g}. GPUs are "
+        "looked at every fifth time, disks every tenth",
+    )
+    p.add_argument(
         "--preload",
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
@@ -244,6 +265,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         notice=_notice(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
         wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile),
+        node_check=args.node_check,
+        health=parse_health(args.health_policy, args.health_interval),
     )
 
 

@@ -16,6 +16,8 @@ from elaunch.policies import Wishes
 PRELOAD = ("torch", "torch._dynamo", "elaunch.workers.session")
 
 
+HEALTH_POLICIES = ("drain", "report", "off")
+HEALTH_INTERVAL_S = 1.0
 BACKENDS = ("static", "c10d", "etcd", "etcd-v3")
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -81,6 +83,19 @@ class RendezvousConf:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """What the user wants done about health.
+
+    Attributes:
+        policy: "drain": a node with a sick device leaves the job; "report": it only says so; "off": nobody looks.
+        interval_s: between two looks.
+    """
+
+    policy: str = "drain"
+    interval_s: float = HEALTH_INTERVAL_S
+
+
+@dataclass(frozen=True, slots=True)
 class AgentConfig:
     """Everything an agent is told.
 
@@ -120,6 +135,8 @@ class AgentConfig:
     notice: str = ""
     checkpoints: Checkpointing | None = None
     wishes: Wishes = field(default_factory=Wishes)
+    health: HealthSettings = field(default_factory=HealthSettings)
+    node_check: bool = False
 
 
 def parse_nnodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
@@ -139,33 +156,28 @@ def parse_nnodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Read a number of workers, or cpu, gpu, xpu or auto (devices where there are some, else cpu).
+    """Read a number of workers, or cpu, gpu, npu, xpu or auto (devices where there are some, else cpu).
 
     Raises:
-        UsageError: it is none of these, or there is no GPU for gpu.
+        UsageError: it is none of these, or there is no device of the kind.
     """
-    gpus = _count_gpus() if text in ("gpu", "auto") else 0
-    xpus = _count_xpus() if text == "xpu" or (text == "auto" and not gpus) else 0
+    if text not in ("cpu", "gpu", "npu", "xpu", "auto"):
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"--nproc-per-node={text}: expected a number of at least 1, cpu, gpu, npu, xpu or auto")
+        return int(text)
+    from elaunch import devices  # a plain number needs none of it
+
+    gpus = devices.count_gpus(os.environ) if text in ("gpu", "auto") else 0
+    npus = devices.count_npus(os.environ) if text == "npu" or (text == "auto" and not gpus) else 0
+    xpus = _count_xpus() if text == "xpu" or (text == "auto" and not gpus and not npus) else 0
     cpus = len(os.sched_getaffinity(0))
     if text == "gpu" and not gpus:
         raise UsageError("--nproc-per-node=gpu: this machine has no NVIDIA GPU that the driver shows")
     if text == "xpu" and not xpus:
         raise UsageError("--nproc-per-node=xpu: this machine has no Intel GPU that the driver shows")
-    named = {"cpu": cpus, "gpu": gpus, "xpu": xpus, "auto": gpus or xpus or cpus}
-    if text in named:
-        return named[text]
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--nproc-per-node={text}: expected a number of at least 1, cpu, gpu, xpu or auto")
-    return int(text)
-
-
-def _count_gpus() -> int:
-    """NVIDIA devices that the driver shows, narrowed by CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(_listdir("/proc/driver/nvidia/gpus"))
-    if visible is None:
-        return present
-    return min(present, len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
+    if text == "npu" and not npus:
+        raise UsageError("--nproc-per-node=npu: this machine has no Ascend NPU that the driver shows")
+    return {"cpu": cpus, "gpu": gpus, "npu": npus, "xpu": xpus, "auto": gpus or npus or xpus or cpus}[text]
 
 
 def _count_xpus(drivers: str = "/sys/class/drm") -> int:
@@ -182,6 +194,23 @@ def _listdir(folder: str) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+
+
+def parse_health(policy: str, interval: str) -> HealthSettings:
+    """Read `--health-policy` and `--health-interval`; empty ones were not given.
+
+    Raises:
+        UsageError: a value cannot be used.
+    """
+    if policy and policy not in HEALTH_POLICIES:
+        raise UsageError(f"--health-policy={policy}: expected one of {', '.join(HEALTH_POLICIES)}")
+    try:
+        interval_s = float(interval or HEALTH_INTERVAL_S)
+    except ValueError:
+        interval_s = 0.0
+    if not 0.01 <= interval_s <= 3600:
+        raise UsageError(f"--health-interval={interval}: expected seconds, 0.01 to 3600")
+    return HealthSettings(policy or "drain", interval_s)
 
 
 def parse_signals(text: str) -> tuple[int, ...]:

@@ -11,11 +11,12 @@
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
     │   └── StateLost          no survivor has some part of it
-    ├── ClockError             the clock of a device cannot be read or set
+    ├── DeviceError            an accelerator cannot be found, read or set
     │   ├── NvmlNotFound       pynvml cannot be imported
     │   ├── DeviceNotFound     no driver, or no such device
-    │   ├── ClocksDenied       this process may not set it
-    │   └── ClocksUnsupported  the device or its driver cannot
+    │   └── ClockError         the clock of a device cannot be read or set
+    │       ├── ClocksDenied       this process may not set it
+    │       └── ClocksUnsupported  the device or its driver cannot
     └── StepInterrupted        the step in flight cannot finish; never reaches a training script
         ├── GenerationChanged  a newer generation was announced
         └── LinkLost           the connection to one peer broke
@@ -79,16 +80,20 @@ class StateLost(StateError):
     """No surviving worker has some part of the state: it is only in a checkpoint, if there is one."""
 
 
-class ClockError(ElaunchError):
-    """The clock of a device cannot be read or set."""
+class DeviceError(ElaunchError):
+    """An accelerator cannot be found, read or set."""
 
 
-class NvmlNotFound(ClockError):
+class NvmlNotFound(DeviceError):
     """The binding of NVIDIA's management library cannot be imported."""
 
 
-class DeviceNotFound(ClockError):
+class DeviceNotFound(DeviceError):
     """There is no driver, or it has no such device."""
+
+
+class ClockError(DeviceError):
+    """The clock of a device cannot be read or set."""
 
 
 class ClocksDenied(ClockError):

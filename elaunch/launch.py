@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import sys
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
@@ -60,7 +62,8 @@ def launch(config: AgentConfig) -> int:
 
                 folders = plugin_folders(config)
             hosts = hosted is not None and config.backend != "standalone"
-            agent = Agent(config, open_store, supervisor, host, folders, hosts)
+            figures = _check_node(config, open_store) if config.node_check else ""
+            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures)
         except BaseException:
             supervisor.close()
             raise
@@ -76,6 +79,28 @@ def launch(config: AgentConfig) -> int:
             registration.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str:
+    """The figures of this node.
+
+    Raises:
+        LaunchError: it failed its check, or is far slower than its peers.
+    """
+    from elaunch.nodecheck import check
+    from elaunch.rendezvous.membership import job_prefix
+
+    own = check(
+        open_store,
+        job_prefix(config.job),
+        config.node,
+        config.nproc_per_node,
+        config.max_nodes,
+        os.environ,
+        config.conf.connect_timeout,
+    )
+    print(f"[elaunch {config.node}] node check: {own.text()}", file=sys.stderr, flush=True)
+    return own.to_json()
 
 
 def _follow_caller() -> None:

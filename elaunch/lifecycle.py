@@ -157,6 +157,9 @@ class Lifecycle:
     wanted_attempt: int = 0
     draining: bool = False
     drain_reason: str = ""
+    signalled: bool = False  # this agent, not a worker
+    sick: str = ""  # why this node is to leave as soon as the others can do without it
+    sick_told: bool = False
     spare: bool = False  # whether the user was told that this node has no place
     stopping: str = ""
     exit_code: int = 1
@@ -280,7 +283,7 @@ class Lifecycle:
             actions.extend(self._starting(generation))
         elif not any(slot.worker for slot in self.slots):
             actions.append(Say(generation.cause))
-        return actions
+        return [*actions, *self._leave_if_sick(now_s)]
 
     def _starting(self, generation: Generation) -> list[Action]:
         if self.settings.node in generation.nodes:
@@ -540,12 +543,18 @@ class Lifecycle:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int, now_s: float) -> list[Action]:
-        """A signal for the agent: SIGTERM drains a training node, anything else stops its workers."""
+        """A signal for the agent: SIGTERM drains a training node, another stops its workers; a second one kills."""
         name = signal_name(number)
-        if self.stopping or self.draining:
+        again, self.signalled = self.signalled, True
+        if self.stopping or (self.draining and (again or number != signal.SIGTERM)):
             self.kill_s = now_s
             self.stopping = self.stopping or f"stopped by {name}"
             return self.on_time(now_s)
+        if self.draining:
+            end_s = now_s + self.settings.shutdown_s
+            self.kill_s = end_s if self.kill_s is None else min(self.kill_s, end_s)
+            wait = f"they are killed after {self.settings.shutdown_s:g} s, and by a second signal at once"
+            return [Say(f"{name}: the workers of this node leave already; {wait}")]
         if number == signal.SIGTERM and self._trains_here:
             return self.drain(name, now_s, self.settings.shutdown_s)
         return self._stop(f"stopped by {name}", 1, now_s, number)
@@ -584,6 +593,27 @@ class Lifecycle:
         """The job has other limits from now on; this node may find a place in it."""
         self.settings = replace(self.settings, min_nodes=min_nodes, max_nodes=max_nodes)
         return self._fill(now_s)
+
+    def on_sick(self, why: str, now_s: float) -> list[Action]:
+        """Something of this node is about to fail: its workers leave as soon as the others can do without them.
+
+        A node without which the job would stop stays: what fails, then fails, and may yet be made good.
+        """
+        self.sick = self.sick or why
+        return self._leave_if_sick(now_s)
+
+    def _leave_if_sick(self, now_s: float) -> list[Action]:
+        if not self.sick or not self._trains_here or self.draining or self.stopping or self.result is not None:
+            return []
+        assert self.generation is not None
+        others = len(set(self.generation.nodes) - {self.settings.node})
+        if others >= self.settings.min_nodes:
+            return self.drain(self.sick, now_s)
+        if self.sick_told:
+            return []
+        self.sick_told = True
+        left = "no other node" if not others else f"{others} of at least {self.settings.min_nodes} nodes"
+        return [Say(f"this node stays in the job, which would have {left} without it; it leaves when others have come")]
 
     def on_time(self, now_s: float) -> list[Action]:
         """Whatever is due by now."""

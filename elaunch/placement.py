@@ -7,21 +7,18 @@ no `numactl`; memory is then taken from the node of the CPU that first touches i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elaunch.config import NUMA_MODES
-from elaunch.errors import LaunchError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from elaunch.devices import CUDA_VISIBLE as VISIBLE
+from elaunch.devices import driver_gpus, logger, visible_gpus
+from elaunch.errors import DeviceError, LaunchError
+from elaunch.nvml import list_gpus
 
 ANYWHERE = -1
 """The node of a GPU of which the kernel does not know where it is, on a machine with several nodes: all of these."""
-
-_ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]+):([0-9a-f]+)\.([0-7])", re.IGNORECASE)
 
 
 def virtual_local_rank(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
@@ -150,66 +147,6 @@ def _groups(cpus: frozenset[int], leaders: Mapping[int, int], what: str) -> list
     return [frozenset(groups[leader]) for leader in sorted(groups)]
 
 
-# -- which GPUs there are, and in which order: pure -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU of the driver: its UUID ("GPU-…") and its PCI address as sysfs writes it ("0000:18:00.0").
-
-    `parts` are the UUIDs of its MIG devices.
-    """
-
-    uuid: str
-    address: str
-    parts: tuple[str, ...] = ()
-
-
-def visible_gpus(present: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that a process sees, in its order.
-
-    As CUDA does, this ends at the first item that names no GPU; a UUID may be cut short, and a MIG device stands for
-    its GPU. Numbers count by PCI address (CUDA_DEVICE_ORDER=PCI_BUS_ID); CUDA's own order differs only between unlike
-    GPUs.
-
-    Args:
-        present: the GPUs that the driver shows.
-        visible: CUDA_VISIBLE_DEVICES; None where it is not set.
-    """
-    gpus = sorted(present, key=lambda gpu: [int(part, 16) for part in re.split("[:.]", gpu.address)])
-    if visible is None:
-        return tuple(gpus)
-    found: list[Gpu] = []
-    for item in (part.strip() for part in visible.split(",")):
-        if item.isdecimal() and int(item) < len(gpus):
-            found.append(gpus[int(item)])
-            continue
-        named = [gpu for gpu in gpus if _names(item, gpu)] if item.startswith(("GPU-", "MIG-")) else []
-        if len(named) != 1:
-            break
-        found.append(named[0])
-    return tuple(found)
-
-
-def _names(item: str, gpu: Gpu) -> bool:
-    if item.startswith("MIG-GPU-"):
-        return item.removeprefix("MIG-").split("/")[0] == gpu.uuid
-    return any(uuid.startswith(item) for uuid in (gpu.uuid, *gpu.parts))
-
-
-def sysfs_address(address: str) -> str:
-    """A PCI address in the form that sysfs uses: 00000000:DC:00.0 becomes 0000:dc:00.0.
-
-    Raises:
-        LaunchError: it is no PCI address.
-    """
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise LaunchError(f"--numa-binding: the driver gave {address!r} as the PCI address of a GPU")
-    domain, bus, device, function = (int(part, 16) for part in match.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
-
-
 def parse_ranges(text: str) -> frozenset[int]:
     """The numbers of a kernel list such as "0-2,4,6-7".
 
@@ -239,9 +176,11 @@ def read_topology(env: Mapping[str, str], sys_root: Path = Path("/sys"), proc_ro
     Raises:
         LaunchError: there is no GPU that can be used, or the kernel shows no NUMA nodes.
     """
-    present = _nvml_gpus()
-    if present is None:
-        present = _proc_gpus(proc_root)
+    try:
+        present = list_gpus()
+    except DeviceError as error:
+        logger.debug("%s", error)
+        present = driver_gpus(proc_root)
     gpus = visible_gpus(present, env.get(VISIBLE))
     if not gpus:
         hidden = f"{VISIBLE}={env[VISIBLE]} leaves none of {len(present)}" if present else "the driver shows none"
@@ -260,60 +199,6 @@ def read_topology(env: Mapping[str, str], sys_root: Path = Path("/sys"), proc_ro
         cores=_known(cpus, lambda cpu: min(parse_ranges(_cpu_file(sys_root, cpu, "topology/thread_siblings_list")))),
         caches=_known(cpus, lambda cpu: min(_last_level(sys_root / f"devices/system/cpu/cpu{cpu}/cache"))),
     )
-
-
-def _nvml_gpus() -> list[Gpu] | None:
-    """What NVML lists; None without pynvml or without a driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            Gpu(
-                _text(pynvml.nvmlDeviceGetUUID(handle)),
-                sysfs_address(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
-                _nvml_parts(pynvml, handle),
-            )
-            for handle in handles
-        ]
-    except pynvml.NVMLError as error:
-        raise LaunchError(f"--numa-binding: the driver does not answer about its GPUs: {error}") from error
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _nvml_parts(pynvml: Any, handle: Any) -> tuple[str, ...]:
-    parts = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            parts.append(_text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
-    except pynvml.NVMLError:  # after the last one, and where MIG is off
-        pass
-    return tuple(parts)
-
-
-def _text(value: str | bytes) -> str:
-    """What NVML returns: bytes in older versions of its binding."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _proc_gpus(proc_root: Path) -> list[Gpu]:
-    gpus = []
-    folder = proc_root / "driver/nvidia/gpus"
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            information = (entry / "information").read_text(errors="replace")
-        except OSError:
-            information = ""
-        uuid = re.search(r"^GPU UUID:\s*(\S+)", information, re.MULTILINE)
-        gpus.append(Gpu(uuid[1] if uuid else "", sysfs_address(entry.name)))
-    return gpus
 
 
 def _gpu_node(sys_root: Path, address: str, node_cpus: Mapping[int, frozenset[int]]) -> int:

@@ -7,6 +7,7 @@ Each is a frozen value with a JSON form that carries a version. Keys, under ``/e
     leader                  leased; name of the leading node
     generation              compare-and-swap by the leader        Generation
     size                    leased; written by the leader         JobSize
+    checks/<node>           leased; figures of its --node-check   elaunch.nodecheck.Figures
     requests/plan           leased; written by who asks for it    PlanRequest
     requests/size           the same                              JobSize
     requests/drain/<node>   the same; `node` is to leave          DrainRequest

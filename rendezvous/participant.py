@@ -70,6 +70,8 @@ class Participant:
         doc: the first report.
         listener: gets the news.
         connect_s: how long to try before the store is called unreachable at the start, in seconds.
+        clock: in seconds.
+        figures: of this node's check, by which nodes that come later are judged; they stand as long as this node does.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Participant:
         listener: Listener,
         connect_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        figures: str = "",
     ) -> None:
         self._open_store = open_store
         self._prefix = job_prefix(job)
@@ -96,6 +99,7 @@ class Participant:
         self._inbox: deque[list[Event] | StoreUnavailable] = deque()
         self._profile: bytes | None = None
         self._drain_all: DrainRequest | None = None
+        self._figures = figures.encode()
         self._stopping = False
         self._wait_for_others = False
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
@@ -285,6 +289,7 @@ class Participant:
             self._claim_name(store)
             self._enter_job(store)  # until then, a node of other settings could take this for a name that is free
         self._write(self._doc)
+        self._write_figures()
         entries, revision = store.range(self._prefix)
         self._leading = False
         self._generation_revision = 0
@@ -392,6 +397,12 @@ class Participant:
         with suppress(LeaseGone):  # then the next one comes
             self._store.put(self._prefix + "profile", text, self._lease)
 
+    def _write_figures(self) -> None:
+        assert self._store is not None
+        if self._figures:
+            with suppress(LeaseGone):  # then they come with the next lease
+                self._store.put(f"{self._prefix}checks/{self._node}", self._figures, self._lease)
+
     def _renew(self) -> None:
         assert self._store is not None
         self._renew_s = self._clock() + self._settings.lease_s / 3
@@ -401,6 +412,7 @@ class Participant:
             self._leading = False
             self._lead_due = True
             self._write(self._doc)
+            self._write_figures()
 
     def _ask_all(self, request: DrainRequest) -> None:
         assert self._store is not None

@@ -1,8 +1,8 @@
 """Clocks of devices: what sets the frequencies that `elaunch.workers.policy.dvfs` chooses.
 
-`Clocks` is one device, NVIDIA's through NVML or a simulated one. `ClockLock` holds it at the clock that the plan asks
-for and gives it back when the plan no longer does, or the process ends. A process that is killed gives nothing back:
-whoever sees its end resets the device.
+`Clocks` (elaunch/devices.py) is one device, NVIDIA's or a simulated one. `ClockLock` holds it at the clock that the
+plan asks for and gives it back when the plan no longer does, or the process ends. A process that is killed gives
+nothing back: whoever sees its end resets the device.
 """
 
 from __future__ import annotations
@@ -10,28 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
-from elaunch.errors import ClockError, ClocksDenied, ClocksUnsupported, DeviceNotFound, NvmlNotFound
-from elaunch.workers.policy.dvfs import ClockRange, slowdown, span_text
-
-
-class Clocks(Protocol):
-    """The clock of one device. All methods raise ClockError for what the device does not do."""
-
-    def supported(self) -> tuple[int, ...]:
-        """The clocks that it can be locked at, in MHz, ascending."""
-
-    def current(self) -> int:
-        """In MHz, now. An idle device may clock down, so ask while it computes."""
-
-    def lock(self, mhz: int) -> None:
-        """Compute at one of the supported clocks, whatever was asked for before."""
-
-    def reset(self) -> None:
-        """Choose its clock by itself again; harmless if it does."""
+from elaunch.devices import Clocks
+from elaunch.errors import ClockError, ClocksUnsupported, DeviceError
+from elaunch.nvml import one_of
+from elaunch.workers.policy.dvfs import ClockRange, slowdown
 
 
 def clock_range(clocks: Clocks, measured_mhz: int = 0) -> ClockRange:
@@ -50,13 +35,6 @@ def clock_range(clocks: Clocks, measured_mhz: int = 0) -> ClockRange:
     return ClockRange(min(supported, key=lambda mhz: abs(mhz - now)), supported, measured_mhz)
 
 
-def device_of(slot: int, environment: Mapping[str, str]) -> int | str:
-    """The GPU of a worker as NVML knows it: the one in its place in CUDA_VISIBLE_DEVICES, else that of its number."""
-    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    name = visible[slot] if slot < len(visible) else str(slot)
-    return int(name) if name.isdecimal() else name
-
-
 class Governor:
     """Sets the clock of this worker's device as the plan asks for; a device that refuses is left alone, with one line.
 
@@ -71,7 +49,7 @@ class Governor:
             self._clocks = clocks()
             self._clocks.reset()
             self._lock = ClockLock(self._clocks)
-        except ClockError as error:
+        except DeviceError as error:
             self._give_up(error)
 
     def range(self) -> ClockRange | None:
@@ -80,7 +58,7 @@ class Governor:
             return None
         try:
             self._range = self._range or clock_range(self._clocks)
-        except ClockError as error:
+        except DeviceError as error:
             self._give_up(error)
             return None
         return replace(self._range, measured_mhz=self._lock.held_mhz or 0)
@@ -90,14 +68,14 @@ class Governor:
         if self._lock is not None:
             try:
                 self._lock.hold(mhz)
-            except ClockError as error:
+            except DeviceError as error:
                 self._give_up(error)
 
     def close(self) -> None:
         """Give the device back."""
         self.hold(None)
 
-    def _give_up(self, error: ClockError) -> None:
+    def _give_up(self, error: DeviceError) -> None:
         print(f"elaunch: --allow-dvfs: {error}; its clock stays as it is", file=sys.stderr)
         self._lock = None
 
@@ -184,73 +162,8 @@ class SimulatedClocks:
 
     def lock(self, mhz: int) -> None:
         """As `Clocks`."""
-        self._mhz = _one_of(mhz, self.supported(), "the simulated device")
+        self._mhz = one_of(mhz, self.supported(), "the simulated device")
 
     def reset(self) -> None:
         """As `Clocks`."""
         self._mhz = self._range.base_mhz
-
-
-class NvmlClocks:
-    """The graphics clock of an NVIDIA GPU (Volta or newer), through pynvml (`pip install elaunch[cuda]`).
-
-    Locking needs root and is for the whole GPU, whoever computes on it. NVML does not tell whether somebody else has
-    locked it: `reset` undoes that too.
-
-    Args:
-        device: the GPU's number as NVML counts (by PCI address, all GPUs of the machine), or its UUID ("GPU-…").
-
-    Raises:
-        NvmlNotFound: pynvml cannot be imported.
-        DeviceNotFound: there is no driver, or no such device.
-    """
-
-    def __init__(self, device: int | str) -> None:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise NvmlNotFound("clocks are set with pynvml: install nvidia-ml-py, or elaunch[cuda]") from error
-        self._nvml: Any = pynvml
-        self._name = f"GPU {device}"
-        find = pynvml.nvmlDeviceGetHandleByIndex if isinstance(device, int) else pynvml.nvmlDeviceGetHandleByUUID
-        try:
-            # NVML stays in use until the process ends.
-            pynvml.nvmlInit()
-            self._handle: Any = find(device)
-        except pynvml.NVMLError as error:
-            raise DeviceNotFound(f"NVML finds no {self._name} ({error}): look at `nvidia-smi -L`") from error
-
-    def supported(self) -> tuple[int, ...]:
-        """As `Clocks`."""
-        memory_mhz = max(self._ask("nvmlDeviceGetSupportedMemoryClocks"), default=0)
-        return tuple(sorted(set(self._ask("nvmlDeviceGetSupportedGraphicsClocks", memory_mhz))))
-
-    def current(self) -> int:
-        """As `Clocks`."""
-        return int(self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_GRAPHICS))
-
-    def lock(self, mhz: int) -> None:
-        """As `Clocks`."""
-        _one_of(mhz, self.supported(), self._name)
-        self._ask("nvmlDeviceSetGpuLockedClocks", mhz, mhz)
-
-    def reset(self) -> None:
-        """As `Clocks`."""
-        self._ask("nvmlDeviceResetGpuLockedClocks")
-
-    def _ask(self, name: str, *arguments: int) -> Any:
-        nvml = self._nvml
-        try:
-            return getattr(nvml, name)(self._handle, *arguments)
-        except nvml.NVMLError as error:
-            if error.value == nvml.NVML_ERROR_NO_PERMISSION:
-                raise ClocksDenied(f"{name} of {self._name} needs root: run as root, or without DVFS") from error
-            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-                raise ClocksUnsupported(f"{self._name} or its driver does not have {name}") from error
-            raise ClockError(f"{name} of {self._name} failed: {error}") from error
-
-
-def _one_of(mhz: int, supported: tuple[int, ...], name: str) -> int:
-    if mhz not in supported:
-        raise ClocksUnsupported(f"{name} cannot be locked at {mhz} MHz; it supports {span_text(supported)}")
-    return mhz

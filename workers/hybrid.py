@@ -20,13 +20,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from elaunch.devices import Clocks
 from elaunch.errors import StateError, StateLost, StepInterrupted
+from elaunch.nvml import NvmlClocks, gpu_of
 from elaunch.policies import from_environment
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
 from elaunch.workers import agent_client
 from elaunch.workers.checkpoints import Checkpoints
-from elaunch.workers.clocks import Clocks, Governor, NvmlClocks, device_of
+from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -59,7 +61,7 @@ class HybridJob:
         self._fabric = Fabric(client.worker, client.token, client.host)
         self._checkpoints = Checkpoints(client)
         self._governor: Governor | None = None
-        self.find_clocks: Callable[[], Clocks] = partial(NvmlClocks, device_of(client.slot, os.environ))
+        self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.slot)
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._engine: Engine | None = None
@@ -482,6 +484,11 @@ def _unfit(asked: Plan, home: Plan, members: Sequence[str]) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def _own_clocks(slot: int) -> Clocks:
+    """Of the GPU that this worker computes on; it may be the only one that it sees (--virtual-local-rank)."""
+    return NvmlClocks(gpu_of(int(os.environ.get("LOCAL_RANK", slot)), os.environ))
 
 
 def _memory_bytes(device: torch.device) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ class Cluster:
         self.flags = (f"--nnodes={nnodes}", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", f"--rdzv-conf={conf}")
         self.nodes: list[Node] = []
 
-    def add(self, name: str, workers: int = 1, *flags: str) -> Node:
+    def add(self, name: str, workers: int = 1, *flags: str, environment: Mapping[str, str] | None = None) -> Node:
         node = elaunch(
             self.spawn,
             self.folder,
@@ -52,6 +53,7 @@ class Cluster:
             *flags,
             script=self.script,
             name=name,
+            environment=environment,
         )
         self.nodes.append(node)
         return node

@@ -101,7 +101,7 @@ def assert_refused(ended: Ended, code: int, *words: str) -> None:
         (("--nnodes", "two", "script.py"), ("--nnodes=two: expected N or MIN:MAX",)),
         (
             ("--nproc-per-node=0", "script.py"),
-            ("--nproc-per-node=0: expected a number of at least 1, cpu, gpu, xpu or auto",),
+            ("--nproc-per-node=0: expected a number of at least 1, cpu, gpu, npu, xpu or auto",),
         ),
         (("--nproc-per-node=x", "script.py"), ("--nproc-per-node=x: expected a number",)),
         (("--nproc-per-node=-2", "script.py"), ("--nproc-per-node=-2: expected a number",)),

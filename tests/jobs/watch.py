@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,14 @@ def elaunch(
     script: Sequence[str | Path] = (SCRIPT,),
     name: str = "n0",
     warm: bool = True,
+    environment: Mapping[str, str | None] | None = None,
 ) -> Node:
     """Start one agent with its event log in `folder`; `warm`: workers of known scripts share their imports."""
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
-    env = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload} if warm and preload else {}
+    env = dict(environment or {})
+    if warm and preload:
+        env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
     agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name, env=env)
     return Node(agent, log)
 

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from elaunch.errors import ClockError, ClocksDenied, ClocksUnsupported, DeviceNotFound, NvmlNotFound
-from elaunch.workers.clocks import ClockLock, Clocks, NvmlClocks, SimulatedClocks, clock_range
+from elaunch.devices import Clocks
+from elaunch.errors import ClockError, ClocksDenied, ClocksUnsupported, DeviceError, DeviceNotFound, NvmlNotFound
+from elaunch.nvml import NvmlClocks
+from elaunch.workers.clocks import ClockLock, SimulatedClocks, clock_range
 from elaunch.workers.policy.dvfs import ClockRange
 from tests.helpers import child_environment, wait_until
 
@@ -135,7 +137,9 @@ def test_a_simulated_device_is_as_fast_as_its_clock() -> None:
 
 def test_without_pynvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(NvmlNotFound, match=r"^clocks are set with pynvml: install nvidia-ml-py, or elaunch\[cuda\]$"):
+    with pytest.raises(
+        NvmlNotFound, match=r"^NVIDIA GPUs are read with pynvml: install nvidia-ml-py, or elaunch\[cuda\]$"
+    ):
         NvmlClocks(0)
 
 
@@ -148,7 +152,7 @@ def test_a_device_that_is_not_there_is_named(nvml: FakeNvml, device: int | str) 
 
 def test_without_a_driver_there_is_no_device(nvml: FakeNvml) -> None:
     nvml.fails["nvmlInit"] = nvml.NVML_ERROR_DRIVER_NOT_LOADED
-    with pytest.raises(DeviceNotFound, match=r"^NVML finds no GPU 0 \(error 9\)"):
+    with pytest.raises(DeviceNotFound, match=r"^NVML cannot be used \(error 9\): is NVIDIA's driver loaded\?$"):
         NvmlClocks(0)
 
 
@@ -269,7 +273,7 @@ def gpu() -> NvmlClocks:
     try:
         clocks = NvmlClocks(0)
         clocks.supported()
-    except ClockError as error:
+    except DeviceError as error:
         pytest.skip(str(error))
     return clocks
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch import cli, config
+from elaunch import cli, devices
 from elaunch.checkpoints import Checkpointing
 from elaunch.config import (
     PRELOAD,
     AgentConfig,
+    HealthSettings,
     RendezvousConf,
     own_address,
     parse_conf,
@@ -29,6 +30,9 @@ def a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("PET_", "ELAUNCH_ETCD_")) or name in (
             "ELAUNCH_EVENTS",
+            "ELAUNCH_HEALTH_POLICY",
+            "ELAUNCH_HEALTH_INTERVAL",
+            "ELAUNCH_NODE_CHECK",
             "ELAUNCH_PRELOAD",
             "ELAUNCH_CHECKPOINT_DIR",
             "ELAUNCH_CHECKPOINT_EVERY",
@@ -64,31 +68,22 @@ class TestNproc:
         assert parse_nproc("cpu") == len(os.sched_getaffinity(0))
 
     def test_auto_and_gpu_are_the_gpus_where_there_are_some(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(config, "_count_gpus", lambda: 8)
+        monkeypatch.setattr(devices, "count_gpus", lambda environment: 8)
         assert (parse_nproc("auto"), parse_nproc("gpu")) == (8, 8)
 
     def test_without_gpus_auto_is_cpu_and_gpu_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(config, "_count_gpus", lambda: 0)
+        monkeypatch.setattr(devices, "count_gpus", lambda environment: 0)
         assert parse_nproc("auto") == parse_nproc("cpu")
         with pytest.raises(UsageError, match="--nproc-per-node=gpu: this machine has no NVIDIA GPU"):
             parse_nproc("gpu")
-
-    @pytest.mark.parametrize(
-        ("visible", "expected"), [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("0", 1), ("GPU-a,GPU-b,GPU-c", 3)]
-    )
-    def test_visible_devices_narrow_the_gpus(
-        self, visible: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(os, "listdir", lambda folder: ["a", "b", "c", "d"])
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert config._count_gpus() == expected
 
     @pytest.mark.parametrize("text", ["0", "-2", "two", "", "1.0", "cpus"])
     def test_anything_else_is_refused_by_name(self, text: str) -> None:
         with pytest.raises(UsageError) as caught:
             parse_nproc(text)
-        assert str(caught.value) == f"--nproc-per-node={text}: expected a number of at least 1, cpu, gpu, xpu or auto"
+        assert (
+            str(caught.value) == f"--nproc-per-node={text}: expected a number of at least 1, cpu, gpu, npu, xpu or auto"
+        )
 
 
 class TestConf:
@@ -268,6 +263,10 @@ class TestCommandLine:
             (["--node-name=a b"], "--node-name='a b': expected letters"),
             (["--shutdown-timeout=-1"], "--shutdown-timeout=-1.0: expected a number of seconds"),
             (["--rdzv-conf=a=1"], "--rdzv-conf 'a=1': expected key=value"),
+            (["--health-policy=flee"], "--health-policy=flee: expected one of drain, report, off"),
+            (["--health-interval=often"], "--health-interval=often: expected seconds, 0.01 to 3600"),
+            (["--health-interval=0"], "--health-interval=0: expected seconds, 0.01 to 3600"),
+            (["--nproc-per-node=npu"], "--nproc-per-node=npu: this machine has no Ascend NPU"),
         ],
     )
     def test_a_value_that_cannot_be_used_is_named(self, arguments: list[str], message: str) -> None:
@@ -294,6 +293,10 @@ class TestEnvironment:
             ("PET_NO_PYTHON", "true", "no_python", True),
             ("PET_SHUTDOWN_TIMEOUT", "4", "shutdown_timeout", 4.0),
             ("ELAUNCH_EVENTS", "e.jsonl", "events", "e.jsonl"),
+            ("ELAUNCH_HEALTH_POLICY", "report", "health", HealthSettings("report", 1.0)),
+            ("ELAUNCH_HEALTH_INTERVAL", "0.5", "health", HealthSettings("drain", 0.5)),
+            ("ELAUNCH_NODE_CHECK", "1", "node_check", True),
+            ("ELAUNCH_NODE_CHECK", "0", "node_check", False),
         ],
     )
     def test_each_flag_has_a_variable(

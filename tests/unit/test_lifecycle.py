@@ -735,6 +735,51 @@ class TestSignals:
         assert node.later(1) == []
         assert node.dies("a/0#0") == [Exit(1, "stopped by SIGINT")]
 
+    def test_a_sick_node_leaves_as_one_that_got_sigterm(self) -> None:
+        node = member_node()
+        actions = node.does(node.life.on_sick("GPU 3: XID 79", NOW_S))
+        assert "GPU 3: XID 79: the workers of this node leave at the next step boundary" in said(actions)
+        assert node.life.doc().draining
+        assert node.life.on_sick("GPU 4: XID 48", NOW_S) == []
+        node.train("b/0#0", leaving=("a/0#0",))
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+
+    def test_a_sick_node_that_the_job_cannot_spare_stays_until_it_can(self) -> None:
+        node = member_node(others=())
+        assert "would have no other node without it; it leaves when others have come" in said(
+            node.life.on_sick("GPU 3: XID 79", NOW_S)
+        )
+        assert node.life.on_sick("GPU 3: XID 79", NOW_S) == []
+        assert node.later(1) == []
+        assert not node.life.doc().draining
+        assert "GPU 3: XID 79: the workers of this node leave" in said(node.train("a/0#0", "b/0#0"))
+        assert node.life.doc().draining
+
+    def test_a_sick_node_does_not_leave_fewer_than_the_minimum(self) -> None:
+        node = member_node()
+        node.life.settings = replace(node.life.settings, min_nodes=2, max_nodes=3)
+        assert "would have 1 of at least 2 nodes without it" in said(node.life.on_sick("GPU 3: XID 79", NOW_S))
+        node.train("a/0#0", "b/0#0", "c/0#0")
+        assert node.life.doc().draining
+
+    def test_a_node_that_was_sick_before_it_trained_leaves_when_it_does(self) -> None:
+        node = Node()
+        node.start()
+        assert node.life.on_sick("GPU 3: XID 79", NOW_S) == []
+        node.ready("a/0#0")
+        node.train("a/0#0", "b/0#0")
+        assert node.life.doc().draining
+
+    def test_sigterm_to_a_node_that_leaves_by_itself_changes_nothing_and_a_second_one_kills(self) -> None:
+        node = member_node()
+        node.life.on_sick("GPU 3: XID 79", NOW_S)
+        assert "leave already" in said(node.life.on_signal(signal.SIGTERM, NOW_S))
+        assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/0#0", signal.SIGKILL)]
+        node = member_node()
+        node.life.on_sick("GPU 3: XID 79", NOW_S)
+        assert signalled(node.life.on_signal(signal.SIGINT, NOW_S)) == [("a/0#0", signal.SIGKILL)]
+
     def test_what_leaves_ends_by_itself_also_where_the_job_succeeds_meanwhile(self) -> None:
         node = member_node(slots=2)
         node.life.on_signal(signal.SIGTERM, NOW_S)

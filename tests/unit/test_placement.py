@@ -11,18 +11,9 @@ from pathlib import Path
 import pytest
 
 from elaunch.config import NUMA_MODES
+from elaunch.devices import Gpu, sysfs_address, visible_gpus
 from elaunch.errors import LaunchError
-from elaunch.placement import (
-    ANYWHERE,
-    Gpu,
-    Topology,
-    cpus_for,
-    parse_ranges,
-    read_topology,
-    sysfs_address,
-    virtual_local_rank,
-    visible_gpus,
-)
+from elaunch.placement import ANYWHERE, Topology, cpus_for, parse_ranges, read_topology, virtual_local_rank
 from tests.helpers import Spawner
 
 
