@@ -22,6 +22,7 @@ from elaunch.detect.health import Finding, Verdict
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.errors import DeviceError, ElaunchError
 from elaunch.events import EventLog
+from elaunch.hangs import Found, HangWatch, describe
 from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.monitor import Monitor, Running
 from elaunch.notices import Announcement, Notices, parse
@@ -51,7 +52,6 @@ ALL_LEAVE = signal.SIGUSR2
 ANNOUNCEMENTS = (signal.SIGUSR1, ALL_LEAVE)
 """Sent by schedulers some time before they take this node, or all nodes of the job, away."""
 
-STOPPED_CHECK_S = 0.25
 STUCK_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # torchrun's; not set, a sleep in the kernel has no limit
 
 
@@ -103,12 +103,11 @@ class Agent:
         self._exit: Exit | None = None
         self._quiet = False
         self._signals: deque[int] = deque()
-        self._stopped_since: dict[str, float] = {}
-        self._stopped_check_s = 0.0
-        self._limits_s = {"T": config.conf.stop_timeout}
+        stop_limits_s = {"T": config.conf.stop_timeout}
         with contextlib.suppress(ValueError):
             if (stuck_s := float(os.environ.get(STUCK_LIMIT, ""))) > 0:
-                self._limits_s["D"] = stuck_s
+                stop_limits_s["D"] = stuck_s
+        self._hangs = HangWatch(config.hang, stop_limits_s, self._found)
         self._life = Lifecycle(
             NodeSettings(
                 node=config.node,
@@ -185,6 +184,7 @@ class Agent:
             self._outputs.close()
             self._control.close()
             self._monitor.stop()
+            self._hangs.close()
             self._door.close()
             self._events.close()
             if self._watchdog is not None:
@@ -206,14 +206,14 @@ class Agent:
         due_s = self._life.due_s()
         wait_s = 1.0 if due_s is None else max(0.0, due_s - now_s)
         if self._life.running:
-            wait_s = min(wait_s, max(0.0, self._stopped_check_s - now_s))
+            wait_s = min(wait_s, max(0.0, self._hangs.due_s - now_s))
         if self._watchdog is not None and (expiry_s := self._watchdog.due_s()) is not None:
             wait_s = min(wait_s, max(0.0, expiry_s - time.time()))
         self._quiet = True
         for key, mask in self._selector.select(wait_s):
             self._serve(key.data, mask)
         self._check_timers()
-        if self._quiet and (due_s is None or time.monotonic() < due_s) and time.monotonic() < self._stopped_check_s:
+        if self._quiet and (due_s is None or time.monotonic() < due_s) and time.monotonic() < self._hangs.due_s:
             return
         while self._signals:
             self._act(self._on_number(self._signals.popleft()))
@@ -226,8 +226,8 @@ class Agent:
                 )
             self._act(actions)
         self._act(self._life.on_time(time.monotonic()))
-        if time.monotonic() >= self._stopped_check_s:
-            self._check_stopped()
+        if time.monotonic() >= self._hangs.due_s:
+            self._check_hangs()
         self._publish()
 
     def _publish(self) -> None:
@@ -302,6 +302,7 @@ class Agent:
 
             def act() -> None:
                 self._outputs.ended(worker)
+                self._hangs.forget(worker)
                 if self._watchdog is not None:
                     self._watchdog.forget(message["pid"])
                 local_rank = slot.index if slot else None
@@ -341,6 +342,7 @@ class Agent:
             if slot is None:
                 connection.close()
                 return
+            self._hangs.attached(worker, message.pid, connection.take_fds())
             connection.send(Welcome(self.token, life.settings.host, life.settings.node, slot.index))
             self._act(life.on_attach(worker))
         elif isinstance(message, Ready):
@@ -363,23 +365,45 @@ class Agent:
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
 
-    def _check_stopped(self) -> None:
-        """Find workers that are stopped (SIGSTOP), or stuck in the kernel: they would hold the others up for ever."""
-        now_s = time.monotonic()
-        self._stopped_check_s = now_s + STOPPED_CHECK_S
-        for slot in self._life.running:
-            state = _process_state(slot.pid) if slot.pid else ""
-            if state not in self._limits_s:
-                self._stopped_since.pop(slot.worker, None)
-                continue
-            since_s = self._stopped_since.setdefault(slot.worker, now_s)
-            stopped_s = now_s - since_s
-            if stopped_s >= self._limits_s[state]:
-                del self._stopped_since[slot.worker]
-                self._log("hang", worker=slot.worker, state=state, stopped_s=round(stopped_s, 3))
-                what = "stopped" if state == "T" else "in uninterruptible sleep"
-                self.say(f"worker {slot.worker} has been {what} for {stopped_s:.1f} s; it is killed")
-                self._act([Signal(slot.worker, signal.SIGKILL)])
+    def _check_hangs(self) -> None:
+        """Find workers that do not go on, or cannot: they would hold the others up for ever."""
+        generation = self._life.generation
+        running = [(slot.worker, slot.pid) for slot in self._life.running]
+        epoch, members = (generation.epoch, generation.ids) if generation is not None else (0, ())
+        for one in self._hangs.look(running, epoch, members, self._outputs.stacks_path):
+            self._log("hang", worker=one.worker, state=one.state, stopped_s=round(one.stopped_s, 3))
+            what = "stopped" if one.state == "T" else "in uninterruptible sleep"
+            why = ", without its stacks: a stopped process shows none" if one.state == "T" else ""
+            self.say(f"worker {one.worker} has been {what} for {one.stopped_s:.1f} s; it is killed{why}")
+            self._act([Signal(one.worker, signal.SIGKILL)])
+
+    def _found(self, found: Found) -> None:
+        """In another thread: a worker hangs, and its stacks have been taken."""
+        self.post(lambda life: self._end_hung(life, found))
+
+    def _end_hung(self, life: Lifecycle, found: Found) -> list[Action]:
+        hang = found.hang
+        self._hangs.done(hang.worker)
+        if life.find(hang.worker) is None:
+            self._hangs.forget(hang.worker)
+            return []
+        self.say(describe(found))
+        if found.moved:
+            return []
+        typical_s = hang.typical_step_s
+        self._log(
+            "hang",
+            worker=hang.worker,
+            step=hang.step,
+            doing=hang.doing,
+            since_s=round(hang.since_s, 3),
+            limit_s=round(hang.limit_s, 3),
+            typical_step_s=None if typical_s is None else round(typical_s, 6),
+            waits=list(hang.waits),
+            place=found.stacks.place(),
+            stacks=found.path or None,
+        )
+        return [Signal(hang.worker, signal.SIGKILL)]
 
     def _check_timers(self) -> None:
         """End workers that let a timer expire which they had set on themselves."""
@@ -509,12 +533,3 @@ def _folders(config: AgentConfig) -> list[str]:
     found = [config.logs.log_dir, config.checkpoints.folder if config.checkpoints is not None else None]
     found.append(os.path.dirname(config.events) or "." if config.events else None)
     return [str(folder) for folder in (*found, tempfile.gettempdir()) if folder]
-
-
-def _process_state(pid: int) -> str:
-    """One letter, as in /proc/PID/stat; empty when the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return ""

@@ -33,6 +33,7 @@ from elaunch.config import (
     parse_nproc,
     parse_signals,
 )
+from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.launch import is_free_here, launch
 from elaunch.logs import LogSettings, parse_filters, parse_mask, parse_ranks
@@ -194,6 +195,13 @@ def parser() -> argparse.ArgumentParser:
         "looked at every fifth time, disks every tenth",
     )
     p.add_argument(
+        hang.FLAG,
+        default=os.environ.get(hang.VARIABLE, ""),
+        metavar="SECONDS",
+        help="of a script that uses elaunch: end a worker that does not go on, nor wait for others, for so long; auto "
+        "(default): a limit learnt from the job's steps; off: never",
+    )
+    p.add_argument(
         "--preload",
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
@@ -267,6 +275,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile),
         node_check=args.node_check,
         health=parse_health(args.health_policy, args.health_interval),
+        hang=hang.parse(args.hang_timeout),
     )
 
 

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, field, replace
 
 from elaunch.checkpoints import Checkpointing
+from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.logs import LogSettings
 from elaunch.policies import Wishes
@@ -137,6 +138,7 @@ class AgentConfig:
     wishes: Wishes = field(default_factory=Wishes)
     health: HealthSettings = field(default_factory=HealthSettings)
     node_check: bool = False
+    hang: HangTimeout = field(default_factory=HangTimeout)
 
 
 def parse_nnodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from elaunch.errors import ProtocolError
 from elaunch.wire import Attach, LineBuffer, Message, decode, encode
 
+MAX_FDS = 4  # in one message; two come with the first
 FOLDER_LIMIT_BYTES = 80  # the path of a socket, here /elaunch-xxxxxxxx/agent longer, has at most 107 bytes
 
 
@@ -24,6 +25,7 @@ class Connection:
         self._link = link
         self._lines = LineBuffer()
         self._unsent = b""
+        self._fds: list[int] = []
         self.worker = ""
 
     def send(self, message: Message) -> None:
@@ -45,7 +47,8 @@ class Connection:
     def receive(self) -> list[Message]:
         """Return the messages that have come; close the connection at its end or at a message that is none."""
         try:
-            data = self._link.recv(1 << 16)
+            data, fds, _, _ = socket.recv_fds(self._link, 1 << 16, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            self._fds += fds
         except BlockingIOError:
             return []
         except OSError:
@@ -66,7 +69,14 @@ class Connection:
             self.close()
         return messages
 
+    def take_fds(self) -> list[int]:
+        """The descriptors that have come; whoever takes them closes them."""
+        taken, self._fds = self._fds, []
+        return taken
+
     def close(self) -> None:
+        for fd in self.take_fds():
+            os.close(fd)
         if self._link.fileno() >= 0:
             self._server.selector.unregister(self._link)
             self._link.close()

@@ -42,6 +42,7 @@ class Outputs:
         self._result_path = os.environ.pop(RESULT, "")  # not for the workers, which may start jobs too
         self._ranks: dict[str, int] = {}
         self._error_files: dict[str, str] = {}
+        self._stacks: dict[str, str] = {}
 
     def prepare(self, worker: str, attempt: int, local_rank: int, rank: int) -> tuple[WorkerLogs, dict[str, str]]:
         """Prepare for the start of a worker: its streams, and what its environment says of them.
@@ -53,11 +54,18 @@ class Outputs:
         self._tee.follow(worker, local_rank, rank, logs)
         self._ranks[worker] = rank
         self._error_files[worker] = logs.error_file or ""
+        beside = next(filter(None, (logs.error_file, logs.stdout, logs.stderr)), os.devnull)
+        name = f"stacks.{worker.rpartition('#')[2]}.txt"
+        self._stacks[worker] = "" if beside == os.devnull else os.path.join(os.path.dirname(beside), name)
         return logs, {"TORCHELASTIC_ERROR_FILE": logs.error_file or "", **dict(logs.variables)}
 
     def ended(self, worker: str) -> None:
         """Show what the worker wrote last."""
         self._tee.ended(worker)
+
+    def stacks_path(self, worker: str) -> str:
+        """The file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
+        return self._stacks.get(worker, "")
 
     def has_error_file(self, worker: str) -> bool:
         """Whether the worker has written down why it failed."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch import nursery
 from elaunch.checkpoints import EVERY, FOLDER
+from elaunch.detect import hang
 
 if TYPE_CHECKING:
     from elaunch.config import AgentConfig
@@ -157,6 +158,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "ELAUNCH_WORKER": start.worker,
     }
     variables |= config.wishes.variables()
+    variables[hang.VARIABLE] = config.hang
     if config.checkpoints is not None:
         variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}

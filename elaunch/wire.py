@@ -21,7 +21,11 @@ MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The script called `elaunch.init()`."""
+    """The script called `elaunch.init()`.
+
+    With it come two descriptors, unless hangs are not looked for: of the worker's pulse (`elaunch.detect.pulse`), and
+    of the file into which its stacks go when it is asked for them (`elaunch.detect.stacks`).
+    """
 
     worker: str
     pid: int

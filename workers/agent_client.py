@@ -9,9 +9,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from elaunch.detect import hang
 from elaunch.errors import JobFailed, ProtocolError
 from elaunch.rendezvous.membership import Generation, Stage, Worker, from_json
 from elaunch.wire import (
@@ -24,6 +25,7 @@ from elaunch.wire import (
     decode,
     encode,
 )
+from elaunch.workers import pulse
 
 WELCOME_TIMEOUT_S = 30.0
 
@@ -49,13 +51,18 @@ class Client(Protocol):
 class AgentClient:
     """Talks to the agent over its control socket. Sends are queued and never block the training thread.
 
+    Args:
+        path: of the socket.
+        worker: identity of this worker.
+        fds: files that the agent gets with the first message (`elaunch.wire.Attach`).
+
     Raises:
         JobFailed: the agent does not answer.
     """
 
     elastic = True
 
-    def __init__(self, path: str, worker: str) -> None:
+    def __init__(self, path: str, worker: str, fds: Sequence[int] = ()) -> None:
         self.worker = worker
         self._heard: Callable[[Generation], None] = lambda generation: None
         self._changed = threading.Condition()
@@ -69,7 +76,8 @@ class AgentClient:
         early: list[Message] = []
         try:
             self._socket.connect(path)
-            self._socket.sendall(encode(Attach(worker, os.getpid())))
+            # It is short, and the first: the socket takes all of it.
+            socket.send_fds(self._socket, [encode(Attach(worker, os.getpid()))], fds)
             while not early:
                 data = self._socket.recv(1 << 16)
                 if not data:
@@ -252,5 +260,8 @@ def connect() -> Client:
     """The client that suits this process's environment."""
     path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
     if path and worker:
-        return AgentClient(path, worker)
+        if hang.parse(os.environ.get(hang.VARIABLE, ""), hang.VARIABLE).mode == "off":
+            return AgentClient(path, worker)
+        shown = pulse.open_pulse()
+        return AgentClient(path, worker, (shown.fd, shown.stacks_fd))
     return StaticClient()

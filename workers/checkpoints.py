@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elaunch.checkpoints import METADATA, from_environment, newest, outdated, part_of, path_of
+from elaunch.detect.pulse import Phase
 from elaunch.errors import StateError
 from elaunch.wire import Report, Saved
+from elaunch.workers import pulse
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
 
@@ -106,6 +108,7 @@ class Checkpoints:
             return
         if step % self.every and not due:
             return
+        pulse.enter(Phase.SAVING)
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
         name = f"{group.epoch}-{secrets.token_hex(4)}"
@@ -156,6 +159,7 @@ class Checkpoints:
 
     def _end(self, group: Group, step: int, state: Callable[[], Part], due: bool) -> None:
         if self._settings is not None:
+            pulse.enter(Phase.SAVING)
             self._settle(group)
             self.boundary(group, step, state, due)
             self._settle(group)

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from elaunch.detect.pulse import Phase
 from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Report, Settled, Unreachable
+from elaunch.workers import pulse
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
@@ -249,7 +251,9 @@ class Membership:
             error: what interrupted the step; None when the change is planned.
         """
         while True:
+            pulse.enter(Phase.AGREEING)
             generation = self._next_generation(error)
+            pulse.enter(Phase.CHANGING)
             try:
                 self._enter(generation)
                 assert self._verdict is not None
@@ -264,6 +268,7 @@ class Membership:
             cause: for people.
         """
         assert self._group is not None
+        pulse.enter(Phase.CHANGING)
         now_t = time.time()
         with self._lock:
             self._entering, self._verdict = True, None
@@ -351,6 +356,7 @@ class Membership:
             self._entering = False
             self._verdict = None
         self._leaving = ()
+        pulse.enter(Phase.BETWEEN, verdict.step, steps_here=0)
         self._client.send(Settled(generation.epoch))
         if group.rank == 0 and decision:
             self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))

@@ -20,13 +20,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from elaunch.detect.pulse import Phase
 from elaunch.devices import Clocks
 from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.nvml import NvmlClocks, gpu_of
 from elaunch.policies import from_environment
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
-from elaunch.workers import agent_client
+from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.fabric import Fabric
@@ -178,6 +179,7 @@ class HybridJob:
                 continue
             try:
                 self._save()
+                pulse.enter(Phase.STEP, step)
                 self._train(engine)
                 self._tell()
             except StepInterrupted as error:
@@ -202,6 +204,7 @@ class HybridJob:
                 self._group.barrier()
                 self._finished = True
                 self._client.send(Finished())
+                pulse.close()
             except StepInterrupted as error:
                 self._agree(error)
 
@@ -209,6 +212,7 @@ class HybridJob:
         """Leave the job. Called by itself at the end of the process."""
         if not self._closed:
             self._closed = True
+            pulse.close()
             self._fabric.interrupt(NEVER)
             self._checkpoints.close()
             if self._selector is not None:
@@ -243,6 +247,7 @@ class HybridJob:
 
     def _tell(self) -> None:
         """Report the step that has just committed; its barrier also told who knows of a planned change."""
+        pulse.committed(self._made.step)
         self._note_step()
         changed_s = self._membership.committed()
         if self._selector is not None and changed_s is not None:

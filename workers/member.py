@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from elaunch.detect.pulse import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Leaving, Progress, Report
-from elaunch.workers import agent_client
+from elaunch.workers import agent_client, pulse
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes
@@ -165,6 +166,7 @@ class Member:
         while self._membership.interrupted:
             self._agree(None)
             self.settle()
+        pulse.enter(Phase.STEP)
         try:
             yield
         except StepInterrupted as error:
@@ -193,6 +195,7 @@ class Member:
             loss: the mean over its samples.
             sample_ids: the samples that went into it, over all members.
         """
+        pulse.committed(step + 1)
         now_s = time.monotonic()
         seconds, self._commit_s = now_s - self._commit_s, now_s
         ids = list(sample_ids)
@@ -231,6 +234,7 @@ class Member:
                 self.group.barrier()
                 self._finished = True
                 self._client.send(Finished())
+                pulse.close()
             except StepInterrupted as error:
                 self._agree(error)
 
@@ -238,6 +242,7 @@ class Member:
         """Leave the job. Called by itself at the end of the process."""
         if not self._closed:
             self._closed = True
+            pulse.close()
             self._fabric.interrupt(NEVER)
             self._fabric.close()
             self._client.close()

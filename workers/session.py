@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from elaunch.detect.pulse import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
-from elaunch.workers import agent_client
+from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
@@ -291,6 +292,7 @@ class Job:
         """Leave the job. Called by itself at the end of the process."""
         if not self._closed:
             self._closed = True
+            pulse.close()
             # A script that failed in its backward may have left an all-reduce behind, whose peers wait for this worker.
             self._fabric.interrupt(NEVER)
             self._reducer.close()
@@ -325,6 +327,7 @@ class Job:
             if self._membership.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
+            pulse.enter(Phase.STEP, self.step)
             seed_micro_batch(layout.seed, self.step, slots.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - self._waited_s
             batch = data.load(dataset, order.ids(start + slots.start, len(slots)), collate_fn)
@@ -478,6 +481,7 @@ class Job:
         }
 
     def _after_commit(self) -> None:
+        pulse.committed(self.step)
         changed_s = self._membership.committed()
         if self._selector is not None and changed_s is not None:
             self._selector.measured.change_took(changed_s)
@@ -623,6 +627,7 @@ class Job:
                 self._recover(error)
                 self._settle()
         self._client.send(Finished())
+        pulse.close()
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 

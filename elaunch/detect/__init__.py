@@ -1,6 +1,7 @@
 """What tells the agent that a worker is in trouble before the worker ends.
 
-`watchdog` keeps the timers that workers set on themselves. The modules here observe and decide; the agent acts.
+`watchdog` keeps the timers that workers set on themselves. `pulse` is what they show, `hang` judges by that who does
+not go on, `stacks` tells where it is. The modules here observe and decide; the agent acts.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import sys
 from elaunch.workers.comm.group import Group
 from tests.helpers import ROOT
 from tests.jobs import say
+from tests.jobs.hangs import Hangs
 from tests.jobs.layers import LayerFaults
 from tests.jobs.train import Pace, die
 
@@ -22,11 +23,12 @@ from train_dtensor import Trainer, parse
 class Watched(Trainer):  # type: ignore[misc]  # an example is no module where types are checked
     """A trainer that dies, or slows down, at the given moments; it looks like a job to those who see to that."""
 
-    def __init__(self, arguments: list[str], requests: list[str], crew: int, sleep_s: float) -> None:
+    def __init__(self, arguments: list[str], requests: list[str], crew: int, sleep_s: float, hangs: list[str]) -> None:
         super().__init__(parse(arguments))
         self._membership = self.member._membership
         self.faults = TensorFaults(self, requests)
         self.pace = Pace(self, self.args.steps, sleep_s, crew, 0, "")
+        self.hangs = Hangs(hangs, [], [], self.worker)
 
     @property
     def worker(self) -> str:
@@ -44,6 +46,7 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
         self.pace.before()
         if self.faults.due("compute"):
             die()
+        self.hangs.at(self.step)
         loss = float(super().gradients())
         self.pace.after()
         return loss
@@ -67,8 +70,9 @@ def main() -> None:
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds, in each step")
+    parser.add_argument("--hang", action="append", default=[], help="see tests/jobs/hangs.py")
     ours, rest = parser.parse_known_args()
-    trainer = Watched(rest, ours.die, ours.crew, ours.sleep)
+    trainer = Watched(rest, ours.die, ours.crew, ours.sleep, ours.hang)
     trainer.train()
     say(f"ended {trainer.worker} pid {os.getpid()}")
 

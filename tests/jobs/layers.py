@@ -48,6 +48,7 @@ from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
+from tests.jobs.hangs import Hangs
 from tests.jobs.train import Faults, Pace, Samples, die
 
 WIDTH = 12
@@ -161,7 +162,10 @@ def main() -> None:
     parser.add_argument("--row-seconds", type=float, default=0.0, help="that each layer takes for a row")
     parser.add_argument("--slow", default="", help="SLOT:STEP:FACTOR: from this step on it takes so many times as long")
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
+    parser.add_argument("--hang-between", action="store_true", help="it does so before the step, not in a layer")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
+    for name in ("--hang", "--busy", "--pause"):
+        parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
     args = parser.parse_args()
     layer, _, step = args.raise_at.partition(":")
     raise_at = (int(layer), int(step)) if args.raise_at else None
@@ -181,6 +185,7 @@ def main() -> None:
 
     Layer.row_s = row_s
     faults = LayerFaults(job, args.die)
+    hangs = Hangs(args.hang, args.busy, args.pause, job.worker)
     pace = Pace(job, args.steps, 0.0, args.crew, 0, "")
     workers = [f"w{rank}" for rank in range(args.dp * args.pp * args.tp)]
     engine = job.engine(
@@ -200,6 +205,8 @@ def main() -> None:
     def before() -> None:
         if faults.due("compute"):
             die()
+        if not args.hang_between:
+            hangs.at(engine.step)
 
     while engine.step < min(args.steps, args.stop or args.steps):
         for layer_here in engine.layers.values():
@@ -209,6 +216,8 @@ def main() -> None:
             time.sleep(0.005)
         pace.before()
         pace.after()
+        if args.hang_between:
+            hangs.at(engine.step)
         report = job.train_step()
         if job.rank == 0:
             say(f"step {report.step} loss {report.loss!r} norm {report.gradient_norm!r}")

@@ -38,6 +38,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.hybrid import HybridJob
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
+from tests.jobs.hangs import Hangs
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -175,14 +176,19 @@ def main() -> None:
     )
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--direct", type=int, help="how many members may all have links to each other")
+    parser.add_argument("--cross", type=int, help="a step in which all first workers wait for each other's messages")
+    parser.add_argument("--skip", default="", help="SLOT:STEP in which a worker leaves out a collective of the script")
     parser.add_argument("--fail-at", default="", help="SLOT:STEP at which a worker raises")
     parser.add_argument("--break-at", default="", help="SLOT:STEP at which its backward raises, half of it reduced")
+    for name in ("--hang", "--busy", "--pause"):
+        parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
     args = parser.parse_args()
 
     if args.direct:
         group_module.DIRECT_MEMBERS = args.direct
     job = elaunch.init()
     faults = Faults(job, args.die)
+    hangs = Hangs(args.hang, args.busy, args.pause, job.worker)
     pace = Pace(job, args.steps, args.sleep, args.crew, args.gather, args.hold)
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(1)
@@ -218,6 +224,7 @@ def main() -> None:
         pace.before()
         if faults.due("compute"):
             die()
+        hangs.at(job.step)
         if args.fail_at == f"{os.environ.get('LOCAL_RANK', '0')}:{job.step}":
             raise RuntimeError("the sample that breaks the script")
         rows.add(len(points))
@@ -229,6 +236,13 @@ def main() -> None:
         if slot == os.environ.get("LOCAL_RANK") and job.step >= int(slower.partition(":")[0]):
             time.sleep(float(slower.partition(":")[2]))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        if args.cross == job.step and job.last_micro_batch and job.worker.endswith("#0"):
+            args.cross = None
+            torch.distributed.recv(torch.ones(1), (job.rank + 1) % job.size, group=job.process_group)
+        if args.skip.partition(":")[2] == str(job.step) and job.last_micro_batch:
+            here = f"{slot}:{job.step}" if job.worker.endswith("#0") else ""
+            if args.skip != here:
+                torch.distributed.all_reduce(torch.ones(3000), group=job.process_group)
         if args.extras and job.last_micro_batch:
             ones = torch.ones(3000)
             torch.distributed.all_reduce(ones, group=job.process_group)

@@ -22,6 +22,7 @@ from elaunch.config import (
     parse_nnodes,
     parse_nproc,
 )
+from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 
 
@@ -36,6 +37,7 @@ def a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "ELAUNCH_PRELOAD",
             "ELAUNCH_CHECKPOINT_DIR",
             "ELAUNCH_CHECKPOINT_EVERY",
+            "ELAUNCH_HANG_TIMEOUT",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             "CUDA_VISIBLE_DEVICES",
         ):
@@ -213,6 +215,14 @@ class TestCommandLine:
         monkeypatch.setenv("ELAUNCH_CHECKPOINT_EVERY", "20")
         assert parse("t.py").checkpoints == Checkpointing(tmp_path, 20)
         assert parse("--checkpoint-every=30", "t.py").checkpoints == Checkpointing(tmp_path, 30)
+
+    def test_the_limit_of_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert parse("t.py").hang == HangTimeout()
+        monkeypatch.setenv("ELAUNCH_HANG_TIMEOUT", "90")
+        assert parse("t.py").hang == HangTimeout("seconds", 90.0)
+        assert parse("--hang-timeout=off", "t.py").hang == HangTimeout("off")
+        with pytest.raises(UsageError, match="--hang-timeout=soon: expected auto, off, or a number of seconds above 0"):
+            parse("--hang-timeout=soon", "t.py")
 
     def test_an_empty_preload_means_no_warm_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse("t.py").preload == PRELOAD

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.workers import pulse
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.door import Door, read_line, split_address
 from elaunch.workers.comm.drive import drive
@@ -91,7 +92,7 @@ class Fabric:
         `timeout_s`, and `GenerationChanged` when `interrupt` announces an epoch above `epoch`.
         """
         deadline_s = time.monotonic() + timeout_s
-        with self._changed:
+        with pulse.waiting(sorted(members.keys() - {self.worker}), epoch), self._changed:
             if self._closing:
                 raise RuntimeError(f"the fabric of {self.worker} is closed")
             for link in self._links.values():
@@ -163,7 +164,7 @@ class Fabric:
         `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
         """
         self.link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
-        with self._running:
+        with pulse.waiting([peer for peer, _, _ in receives or sends], epoch, op), self._running:
             self._begin(epoch)
             links: dict[str, Link] = {}
             try:
@@ -184,7 +185,7 @@ class Fabric:
         """
         peers = list(dict.fromkeys((*outgoing, *incoming)))
         self.link_up(set(peers), epoch)
-        with self._running:
+        with pulse.waiting(peers, epoch, op), self._running:
             self._begin(epoch)
             flows: list[Flow] = []
             try:
@@ -205,7 +206,8 @@ class Fabric:
         links may have the number `op`: what comes for it is accepted whether anything was posted or not.
         Raises `GenerationChanged` when interrupted before.
         """
-        self._running.acquire()
+        with pulse.waiting(peers, epoch, op):
+            self._running.acquire()
         try:
             self._begin(epoch)
             with self._changed:

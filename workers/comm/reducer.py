@@ -8,6 +8,7 @@ from collections import deque
 import torch
 
 from elaunch.errors import StepInterrupted
+from elaunch.workers import pulse
 from elaunch.workers.comm.group import Group
 
 
@@ -47,8 +48,9 @@ class Reducer:
 
     def wait(self) -> None:
         """Return when nothing is under way any more."""
-        while self._run_next():
-            pass
+        with pulse.waiting():
+            while self._run_next():
+                pass
 
     def raise_error(self) -> None:
         """Raise what went wrong in this step.
@@ -81,6 +83,7 @@ class Reducer:
             self._arrived.notify_all()
 
     def _run(self) -> None:
+        pulse.in_background()
         while True:
             with self._arrived:
                 self._arrived.wait_for(lambda: self._waiting or self._closed)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from elaunch.errors import LinkLost
+from elaunch.workers import pulse
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Link
 
@@ -197,7 +198,7 @@ class Traffic:
                 return
             if (peer, part) not in self._posted:
                 raise ValueError(f"part {part} from {peer} is awaited but was never posted: post it first")
-        self._until(lambda: self.arrived(peer, part))
+        self._until(lambda: self.arrived(peer, part), (peer,))
 
     def arrived(self, peer: str, part: int) -> bool:
         """Whether `part` from `peer` has been posted and is complete; never raises."""
@@ -300,8 +301,9 @@ class Traffic:
         if not self._ended:
             os.eventfd_write(self._wake, 1)
 
-    def _until(self, reached: Callable[[], bool]) -> None:
-        with self._changed:
+    def _until(self, reached: Callable[[], bool], peers: Collection[str] | None = None) -> None:
+        """Waits; `peers` are those for whom, all that take part if not given."""
+        with pulse.waiting(self._lines if peers is None else peers, self._epoch, self._op), self._changed:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: self._ended or reached())

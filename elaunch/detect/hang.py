@@ -1,0 +1,364 @@
+"""Who hangs, from what the workers of a node show of themselves: pure decisions.
+
+In a synchronous job one worker that does not go on is soon waited for by all others. So a worker that waits for peers
+is never blamed for that; who is, is one that
+
+- shows nothing: the interpreter's lock has been held by one call, or its process has used no processor time, or its
+  training thread has gone round in one loop that calls nothing (`Still`), for longer than the *short* limit, while
+  another worker of the node waits. The limit is learnt from the job's own steps:
+
+      max(FLOOR_S + STEPS x median step, STILL_FACTOR x the longest time for which a worker that then went on did so)
+
+  The step is a common one, so any worker's times do. FLOOR_S and STEPS are what a hang may cost. The second term is for
+  scripts whose steps do contain such times, a sleep or a slow read; it is of the last `MEMORY_STEPS` steps.
+- is busy in the same step or between the same two for longer than the *long* limit, max(LONG_S, LONG_STEPS x median
+  step). Whoever computes may be in the middle of an evaluation, of which the steps before tell nothing: one every
+  hundred steps that takes five steps' time, or five hundred. So work is no evidence, only its absence is, and
+  `LONG_S` is what torch itself gives a collective.
+
+Nothing is known before `MIN_STEPS` steps have been seen, and nothing is done. The first step after a change of
+members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does what a script does between
+two steps, where one worker saves, logs or evaluates for all; and a worker that nobody on its node waits for, since then
+all of them may have the same reason, a slow file system for one.
+
+If all wait for each other, that is a deadlock. Where all members are workers of this node that is known at once, and
+one of them is taken out, so that the others do the step again: who is in an earlier step; among equals, who is in an
+operation in which the fewest are; then one that nobody names; then the last one. Where there are other nodes their
+workers may be at fault, which their agents see, so one is taken out only after twice the long limit, by the first
+node, after three times by the second, and so on.
+
+One worker is blamed at a time, and all clocks start anew with it. If it happens again in the same step, the script
+may do something there that looks like a hang: each time the limit is `AGAIN_FACTOR` times as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elaunch.detect.pulse import BEAT_S, Phase, Pulse, Still
+from elaunch.errors import UsageError
+
+VARIABLE = "ELAUNCH_HANG_TIMEOUT"
+FLAG = "--hang-timeout"
+
+FLOOR_S = 1.5
+"""With the beats and the checks, which come every quarter of a second, and a look at the stacks: below 2 s."""
+
+STEPS = 3
+STILL_FACTOR = 3
+LONG_S = 600.0
+LONG_STEPS = 20
+CHANGE_S = 30.0
+AGAIN_FACTOR = 4
+MIN_STEPS = 10
+STEPS_KEPT = 64
+MEMORY_STEPS = 1000
+WITNESS_S = 1.0
+"""For how long another worker must have waited; at most half the limit."""
+
+LATE_BEAT_S = 4 * BEAT_S
+GAP_S = 1.0
+"""An agent that could not look for so long was stopped or had no processor, and so perhaps had its workers."""
+
+_QUIET = (Phase.LOADING, Phase.AGREEING, Phase.ENDED)
+_ROUTINE = (Phase.STEP, Phase.BETWEEN)
+
+
+@dataclass(frozen=True, slots=True)
+class HangTimeout:
+    """What the user wants: limits that are learnt (auto), one of so many seconds, or none (off)."""
+
+    mode: str = "auto"
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return self.mode if self.mode != "seconds" else f"{self.seconds:g}"
+
+    @property
+    def fixed_s(self) -> float | None:
+        return self.seconds if self.mode == "seconds" else None
+
+
+def parse(text: str, name: str = FLAG) -> HangTimeout:
+    """Read the setting; empty: not given.
+
+    Raises:
+        UsageError: it is neither auto, off nor a number of seconds above 0.
+    """
+    word = text.strip().lower()
+    if word in ("", "auto"):
+        return HangTimeout()
+    if word == "off":
+        return HangTimeout("off")
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{name}={text}: expected auto, off, or a number of seconds above 0")
+    return HangTimeout("seconds", seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A worker, as it is seen at one moment.
+
+    Attributes:
+        pulse: what it shows.
+        training, beating: state of the two threads, as in /proc; R: it runs, or would if it had a processor.
+        children_work: processes that it has started have used processor time since the last look.
+    """
+
+    pulse: Pulse
+    training: str = "S"
+    beating: str = "S"
+    children_work: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A worker that is to be taken out, and why.
+
+    Attributes:
+        worker: its identity.
+        step: in flight.
+        doing: what it is about.
+        since_s: for how long.
+        limit_s: the time that it had.
+        typical_step_s: median of the last steps; None: not known.
+        moment_s: its sign of progress before that, in `time.monotonic`; another one since then clears it.
+        waits: in a deadlock, who waits for whom; else empty.
+    """
+
+    worker: str
+    step: int
+    doing: str
+    since_s: float
+    limit_s: float
+    typical_step_s: float | None
+    moment_s: float
+    waits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of one worker, at the last look."""
+
+    step: int
+    step_since_s: float
+    still_s: float = 0.0
+    still_from_s: float = 0.0
+
+
+@dataclass(slots=True)
+class HangDetector:
+    """What one node has learnt, and its judgement.
+
+    Args:
+        setting: what the user wants.
+    """
+
+    setting: HangTimeout = HangTimeout()
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    _counted: int = 0
+    _stills: deque[tuple[int, float]] = field(default_factory=deque)  # step and seconds, ever shorter ones
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _from_s: float = -math.inf
+    _looked_s: float = -math.inf
+    _epoch: int = 0
+    _strikes: int = 0
+    _struck_step: int = -1
+
+    @property
+    def typical_step_s(self) -> float | None:
+        """Median of the last steps; None before `MIN_STEPS`."""
+        return sorted(self._steps_s)[len(self._steps_s) // 2] if len(self._steps_s) >= MIN_STEPS else None
+
+    def look(
+        self, now_s: float, sights: Mapping[str, Sight], epoch: int = 0, members: Sequence[str] = ()
+    ) -> Hang | None:
+        """Take in what the workers show now, and say who is to be taken out, if anybody.
+
+        Args:
+            now_s: `time.monotonic` when they were looked at.
+            sights: of the workers of this node that use elaunch and can be judged: they run, and are not stopped.
+            epoch: of the newest generation.
+            members: of that, in their order.
+        """
+        if self.setting.mode == "off":
+            return None
+        if now_s - self._looked_s > GAP_S or epoch != self._epoch:
+            self._from_s = now_s
+        self._looked_s, self._epoch = now_s, epoch
+        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
+        for worker, sight in sights.items():
+            self._learn(now_s, worker, sight)
+        found = self._stuck(now_s, sights) or self._deadlock(now_s, sights, members)
+        if found is not None:
+            again = self._struck_step <= found.step <= self._struck_step + 1
+            self._strikes, self._struck_step = self._strikes + 1 if again else 1, found.step
+            self._from_s = now_s
+        return found
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def _learn(self, now_s: float, worker: str, sight: Sight) -> None:
+        pulse, before = sight.pulse, self._seen.get(worker)
+        if before is None:
+            before = _Seen(pulse.step, pulse.step_since_s)
+        if pulse.step < before.step:
+            self._counted = min(self._counted, pulse.step)  # it went back to a checkpoint
+        n_steps = pulse.step - before.step
+        # The first step after a change is not like others.
+        if 0 < n_steps < pulse.steps_here and pulse.step > self._counted:
+            mean_s = (pulse.step_since_s - before.step_since_s) / n_steps
+            self._steps_s.extend([mean_s] * min(n_steps, STEPS_KEPT))
+            self._counted = pulse.step
+        from_s = self._still_from(now_s, sight)
+        still_s = 0.0
+        if from_s is not None and pulse.steps_here and pulse.phase in _ROUTINE:
+            still_s = now_s - from_s
+        if before.still_s > BEAT_S and (still_s == 0.0 or from_s != before.still_from_s):
+            # It went on by itself, so this is usual here. What is older and shorter does not matter any more.
+            while self._stills and self._stills[-1][1] <= before.still_s:
+                self._stills.pop()
+            self._stills.append((before.step, before.still_s))
+        while self._stills and self._stills[0][0] < pulse.step - MEMORY_STEPS:
+            self._stills.popleft()
+        self._seen[worker] = _Seen(pulse.step, pulse.step_since_s, still_s, from_s or 0.0)
+
+    def _still_from(self, now_s: float, sight: Sight) -> float | None:
+        """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
+        pulse = sight.pulse
+        if pulse.waits:
+            return None
+        from_s: float | None = None
+        if pulse.still is Still.SPINS or (
+            pulse.still is Still.ASLEEP and sight.training not in ("R", "D") and not sight.children_work
+        ):
+            from_s = pulse.still_since_s
+        if now_s - pulse.beat_s > LATE_BEAT_S:
+            if sight.beating == "R":
+                return None
+            from_s = pulse.beat_s if from_s is None else from_s
+        return None if from_s is None else max(from_s, pulse.since_s, self._from_s)
+
+    # -- limits -------------------------------------------------------------------------------------------------
+
+    def limits(self, pulse: Pulse) -> tuple[float, float]:
+        """The short and the long limit, in seconds, for a worker that shows this; infinite where nothing is known."""
+        fixed_s = self.setting.fixed_s
+        if fixed_s is not None:
+            return fixed_s, fixed_s
+        typical_s = self.typical_step_s
+        if typical_s is None:
+            return math.inf, math.inf
+        longest_s = self._stills[0][1] if self._stills else 0.0
+        short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s)
+        if self._struck_step <= pulse.step <= self._struck_step + 1:
+            short_s *= AGAIN_FACTOR**self._strikes
+        if pulse.phase is not Phase.STEP or not pulse.steps_here:
+            short_s += CHANGE_S
+        long_s = max(LONG_S, LONG_STEPS * typical_s)
+        return min(short_s, long_s), long_s
+
+    # -- judging ------------------------------------------------------------------------------------------------
+
+    def _stuck(self, now_s: float, sights: Mapping[str, Sight]) -> Hang | None:
+        """Of those that do not wait and are beyond their limit, the one that is so by most."""
+        found: list[tuple[float, Hang]] = []
+        for worker, sight in sights.items():
+            pulse = sight.pulse
+            if pulse.phase in _QUIET or pulse.waits:
+                continue
+            short_s, long_s = self.limits(pulse)
+            since_s = max(pulse.since_s, self._from_s)
+            limit_s, from_s, how = long_s, since_s, "busy"
+            still_from_s = self._still_from(now_s, sight)
+            if still_from_s is not None:
+                how = _how(now_s, pulse)
+                if self.setting.fixed_s is None and not self._is_waited_for(now_s, worker, sights, short_s):
+                    short_s = min(short_s + CHANGE_S, long_s)
+                if now_s - still_from_s > short_s:
+                    limit_s, from_s = short_s, still_from_s
+            over_s = now_s - from_s - limit_s
+            if over_s > 0:
+                doing = f"{_doing(pulse)}, {how}"
+                hang = Hang(worker, pulse.step, doing, now_s - from_s, limit_s, self.typical_step_s, pulse.since_s)
+                found.append((over_s, hang))
+        return max(found, key=lambda one: one[0])[1] if found else None
+
+    def _is_waited_for(self, now_s: float, worker: str, sights: Mapping[str, Sight], limit_s: float) -> bool:
+        long_enough_s = min(WITNESS_S, limit_s / 2)
+        return any(
+            other != worker and sight.pulse.waits and now_s - sight.pulse.since_s >= long_enough_s
+            for other, sight in sights.items()
+        )
+
+    def _deadlock(self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str]) -> Hang | None:
+        """Whom to take out of those that all wait for each other."""
+        mine = {worker: sights[worker].pulse for worker in members if worker in sights}
+        nodes = list(dict.fromkeys(member.partition("/")[0] for member in members))
+        if not mine or len(members) < 2:
+            return None
+        if any(not pulse.waits or pulse.phase in _QUIET for pulse in mine.values()):
+            return None
+        alone = len(mine) == len(members)
+        limit_s = 0.0
+        for pulse in mine.values():
+            short_s, long_s = self.limits(pulse)
+            # Moving the state, or a checkpoint's last part, may be one long wait for all.
+            limit_s = max(limit_s, short_s if pulse.phase in _ROUTINE else long_s)
+            if not alone:
+                node = next(iter(mine)).partition("/")[0]
+                limit_s = max(limit_s, long_s * (2 + nodes.index(node)))
+        from_s = max(self._from_s, *(pulse.since_s for pulse in mine.values()))
+        if now_s - from_s <= limit_s:
+            return None
+        worker = victim(mine)
+        pulse = mine[worker]
+        doing = f"{_doing(pulse)}, waits like all {len(mine)} workers of this node"
+        said = tuple(_waits(one, mine[one]) for one in mine)
+        return Hang(worker, pulse.step, doing, now_s - from_s, limit_s, self.typical_step_s, pulse.since_s, said)
+
+
+def victim(waiting: Mapping[str, Pulse]) -> str:
+    """Whom to take out of workers that wait for each other, given in the order of their ranks (see above)."""
+    first = min(pulse.step for pulse in waiting.values())
+    left = [worker for worker, pulse in waiting.items() if pulse.step == first]
+    operations = Counter((waiting[worker].epoch, waiting[worker].operation) for worker in left)
+    fewest = min(operations.values())
+    left = [one for one in left if operations[waiting[one].epoch, waiting[one].operation] == fewest]
+    named = {peer for pulse in waiting.values() for peer in pulse.waits_for}
+    return ([worker for worker in left if worker not in named] or left)[-1]
+
+
+def _how(now_s: float, pulse: Pulse) -> str:
+    if now_s - pulse.beat_s > LATE_BEAT_S:
+        return "in a call that keeps the interpreter's lock"
+    return {
+        Still.SPINS: "in a loop that calls nothing",
+        Still.ASLEEP: "asleep",
+        Still.MOVES: "busy",
+    }[pulse.still]
+
+
+def _doing(pulse: Pulse) -> str:
+    return {
+        Phase.LOADING: "loading",
+        Phase.STEP: f"in step {pulse.step}",
+        Phase.BETWEEN: f"before step {pulse.step}",
+        Phase.CHANGING: "changing over to other members or another plan",
+        Phase.SAVING: "saving a checkpoint",
+        Phase.AGREEING: "waiting for a generation",
+        Phase.ENDED: "ended",
+    }[pulse.phase]
+
+
+def _waits(worker: str, pulse: Pulse) -> str:
+    more = f" and {pulse.others} more" if pulse.others else ""
+    peers = (", ".join(pulse.waits_for) or "its peers") + more
+    return f"{worker} for {peers}, {_doing(pulse)}, operation {pulse.operation}"

@@ -1,0 +1,226 @@
+"""The agent's watch over workers that run and do not go on: it looks at them, lets `detect.hang` judge, and says what
+of.
+
+Stopped processes are found by the state that the kernel gives them, whatever they run. Those that use elaunch show
+their pulse besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
+from elaunch.detect.pulse import Reader
+from elaunch.detect.stacks import Stacks, collect, save
+
+LOOK_S = 0.25
+"""From one look at the workers to the next."""
+
+STILL_S = 0.5
+"""Children are looked at for workers that have been still for so long."""
+
+STOPPED = "T"
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A worker that the kernel has not run for too long. `state`: T: stopped by a signal; D: in the kernel's hands."""
+
+    worker: str
+    state: str
+    stopped_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A worker that hangs, with its stacks, and their file; `moved`: it went on while they were taken."""
+
+    hang: Hang
+    stacks: Stacks
+    path: str
+    moved: bool
+
+
+@dataclass(slots=True)
+class _Watched:
+    pid: int
+    reader: Reader
+    dump_fd: int
+    children_s: float = 0.0
+    busy: bool = False  # its stacks are being taken
+
+    def close(self) -> None:
+        self.reader.close()
+        os.close(self.dump_fd)
+
+
+class HangWatch:
+    """Looks at the workers of one node. All methods are for the agent's loop; `found` is called from another thread.
+
+    Args:
+        setting: what the user wants.
+        stop_limits_s: by state of a process, how long it may last.
+        found: told of a worker that hangs, when its stacks have been taken.
+    """
+
+    def __init__(
+        self, setting: HangTimeout, stop_limits_s: Mapping[str, float], found: Callable[[Found], None]
+    ) -> None:
+        self._detector = HangDetector(setting)
+        self._stop_limits_s = stop_limits_s
+        self._found = found
+        self._watched: dict[str, _Watched] = {}
+        self._stopped_since: dict[str, float] = {}
+        self.due_s = 0.0
+
+    def attached(self, worker: str, pid: int, fds: Sequence[int]) -> None:
+        """A worker has sent descriptors of its pulse and its stacks; they belong to the watch now."""
+        self.forget(worker)
+        if len(fds) == 2:
+            self._watched[worker] = _Watched(pid, Reader(fds[0]), fds[1])
+        else:
+            for fd in fds:
+                os.close(fd)
+
+    def forget(self, worker: str) -> None:
+        """A worker has ended."""
+        watched = self._watched.get(worker)
+        self._stopped_since.pop(worker, None)
+        if watched is not None and not watched.busy:
+            del self._watched[worker]
+            watched.close()
+
+    def close(self) -> None:
+        for worker in list(self._watched):
+            self.forget(worker)
+
+    def look(
+        self,
+        running: Iterable[tuple[str, int]],
+        epoch: int,
+        members: Sequence[str],
+        path_of: Callable[[str], str],
+    ) -> list[Stopped]:
+        """Look at all workers, and begin to take the stacks of one that hangs.
+
+        Args:
+            running: workers of this node, with their pids (0: not known yet).
+            epoch: of the newest generation.
+            members: of that, in their order.
+            path_of: where the stacks of a worker go.
+
+        Returns:
+            Those that have been stopped for too long. They are told of once, and are to be killed.
+        """
+        now_s = time.monotonic()
+        self.due_s = now_s + LOOK_S
+        sights: dict[str, Sight] = {}
+        stopped: list[Stopped] = []
+        for worker, pid in running:
+            state = thread_state(pid) if pid else ""
+            if state in self._stop_limits_s:
+                since_s = self._stopped_since.setdefault(worker, now_s)
+                if now_s - since_s >= self._stop_limits_s[state]:
+                    del self._stopped_since[worker]
+                    stopped.append(Stopped(worker, state, now_s - since_s))
+            else:
+                self._stopped_since.pop(worker, None)
+            watched = self._watched.get(worker)
+            if watched is not None and pid and state not in ("", STOPPED, "Z") and not watched.busy:
+                sight = self._sight(watched, now_s)
+                if sight is not None:
+                    sights[worker] = sight
+        hang = self._detector.look(now_s, sights, epoch, members)
+        if hang is not None:
+            watched = self._watched[hang.worker]
+            watched.busy = True
+            path = path_of(hang.worker)
+            threading.Thread(target=self._take, args=(hang, watched, path), name="elaunch-stacks", daemon=True).start()
+        return stopped
+
+    def done(self, worker: str) -> None:
+        """The agent has heard of a worker that hangs and has acted on it."""
+        if worker in self._watched:
+            self._watched[worker].busy = False
+
+    def _sight(self, watched: _Watched, now_s: float) -> Sight | None:
+        pulse = watched.reader.read()
+        if pulse is None:
+            return None
+        sight = Sight(
+            pulse, thread_state(watched.pid, pulse.training_tid), thread_state(watched.pid, pulse.beating_tid)
+        )
+        if not pulse.still or pulse.waits or now_s - pulse.still_since_s < STILL_S:
+            return sight
+        before_s, watched.children_s = watched.children_s, children_cpu_s(watched.pid)
+        return replace(sight, children_work=watched.children_s > before_s)
+
+    def _take(self, hang: Hang, watched: _Watched, path: str) -> None:
+        """In a thread: the stacks of a worker, and whether it has gone on meanwhile."""
+        pulse = watched.reader.read()
+        assert pulse is not None, f"{hang.worker} was judged without a pulse"
+        stacks = collect(watched.pid, pulse.training_tid, pulse.thread, watched.dump_fd)
+        waits = "".join(f"\n    {line}" for line in hang.waits)
+        heading = (
+            f"{hang.worker}, pid {watched.pid}, {hang.doing}: {hang.since_s:.2f} s, limit {hang.limit_s:.2f} s{waits}"
+        )
+        if not path:
+            folder = tempfile.mkdtemp(prefix="elaunch-stacks-")
+            path = os.path.join(folder, "stacks.txt")
+        saved = save(stacks, path, heading)
+        now = watched.reader.read()
+        self._found(Found(hang, stacks, saved, moved=now is not None and now.since_s > hang.moment_s))
+
+
+def describe(found: Found) -> str:
+    """For the user, in a line."""
+    hang, stacks = found.hang, found.stacks
+    usual = f", a step takes {hang.typical_step_s:.3g} s" if hang.typical_step_s is not None else ""
+    place = f"; at {stacks.place()}" if stacks.place() else ""
+    where = f"; stacks in {found.path}" if found.path else f"; its stacks are not known: {stacks.by}"
+    waits = f" ({'; '.join(hang.waits)})" if hang.waits else ""
+    fate = "it went on while its stacks were taken, and is left alone" if found.moved else "it is killed"
+    return (
+        f"worker {hang.worker} hangs: {hang.doing} for {hang.since_s:.1f} s{usual}, the limit is "
+        f"{hang.limit_s:.1f} s{waits}{place}{where}; {fate}"
+    )
+
+
+def thread_state(pid: int, tid: int | None = None) -> str:
+    """One letter, as in /proc/PID/stat, of a process or one thread of it; empty when it is gone."""
+    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
+    try:
+        with open(path, "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return ""
+
+
+def children_cpu_s(pid: int) -> float:
+    """Processor time of all processes that a process has started, and these in their turn, as far as they live."""
+    total_s = 0.0
+    left = [pid]
+    while left:
+        parent = left.pop()
+        for child in _children(parent):
+            left.append(child)
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{child}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+                total_s += (int(fields[11]) + int(fields[12])) * _TICK_S
+    return total_s
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return found

@@ -1,0 +1,175 @@
+"""Workers that run and do not go on are found, their stacks kept, and the job goes on; who only takes long is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, Spawner
+from tests.jobs.watch import SCRIPT, Node, assert_same, digests, elaunch, losses
+
+LAYERS = ROOT / "tests" / "jobs" / "layers.py"
+DTENSOR = ROOT / "tests" / "jobs" / "dtensor.py"
+THREE = ("--standalone", "--nproc-per-node=3")
+FOUR = ("--standalone", "--nproc-per-node=4", "--consistency=bitwise")
+STEPS = 50
+AT = 25
+DATA_PARALLEL = ("--steps", str(STEPS), "--sleep", "0.01")
+HYBRID = ("--dp=2", "--pp=2", "--steps", str(STEPS), "--row-seconds", "0.0005")
+LIMIT_S = 150.0
+
+pytestmark = pytest.mark.timeout(400)
+
+Reference = tuple[dict[int, float], list[str]]
+_references: dict[Path, Reference] = {}
+
+
+def reference(spawn: Spawner, folder: Path, script: Path) -> Reference:
+    """Losses and digests of an undisturbed run by one worker; done once a session."""
+    if script not in _references:
+        alone = ("--pp=1",) if script == LAYERS else ()
+        node = elaunch(spawn, folder, "--standalone", script=(script, "--steps", str(STEPS), *alone), name="reference")
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        _references[script] = losses(node), digests(node)
+    return _references[script]
+
+
+def found(node: Node) -> dict[str, Any]:
+    """The one hang of a job."""
+    (event,) = node.events("hang")
+    return event
+
+
+def check(node: Node, expected: Reference, worker: str) -> dict[str, Any]:
+    """That this worker alone was blamed and killed, its stacks are there, and the job ended as if it had not been."""
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    event = found(node)
+    assert event["worker"] == worker, node.agent.tail()
+    exits = {one["worker"]: one for one in node.events("worker_exited")}
+    assert exits.pop(worker).get("signal") == signal.SIGKILL
+    assert all(one.get("exitcode") == 0 for one in exits.values()), node.agent.tail()
+    assert_same(losses(node), expected[0], 1e-9)
+    assert digests(node) == expected[1]
+    stacks = Path(event["stacks"]).read_text()
+    assert stacks.startswith(f"{worker}, pid ")
+    assert event["place"] in node.agent.text()
+    assert event["stacks"] in node.agent.text()
+    return event
+
+
+KINDS = {
+    "loop": "in a loop that calls nothing",
+    "call": "in a call that keeps the interpreter's lock",
+    "sleep": "asleep",
+    "lock": "asleep",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_parallel_worker_that_hangs_is_replaced(spawn: Spawner, tmp_path: Path, kind: str) -> None:
+    expected = reference(spawn, tmp_path, SCRIPT)
+    script = (SCRIPT, *DATA_PARALLEL, "--hang", f"1:{AT}:{kind}")
+    node = elaunch(spawn, tmp_path, *THREE, "--log-dir", str(tmp_path / "logs"), script=script)
+    event = check(node, expected, "node0/1#0")
+    assert event["doing"] == f"in step {AT}, {KINDS[kind]}"
+    assert event["step"] == AT
+    assert event["since_s"] >= event["limit_s"] > event["typical_step_s"] > 0
+    assert re.match(rf"hangs\.py:\d+ in {kind} < hangs\.py:\d+ in hang < ", event["place"])
+    assert Path(event["stacks"]).is_relative_to(tmp_path / "logs")
+    # As faulthandler writes it, and as py-spy does where there is one.
+    assert re.search(rf"hangs\.py.* in {kind}$|^ +{kind} .*hangs\.py", Path(event["stacks"]).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("slot", "kind"), [(0, "loop"), (3, "call"), (2, "lock")])
+def test_a_worker_of_a_hybrid_job_that_hangs_in_a_layer_is_replaced(
+    spawn: Spawner, tmp_path: Path, slot: int, kind: str
+) -> None:
+    expected = reference(spawn, tmp_path, LAYERS)
+    node = elaunch(spawn, tmp_path, *FOUR, script=(LAYERS, *HYBRID, "--hang", f"{slot}:{AT}:{kind}"))
+    event = check(node, expected, f"node0/{slot}#0")
+    assert event["doing"] == f"in step {AT}, {KINDS[kind]}"
+    assert f" in {kind} < " in event["place"]
+
+
+def test_one_that_does_not_come_to_the_next_step_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, LAYERS)
+    script = (LAYERS, *HYBRID, "--hang-between", "--hang", f"1:{AT}:sleep")
+    event = check(elaunch(spawn, tmp_path, *FOUR, script=script), expected, "node0/1#0")
+    assert event["doing"] == f"before step {AT}, asleep"
+    assert event["limit_s"] > 30
+
+
+def test_one_that_saves_or_logs_for_all_between_two_steps_is_no_hang(spawn: Spawner, tmp_path: Path) -> None:
+    """It may sleep there for far longer than a step takes: on a file system, or for a server's answer."""
+    script = (LAYERS, *HYBRID, "--hang-between", "--pause", f"0:{AT}:6")
+    node = elaunch(spawn, tmp_path, *FOUR, script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert node.events("hang") == []
+    assert len(node.events("worker_exited")) == 4
+
+
+def test_a_worker_of_a_runtime_with_hooks_that_hangs_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
+    model = ("--layout=2x2", "--layers=2", "--width=32", "--heads=2", "--batch-size=8", "--context=16")
+    script: tuple[str | Path, ...] = (DTENSOR, *model, "--steps=40", "--corpus-bytes=100000", "--hang", f"2:{AT}:lock")
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=4", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    event = found(node)
+    assert (event["worker"], event["doing"]) == ("node0/2#0", f"in step {AT}, asleep")
+    assert " in lock < " in event["place"]
+    assert sorted(losses(node)) == list(range(40))
+
+
+def test_of_workers_that_wait_for_each_other_one_is_taken_out(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, SCRIPT)
+    node = elaunch(spawn, tmp_path, *THREE, script=(SCRIPT, *DATA_PARALLEL, "--cross", str(AT)))
+    event = check(node, expected, "node0/2#0")
+    assert [re.sub(r", operation \d+$", "", one) for one in event["waits"]] == [
+        f"node0/0#0 for node0/1#0, in step {AT}",
+        f"node0/1#0 for node0/2#0, in step {AT}",
+        f"node0/2#0 for node0/0#0, in step {AT}",
+    ]
+
+
+def test_a_collective_that_one_worker_leaves_out_is_no_hang(spawn: Spawner, tmp_path: Path) -> None:
+    """What the others expect does not come, and the links say so: the step is done again."""
+    expected = reference(spawn, tmp_path, SCRIPT)
+    node = elaunch(spawn, tmp_path, *THREE, script=(SCRIPT, *DATA_PARALLEL, "--skip", f"1:{AT}"))
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert_same(losses(node), expected[0], 1e-9)
+
+
+def test_one_that_works_on_has_the_users_limit(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, SCRIPT)
+    script = (SCRIPT, *DATA_PARALLEL, "--hang", f"1:{AT}:work")
+    event = check(elaunch(spawn, tmp_path, *THREE, "--hang-timeout=3", script=script), expected, "node0/1#0")
+    assert event["limit_s"] == 3.0
+    assert event["doing"] == f"in step {AT}, busy"
+
+
+def test_evaluations_pauses_of_all_and_noise_under_load_are_no_hang(spawn: Spawner, tmp_path: Path) -> None:
+    """The first worker alone evaluates for many steps' time, then all do, then all pause, beside other work."""
+    for number in range(2 * (os.cpu_count() or 1)):
+        spawn.python("-c", "while True: pass", name=f"load{number}")
+    all_of = [
+        word
+        for slot in range(3)
+        for word in ("--busy", f"{slot}:30:4", "--pause", f"{slot}:40:4", "--busy", f"{slot}:{20 + slot}:0.5")
+    ]
+    script: tuple[str | Path, ...] = (SCRIPT, *DATA_PARALLEL, "--busy", "0:25:6", *all_of)
+    node = elaunch(spawn, tmp_path, *THREE, script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert node.events("hang") == []
+    assert {event["worker"] for event in node.events("worker_exited")} == {f"node0/{slot}#0" for slot in range(3)}
+    assert len(losses(node)) == STEPS
+
+
+def test_off_means_off(spawn: Spawner, tmp_path: Path) -> None:
+    script = (SCRIPT, *DATA_PARALLEL, "--pause", f"1:{AT}:6")
+    node = elaunch(spawn, tmp_path, *THREE, "--hang-timeout=off", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert node.events("hang") == []

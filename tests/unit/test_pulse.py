@@ -1,0 +1,275 @@
+"""What a worker shows its agent: whole, in spite of everything; and what its beating thread sees of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaunch.detect.pulse import AT_SEQUENCE, BEAT_S, COUNT, FILE_BYTES, TEXT_BYTES, Phase, Pulse, Reader, Still, parse
+from elaunch.hangs import children_cpu_s, thread_state
+from elaunch.workers import pulse as worker_pulse
+from tests.helpers import Spawned, Spawner, wait_until
+
+SHOWS = """
+import os, sys, time
+from elaunch.detect.pulse import Phase
+from elaunch.workers import pulse
+from tests.jobs import hangs
+
+shown = pulse.open_pulse()
+pulse.enter(Phase.STEP, 3, steps_here=2)
+sys.stdout.write(f"pulse {shown.fd}\\n")
+sys.stdout.flush()
+"""
+
+# Each state is told from the others by one number, which stands in several places.
+WRITES = (
+    SHOWS
+    + """
+number = 1
+while True:
+    number += 1
+    pulse.enter(Phase.STEP, number, steps_here=number)
+    with pulse.waiting([f"a/{number}#0", f"b/{number}#0"], number, number):
+        pass
+"""
+)
+
+FORKS = (
+    SHOWS
+    + """
+if not os.fork():
+    pulse.enter(Phase.ENDED, 99)
+    with pulse.waiting(["a/1#0"], 1, 1):
+        os._exit(0)
+os.wait()
+pulse.enter(Phase.STEP, 4)
+time.sleep(60)
+"""
+)
+
+
+def start(spawn: Spawner, script: str, *arguments: str) -> tuple[Spawned, Reader]:
+    worker = spawn.python("-c", script, *arguments)
+    wait_until(lambda: "pulse " in worker.text() or worker.process.poll() is not None, 60, worker.tail)
+    fd = int(worker.text().split("pulse ")[1].split()[0])
+    return worker, Reader(os.open(f"/proc/{worker.pid}/fd/{fd}", os.O_RDONLY))
+
+
+@pytest.fixture
+def readers() -> Iterator[list[Reader]]:
+    found: list[Reader] = []
+    yield found
+    for reader in found:
+        reader.close()
+
+
+def look(reader: Reader) -> Pulse:
+    found = reader.read()
+    assert found is not None
+    return found
+
+
+def test_what_is_read_is_whole_while_it_is_written(spawn: Spawner, readers: list[Reader]) -> None:
+    worker, reader = start(spawn, WRITES)
+    readers.append(reader)
+    seen: set[int] = set()
+    end_s = time.monotonic() + 30
+    while len(seen) < 300 and time.monotonic() < end_s:
+        pulse = reader.read()
+        if pulse is None:
+            continue
+        seen.add(pulse.step)
+        assert pulse.steps_here == pulse.step or pulse.step == 3
+        if pulse.waits:
+            assert pulse.waits_for == (f"a/{pulse.operation}#0", f"b/{pulse.operation}#0")
+            assert pulse.epoch == pulse.operation == pulse.step
+    assert len(seen) > 20, worker.tail()
+
+
+def test_a_pulse_can_be_read_when_its_worker_is_dead(spawn: Spawner, readers: list[Reader]) -> None:
+    worker, reader = start(spawn, SHOWS + "time.sleep(60)")
+    readers.append(reader)
+    worker.signal(signal.SIGKILL)
+    worker.wait(30)
+    assert (look(reader).pid, look(reader).step, look(reader).phase) == (worker.pid, 3, Phase.STEP)
+
+
+def test_a_forked_child_shows_nothing(spawn: Spawner, readers: list[Reader]) -> None:
+    _, reader = start(spawn, FORKS)
+    readers.append(reader)
+    wait_until(lambda: look(reader).step == 4, 30, "the parent to go on")
+    assert look(reader).phase is Phase.STEP
+    assert not look(reader).waits
+
+
+@given(st.binary(min_size=FILE_BYTES, max_size=FILE_BYTES), st.binary(min_size=8, max_size=8))
+def test_anything_may_stand_in_the_file(data: bytes, sequence: bytes) -> None:
+    assert parse(data, sequence) is None or data[8 * AT_SEQUENCE : 8 * AT_SEQUENCE + 8] == sequence
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=COUNT, max_size=COUNT), st.booleans())
+def test_numbers_that_mean_nothing_are_no_pulse(numbers: list[int], is_version: bool) -> None:
+    numbers[0] = 1 if is_version else 2
+    data = b"".join(number.to_bytes(8, "little") for number in numbers).ljust(FILE_BYTES, b"x")
+    found = parse(data, numbers[AT_SEQUENCE].to_bytes(8, "little"))
+    if found is not None:
+        assert is_version
+        assert numbers[AT_SEQUENCE] % 2 == 0
+
+
+def test_a_file_of_another_size_is_none() -> None:
+    assert parse(b"", b"") is None
+    assert parse(bytes(FILE_BYTES - 1), bytes(8)) is None
+
+
+# -- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(readers: list[Reader]) -> Iterator[Reader]:
+    """This process shows a pulse, for a test."""
+    pulse = worker_pulse.open_pulse()
+    reader = Reader(os.dup(pulse.fd))
+    readers.append(reader)
+    yield reader
+    worker_pulse.close()
+
+
+def test_a_wait_inside_another_one_is_part_of_it(shown: Reader) -> None:
+    with worker_pulse.waiting(["a/1#0"], 2, 5):
+        with worker_pulse.waiting():
+            assert look(shown).waits_for == ("a/1#0",), "who is waited for is known better outside"
+        assert look(shown).waits
+        with worker_pulse.waiting(["b/1#0"], 2, 6):
+            assert (look(shown).waits_for, look(shown).operation) == (("b/1#0",), 6)
+        assert look(shown).waits
+    assert not look(shown).waits
+
+
+def test_a_wait_that_ends_is_a_sign_of_progress(shown: Reader) -> None:
+    worker_pulse.enter(Phase.STEP, 7)
+    before = look(shown)
+    with worker_pulse.waiting(["a/1#0"]):
+        pass
+    assert look(shown).since_s > before.since_s
+    assert look(shown).step_since_s == before.step_since_s
+
+
+def test_a_thread_that_works_in_the_background_waits_for_nobody(shown: Reader) -> None:
+    seen: list[bool] = []
+
+    def run() -> None:
+        worker_pulse.in_background()
+        with worker_pulse.waiting(["a/1#0"]):
+            seen.append(look(shown).waits)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_more_peers_than_there_is_room_for_are_counted(shown: Reader) -> None:
+    with worker_pulse.waiting([f"node/{number}#0" for number in range(1000)]):
+        assert (look(shown).waits_for[0], len(look(shown).waits_for), look(shown).others) == ("node/0#0", 8, 992)
+    with worker_pulse.waiting(["n" * TEXT_BYTES + "/0#0"]):
+        assert (look(shown).waits_for, look(shown).others) == ((), 1)
+
+
+def test_steps_are_counted_from_the_last_change(shown: Reader) -> None:
+    worker_pulse.enter(Phase.BETWEEN, 10, steps_here=0)
+    worker_pulse.committed(11)
+    worker_pulse.committed(12)
+    assert (look(shown).step, look(shown).steps_here, look(shown).phase) == (12, 2, Phase.BETWEEN)
+    worker_pulse.enter(Phase.CHANGING)
+    worker_pulse.enter(Phase.BETWEEN, 12, steps_here=0)
+    assert look(shown).steps_here == 0
+
+
+def test_after_the_end_nothing_is_shown_any_more(shown: Reader) -> None:
+    worker_pulse.close()
+    worker_pulse.enter(Phase.STEP, 99)
+    with worker_pulse.waiting(["a/1#0"]):
+        assert (look(shown).phase, look(shown).waits) == (Phase.ENDED, False)
+
+
+def test_without_an_agent_all_of_it_does_nothing() -> None:
+    worker_pulse.enter(Phase.STEP, 1)
+    worker_pulse.committed(2)
+    with worker_pulse.waiting(["a/1#0"]):
+        pass
+    worker_pulse.close()
+
+
+# -- what the beating thread sees -------------------------------------------------------------------------------------
+
+
+def holds_the_lock(worker: Spawned, pulse: Pulse) -> bool:
+    late = time.monotonic() - pulse.beat_s > 4 * BEAT_S
+    return late and thread_state(worker.pid, pulse.beating_tid) == "S"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_seen"),
+    [
+        ("sleep", lambda worker, pulse: pulse.still is Still.ASLEEP),
+        ("lock", lambda worker, pulse: pulse.still is Still.ASLEEP),
+        ("child", lambda worker, pulse: pulse.still is Still.ASLEEP),
+        ("loop", lambda worker, pulse: pulse.still is Still.SPINS),
+        ("call", holds_the_lock),
+    ],
+)
+def test_a_worker_that_does_not_go_on_is_seen_to_be_still(
+    spawn: Spawner, readers: list[Reader], kind: str, is_seen: Callable[[Spawned, Pulse], bool]
+) -> None:
+    worker, reader = start(spawn, SHOWS + f"hangs.hang({kind!r})")
+    readers.append(reader)
+    wait_until(lambda: is_seen(worker, look(reader)), 30, lambda: f"{look(reader)}\n{worker.tail()}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "hangs.hang('work')",
+        "while True: len(())",
+        "import itertools\nfor number in itertools.count(): pass",
+        "while True: [0 for number in range(1000)]",
+        "while True: os.stat('/')",
+    ],
+)
+def test_a_worker_that_calls_or_iterates_spins_in_no_loop(spawn: Spawner, readers: list[Reader], body: str) -> None:
+    _, reader = start(spawn, SHOWS + body)
+    readers.append(reader)
+    for _ in range(40):
+        assert look(reader).still is not Still.SPINS
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("body", ["while True: number += 1", "while number >= 0: number = number ^ 1"])
+def test_a_loop_that_only_computes_spins(spawn: Spawner, readers: list[Reader], body: str) -> None:
+    _, reader = start(spawn, f"{SHOWS}def run():\n    number = 0\n    {body}\nrun()")
+    readers.append(reader)
+    wait_until(lambda: look(reader).still is Still.SPINS, 30, lambda: str(look(reader)))
+
+
+def test_processor_time_of_children_and_theirs_counts(spawn: Spawner) -> None:
+    grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    worker = spawn.python("-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])")
+    first = wait_until(lambda: children_cpu_s(worker.pid), 60, worker.tail)
+    wait_until(lambda: children_cpu_s(worker.pid) > first + 0.1, 60, worker.tail)
+
+
+def test_a_process_that_is_gone_has_no_state_and_no_children() -> None:
+    gone = 2**22 - 1
+    assert not Path(f"/proc/{gone}").exists()
+    assert thread_state(gone) == ""
+    assert children_cpu_s(gone) == 0

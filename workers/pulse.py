@@ -1,0 +1,276 @@
+"""A worker's pulse: what its agent needs to know to tell a worker that hangs from one that works or waits.
+
+One per process. Code that trains says here what it is about, and marks its waits for peers:
+
+    pulse.enter(Phase.STEP, step=4)
+    with pulse.waiting(("a/1#0",)):
+        ...
+
+Without an agent (`open_pulse` was not called) all of it does nothing. What is said costs about a microsecond or two:
+stores into memory that the agent sees (`elaunch.detect.pulse`).
+
+A thread beats besides. It can only do so when it gets the interpreter's lock, so a call that keeps the lock stops it.
+It also looks at the training thread: whether the process uses processor time, and whether that goes into one and the
+same loop. A thread gives up the lock by itself in a call; where it has it taken away is at the end of a loop, where
+the interpreter looks for such wishes. So who is found at the end of the same loop every time, and the loop has no
+call in it, goes round there and does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import faulthandler
+import functools
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection
+from types import CodeType, FrameType, TracebackType
+
+from elaunch.detect import pulse as form
+from elaunch.detect.pulse import BEAT_S, FILE_BYTES, TEXT_AT, TEXT_BYTES, VERSION, Phase, Still
+from elaunch.detect.stacks import DUMP_SIGNAL
+
+SHOWN_PEERS = 8
+ASLEEP_NS = 1_000_000
+"""Of processor time between two beats: who has used less slept. A wait that wakes up every few seconds uses less."""
+
+ASLEEP_PROCESS_NS = 10_000_000
+"""The same for all threads: of an accelerator's backward, say, which runs in threads of its own."""
+
+DEEPEST = 64
+"""Calls that are compared, from the innermost."""
+
+CALLS = ("CALL", "PRECALL", "FOR_ITER", "SEND", "YIELD", "IMPORT", "BEFORE_", "LOAD_BUILD_CLASS")
+"""How instructions begin that hand over to other code."""
+
+
+class Pulse:
+    """Writes the pulse of this process.
+
+    Attributes:
+        fd: the anonymous file, for the agent.
+        stacks_fd: another one, into which the stacks of all threads go when `DUMP_SIGNAL` comes. The handler is in C
+            and needs no interpreter, so it also works in a call that keeps its lock.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("elaunch-pulse", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, FILE_BYTES)
+        self.stacks_fd = os.memfd_create("elaunch-stacks", os.MFD_CLOEXEC)
+        self._map = mmap.mmap(self.fd, FILE_BYTES)
+        self._numbers = memoryview(self._map).cast("Q")
+        self._training = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._training)
+        # Threads that train: this one, and those of autograd. Reentrant for the sake of signal handlers in Python.
+        self._lock = threading.RLock()
+        self._n_waiting = 0
+        self._closing = threading.Event()
+        numbers, now = self._numbers, time.monotonic_ns()
+        numbers[form.AT_PID] = os.getpid()
+        numbers[form.AT_THREAD] = self._training
+        numbers[form.AT_TRAINING_TID] = threading.get_native_id()
+        for place in (form.AT_BEAT, form.AT_STEP_SINCE, form.AT_SINCE):
+            numbers[place] = now
+        numbers[form.AT_VERSION] = VERSION
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the script may have a handler of its own
+            faulthandler.register(DUMP_SIGNAL, file=self.stacks_fd, all_threads=True, chain=False)
+        self._thread = threading.Thread(target=self._run, name="elaunch-pulse", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
+        """The training thread is about something else now, or goes on with it: a sign of progress."""
+        now = time.monotonic_ns()
+        numbers = self._numbers
+        with self._lock:
+            numbers[form.AT_SEQUENCE] += 1
+            if step is not None and (step != numbers[form.AT_STEP] or numbers[form.AT_PHASE] == Phase.LOADING):
+                numbers[form.AT_STEP] = step
+                numbers[form.AT_STEP_SINCE] = now
+            if steps_here is not None:
+                numbers[form.AT_STEPS_HERE] = steps_here
+                if not steps_here:
+                    numbers[form.AT_STEP_SINCE] = now
+            numbers[form.AT_PHASE] = phase
+            numbers[form.AT_SINCE] = now
+            numbers[form.AT_SEQUENCE] += 1
+
+    def committed(self, step: int) -> None:
+        """A step has committed; `step` is the next one."""
+        self.enter(Phase.BETWEEN, step, self._numbers[form.AT_STEPS_HERE] + 1)
+
+    def begin_wait(self, peers: Collection[str], epoch: int, operation: int) -> None:
+        now = time.monotonic_ns()
+        numbers = self._numbers
+        with self._lock:
+            self._n_waiting += 1
+            if self._n_waiting > 1 and not peers:
+                return  # what is known is more exact
+            shown = list(peers)[:SHOWN_PEERS]
+            text = "\n".join(shown).encode()
+            if len(text) > TEXT_BYTES:
+                shown, text = [], b""
+            numbers[form.AT_SEQUENCE] += 1
+            if self._n_waiting == 1:
+                numbers[form.AT_SINCE] = now
+            numbers[form.AT_WAITS] = 1
+            numbers[form.AT_EPOCH], numbers[form.AT_OPERATION] = epoch, operation
+            numbers[form.AT_OTHERS], numbers[form.AT_LENGTH] = len(peers) - len(shown), len(text)
+            self._map[TEXT_AT : TEXT_AT + len(text)] = text
+            numbers[form.AT_SEQUENCE] += 1
+
+    def end_wait(self) -> None:
+        now = time.monotonic_ns()
+        numbers = self._numbers
+        with self._lock:
+            self._n_waiting -= 1
+            numbers[form.AT_SEQUENCE] += 1
+            numbers[form.AT_SINCE] = now
+            numbers[form.AT_WAITS] = 1 if self._n_waiting else 0
+            numbers[form.AT_SEQUENCE] += 1
+
+    def close(self) -> None:
+        """The job is over for this worker; what its process does from now on is its own matter."""
+        self.enter(Phase.ENDED)
+        self._closing.set()
+
+    # -- the thread that beats ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        numbers = self._numbers
+        numbers[form.AT_BEATING_TID] = threading.get_native_id()
+        used_ns, process_ns, before_ns = self._used_ns(), time.process_time_ns(), time.monotonic_ns()
+        place: object = None
+        while not self._closing.is_set():
+            now_ns, now_used_ns, now_process_ns = time.monotonic_ns(), self._used_ns(), time.process_time_ns()
+            still = Still.MOVES
+            loop = None
+            if now_used_ns - used_ns < ASLEEP_NS:
+                if now_process_ns - process_ns < ASLEEP_PROCESS_NS:
+                    still = Still.ASLEEP
+            elif not numbers[form.AT_WAITS]:
+                loop = _loop_of(sys._current_frames().get(self._training))
+                if loop is not None and loop == place:
+                    still = Still.SPINS
+            # In this order: who reads in between takes it for one that has moved just now.
+            if numbers[form.AT_STILL] != still:
+                numbers[form.AT_STILL] = Still.MOVES
+                numbers[form.AT_STILL_SINCE] = before_ns  # what was seen is that of the time since then
+                numbers[form.AT_STILL] = still
+            numbers[form.AT_BEAT] = now_ns
+            used_ns, process_ns, before_ns, place = now_used_ns, now_process_ns, now_ns, loop
+            self._closing.wait(BEAT_S)
+
+    def _used_ns(self) -> int:
+        try:
+            return time.clock_gettime_ns(self._clock)
+        except OSError:  # the thread has ended, and the process is about to
+            return 0
+
+
+def _loop_of(frame: FrameType | None) -> object:
+    """The loop in which a thread had the interpreter's lock taken away, and the calls around it.
+
+    None where it is not at the end of a loop, or calls something in it.
+    """
+    if frame is None or frame.f_lasti not in _idle_jumps(frame.f_code):
+        return None
+    calls: list[tuple[CodeType, int]] = []
+    around: FrameType | None = frame
+    while around is not None and len(calls) < DEEPEST:
+        calls.append((around.f_code, around.f_lasti))
+        around = around.f_back
+    return calls
+
+
+@functools.lru_cache(maxsize=64)
+def _idle_jumps(code: CodeType) -> frozenset[int]:
+    """Offsets of the jumps backwards over nothing that calls or iterates, and so runs code that is not to be seen."""
+    found = list(dis.get_instructions(code))
+    busy = [one.offset for one in found if one.opname.startswith(CALLS)]
+    return frozenset(
+        one.offset
+        for one in found
+        if "JUMP_BACKWARD" in one.opname and not any(one.argval <= offset < one.offset for offset in busy)
+    )
+
+
+_current: Pulse | None = None
+_of_thread = threading.local()
+
+
+class _Waiting:
+    """A wait of a thread that trains for some peers; of the runtime's own threads, nothing."""
+
+    __slots__ = ("_epoch", "_operation", "_peers", "_pulse")
+
+    def __init__(self, peers: Collection[str], epoch: int, operation: int) -> None:
+        self._peers, self._epoch, self._operation = peers, epoch, operation
+        self._pulse: Pulse | None = None
+
+    def __enter__(self) -> None:
+        pulse = _current
+        if pulse is not None and not getattr(_of_thread, "in_background", False):
+            pulse.begin_wait(self._peers, self._epoch, self._operation)
+            self._pulse = pulse
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pulse is not None:
+            self._pulse.end_wait()
+
+
+def open_pulse() -> Pulse:
+    """Begin to show the pulse of this process; the calling thread is the one that trains."""
+    global _current
+    _current = Pulse()
+    return _current
+
+
+def in_background() -> None:
+    """The calling thread works for one that trains, which marks its waits by itself."""
+    _of_thread.in_background = True
+
+
+def waiting(peers: Collection[str] = (), epoch: int = 0, operation: int = 0) -> _Waiting:
+    """A context in which the calling thread waits for peers; none named: for any of the members."""
+    return _Waiting(peers, epoch, operation)
+
+
+def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
+    """The training thread is about something else now, or goes on with it.
+
+    Args:
+        phase: what it is about.
+        step: the one in flight, where that has changed.
+        steps_here: that have committed since the members or the plan changed, where that begins anew.
+    """
+    if _current is not None:
+        _current.enter(phase, step, steps_here)
+
+
+def committed(step: int) -> None:
+    """A step has committed, and `step` is the next one."""
+    if _current is not None:
+        _current.committed(step)
+
+
+def close() -> None:
+    """The job is over for this worker: nothing that comes now is shown."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def _forget() -> None:
+    """A child that was forked off (a data loader's worker, say) is not the worker."""
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_forget)
