@@ -329,6 +329,7 @@ def notes(args: argparse.Namespace) -> list[str]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--only", choices=("losses", "slow"), help="lost nodes, or a slow worker (default: both)")
     parser.add_argument("--models", nargs="+", choices=[model.name for model in MODELS], help="default: all")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--levels", nargs="*", choices=list(NORMALISED), help="of the slow worker (default: all)")
@@ -356,6 +357,7 @@ def main() -> int:
         losses = [Case(model, MOST_LOST) for model in wanted]
         losses += [Case(model, 1, placement="ranks") for model in wanted if model.name == "34B"]
         slow = [Case(model, 0) for model in wanted if model.name == "34B"]
+        losses, slow = ([] if args.only == "slow" else losses), ([] if args.only == "losses" else slow)
     report = Report("policies: throughput after lost nodes, estimates, a slow worker", notes=notes(args))
     limit_time(args.limit_s)
     with tempfile.TemporaryDirectory(prefix="policies-") as folder:
