@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port
+from tests.jobs.plain_etcd import serving
 
 # Tests fork (subprocess) beside live gRPC channels, whose fork handlers would now and then kill the child before exec.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -47,6 +49,13 @@ def session_id() -> Iterator[str]:
     left = end_processes_left(token, frozenset(), GRACE_S)
     if left:
         pytest.fail("left behind by fixtures of a module or of the session, now killed:\n" + "\n".join(left))
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """A server of this test's own."""
+    with serving(tmp_path / "etcd") as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

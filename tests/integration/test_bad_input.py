@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import Spawner, child_environment, find_free_port
-from tests.jobs.plain_etcd import etcdctl, serving
+from tests.jobs.plain_etcd import etcdctl
 from tests.jobs.watch import Node, elaunch, wait_for
 
 LIMIT_S = 40.0
@@ -73,12 +73,6 @@ class Launcher:
 @pytest.fixture
 def launch(tmp_path: Path) -> Launcher:
     return Launcher(tmp_path)
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    with serving(tmp_path / "etcd") as server:
-        yield server
 
 
 def assert_refused(ended: Ended, code: int, *words: str) -> None:

@@ -18,17 +18,6 @@ SCRIPT = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.slee
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    server = EmbeddedEtcd(str(tmp_path / "etcd"))
-    server.start()
-    try:
-        server.wait_ready(20)
-        yield server
-    finally:
-        server.stop()
-
-
-@pytest.fixture
 def store(etcd: EmbeddedEtcd) -> Iterator[EtcdStore]:
     store = EtcdStore(etcd.endpoint, timeout_s=20)
     yield store
