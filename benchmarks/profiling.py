@@ -6,7 +6,7 @@
 The GPT of `examples/train_gpt_hybrid.py`, real compute, one worker. Steps come in pairs, one measured
 (`elaunch.workers.engine.timing`) and one not, in random order; each pair gives a difference. A job measures one step in
 four once it runs, so the cost is a quarter of that, and what it does with the figures: the *share* is the time of
-`Recorder.add`, `Measured.take` and `Measured.speeds` for a job of 64 workers with all figures new, which is more than
+`Recorder.add`, `Measured.take` and `Measured.look` for a job of 64 workers with all figures new, which is more than
 ever happens after the first steps.
 """
 
@@ -113,12 +113,14 @@ def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
 def _share_s(engine: Engine, said: dict[str, object]) -> float:
     """Taking in and judging what all workers of a job have told."""
     known = Measured("benchmark", *engine.described())
+    slots = [f"n{number // 8}/{number % 8}" for number in range(WORKERS)]
+    known.keep([f"{slot}#0" for slot in slots])
     found = []
-    for _ in range(5):
+    for step in range(5):
         begin_s = time.perf_counter()
-        for number in range(WORKERS):
-            known.take(f"n{number // 8}/{number % 8}", Sample.from_json(said))
-        known.speeds()
+        for slot in slots:
+            known.take(slot, Sample.from_json(said))
+        known.look(step, float(step), dict.fromkeys(slots, 1.0), {})
         found.append(time.perf_counter() - begin_s)
     return statistics.median(found)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from elaunch.config import AgentConfig
 from elaunch.control import Connection, ControlServer
+from elaunch.detect import track
 from elaunch.detect.health import Finding, Verdict
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.errors import DeviceError, ElaunchError
@@ -35,6 +36,7 @@ from elaunch.supervisor import Supervisor, command, fill, free_port, listen, wor
 from elaunch.wire import (
     Announce,
     Attach,
+    Excused,
     Finished,
     Leaving,
     Message,
@@ -335,6 +337,8 @@ class Agent:
         life, worker = self._life, connection.worker
         if isinstance(message, Report):
             self._log(message.kind, **message.fields)
+            if message.kind == "slow" and (line := track.describe(message.fields)):
+                self.say(line)
             return
         self._quiet = False
         if isinstance(message, Attach):
@@ -343,7 +347,8 @@ class Agent:
                 connection.close()
                 return
             self._hangs.attached(worker, message.pid, connection.take_fds())
-            connection.send(Welcome(self.token, life.settings.host, life.settings.node, slot.index))
+            settings = life.settings
+            connection.send(Welcome(self.token, settings.host, settings.node, slot.index, settings.min_nodes))
             self._act(life.on_attach(worker))
         elif isinstance(message, Ready):
             life.on_ready(worker, message.address, message.takes_plans)
@@ -362,6 +367,8 @@ class Agent:
                 self._participant.suspect_leader()
         elif isinstance(message, Finished):
             life.on_finished(worker)
+        elif isinstance(message, Excused):
+            self._act(life.excuse(worker, message.again, message.why))
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
 

@@ -202,6 +202,11 @@ def parser() -> argparse.ArgumentParser:
         "(default): a limit learnt from the job's steps; off: never",
     )
     p.add_argument(
+        "--slow-policy",
+        default=os.environ.get(policies.SLOW_POLICY, ""),
+        help="what is done about a slow worker of a script that uses elaunch: rebalance, replace, exclude or report",
+    )
+    p.add_argument(
         "--preload",
         default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
         help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
@@ -272,7 +277,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
         notice=_notice(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
-        wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile),
+        wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy),
         node_check=args.node_check,
         health=parse_health(args.health_policy, args.health_interval),
         hang=hang.parse(args.hang_timeout),

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elaunch import jobs
 from elaunch.cli import FlagParser
 from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint, parse_nnodes
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
-from elaunch.rendezvous.membership import Generation, NodeDoc, NodeWorker, Stage, WorkerState, names_text
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    NodeWorker,
+    Stage,
+    WorkerState,
+    names_text,
+    slot_of,
+)
 from elaunch.rendezvous.observer import Documents, Observer
 from elaunch.rendezvous.store import Store
 from elaunch.replan import change_plan, still_changing
@@ -205,8 +214,28 @@ def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
         known = any(w.id == worker.id for _, w in reported)
         rows.append((f"rank {rank}", worker.id, worker.state.value if known else "not here", place.address))
     rows += [("no rank", w.id, w.state.value, w.address) for _, w in reported if w.id not in members]
+    speeds = _speeds(documents.profile)
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]).rstrip() for row in rows]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3], _slow(row[1], speeds)]).rstrip()
+        for row in rows
+    ]
+
+
+def _slow(worker: str, speeds: Mapping[str, float]) -> str:
+    """What is said of a slow worker; empty of others. After a replacement it is of the slot, until it is found anew."""
+    speed = speeds.get(slot_of(worker), 1.0)
+    return f"slow: {1 / speed:.2f} times as long as others" if speed < 1 else ""
+
+
+def _speeds(profile: str) -> dict[str, float]:
+    """By slot, of the workers that are slow or fast, from the JSON form of a profile."""
+    try:
+        workers = json.loads(profile)["workers"]
+        speeds = {slot: float(one.get("speed", 1.0)) for slot, one in workers.items()}
+        return {slot: speed for slot, speed in speeds.items() if speed > 0}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------

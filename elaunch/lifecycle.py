@@ -59,6 +59,8 @@ class Slot:
     ended_ok: bool = False
     given_up: bool = False
     left: bool = False
+    excused: bool = False
+    again: bool = False  # of one that is excused: another worker takes the slot
     signalled: bool = False
     settled: int = 0
     retry_s: float | None = None
@@ -242,6 +244,7 @@ class Lifecycle:
             takes_plans=self.takes_plans,
             plan_request=self._plan_request(),
             saved=self.saved,
+            excused=tuple(slot.worker for slot in self.slots if slot.excused and slot.phase is not None),
             role=self.settings.role,
             rank=self.settings.rank,
         )
@@ -369,7 +372,7 @@ class Lifecycle:
         slot.phase = Phase.STARTING
         slot.alive = True
         slot.address = ""
-        slot.progressed = slot.joined = slot.ended_ok = slot.left = slot.signalled = False
+        slot.progressed = slot.joined = slot.ended_ok = slot.left = slot.signalled = slot.excused = False
         slot.settled = 0
         slot.retry_s = None
         self.failures.pop(slot.index, None)
@@ -463,6 +466,33 @@ class Lifecycle:
         if slot is not None:
             slot.left = True
 
+    def excuse(self, worker: str, again: bool, why: str) -> list[Action]:
+        """Let one worker leave at the next step boundary; the others go on without it.
+
+        Args:
+            worker: a member of this node.
+            again: whether another process takes its slot; else nobody does, until all workers are started again.
+            why: for people.
+        """
+        slot = self.find(worker)
+        if slot is None or slot.phase is not Phase.MEMBER or slot.excused or self.draining or self.stopping:
+            return []
+        slot.excused, slot.again = True, again
+        then = "another process takes its place" if again else "its slot is not used again"
+        return [Say(f"worker {worker} leaves at the next step boundary, {then}: {why}")]
+
+    def _excused_ended(self, slot: Slot, text: str, t: float, now_s: float) -> list[Action]:
+        """The process of a worker that was to leave has ended, in order or not."""
+        self.cause, self.cause_t = text, t
+        slot.excused = slot.left = False
+        if not slot.again:
+            slot.given_up = True
+            if all(other.given_up for other in self.slots):
+                return [Say("no slot of this node is used any more; its agent stays until the job ends")]
+            return []
+        slot.retry_s = now_s
+        return self._fill(now_s)
+
     def on_unreachable(self, epoch: int, peer: str, gone: bool) -> None:
         """A worker of this node, member of generation `epoch`, found a peer dead or its link to a live one broken."""
         if self.generation is None or epoch < self.generation.urgent:
@@ -513,6 +543,8 @@ class Lifecycle:
         self, slot: Slot, phase: Phase | None, exitcode: int | None, text: str, t: float, now_s: float
     ) -> list[Action]:
         elastic = phase is not Phase.STARTING or self.training
+        if slot.excused:
+            return self._excused_ended(slot, text, t, now_s)
         if exitcode == 0:
             if elastic and phase is not Phase.DONE:
                 slot.left = True

@@ -14,6 +14,7 @@ POLICY = "ELAUNCH_POLICY"
 CONSISTENCY = "ELAUNCH_CONSISTENCY"
 ALLOW_DVFS = "ELAUNCH_ALLOW_DVFS"
 PROFILE = "ELAUNCH_PROFILE"
+SLOW_POLICY = "ELAUNCH_SLOW_POLICY"
 
 Policy = Literal["auto", "reroute", "resize", "reparallelize"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -21,7 +22,10 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 Consistency = Literal["bitwise", "fast"]
 CONSISTENCIES: tuple[str, ...] = get_args(Consistency)
 
-NAMES = {POLICY: "--policy", CONSISTENCY: "--consistency", PROFILE: "--profile"}
+SlowPolicy = Literal["rebalance", "replace", "exclude", "report"]
+SLOW_POLICIES: tuple[str, ...] = get_args(SlowPolicy)
+
+NAMES = {POLICY: "--policy", CONSISTENCY: "--consistency", PROFILE: "--profile", SLOW_POLICY: "--slow-policy"}
 """Of the variables, as flags."""
 
 
@@ -35,16 +39,19 @@ class Wishes:
             in any order; None: as the script says, and plans may cut micro-batches.
         allow_dvfs: whether the clocks of devices may be changed.
         profile: file with the profile of the job, read at its start and kept up to date.
+        slow_policy: what is done about a slow worker: another plan, another process in its place, the others go on
+            without it, or nothing but an event.
     """
 
     policy: Policy = "auto"
     consistency: Consistency | None = None
     allow_dvfs: bool = False
     profile: Path | None = None
+    slow_policy: SlowPolicy = "rebalance"
 
     def variables(self) -> dict[str, str]:
         """For the environment of workers; `from_environment` reads them."""
-        found = {POLICY: self.policy, ALLOW_DVFS: str(int(self.allow_dvfs))}
+        found = {POLICY: self.policy, ALLOW_DVFS: str(int(self.allow_dvfs)), SLOW_POLICY: self.slow_policy}
         if self.consistency is not None:
             found[CONSISTENCY] = self.consistency
         if self.profile is not None:
@@ -52,18 +59,29 @@ class Wishes:
         return found
 
 
-def parse(policy: str, consistency: str, allow_dvfs: bool, profile: str, names: Mapping[str, str] = NAMES) -> Wishes:
+def parse(
+    policy: str,
+    consistency: str,
+    allow_dvfs: bool,
+    profile: str,
+    slow_policy: str = "",
+    names: Mapping[str, str] = NAMES,
+) -> Wishes:
     """Read the settings; empty ones were not given.
 
     Args:
-        policy, consistency, profile: as given.
+        policy, consistency, profile, slow_policy: as given.
         allow_dvfs: likewise.
         names: what the variables are called in messages.
 
     Raises:
         UsageError: a value is none of those there are.
     """
-    for name, value, known in ((POLICY, policy, POLICIES), (CONSISTENCY, consistency, CONSISTENCIES)):
+    for name, value, known in (
+        (POLICY, policy, POLICIES),
+        (CONSISTENCY, consistency, CONSISTENCIES),
+        (SLOW_POLICY, slow_policy, SLOW_POLICIES),
+    ):
         if value and value not in known:
             raise UsageError(f"{names.get(name, name)}={value}: expected one of {', '.join(known)}")
     return Wishes(
@@ -71,6 +89,7 @@ def parse(policy: str, consistency: str, allow_dvfs: bool, profile: str, names: 
         consistency or None,  # type: ignore[arg-type]
         allow_dvfs,
         Path(os.path.abspath(profile)) if profile else None,
+        slow_policy or "rebalance",  # type: ignore[arg-type]
     )
 
 
@@ -80,7 +99,7 @@ def from_environment(environment: Mapping[str, str]) -> Wishes:
     Raises:
         UsageError: as `parse`.
     """
-    policy, consistency, dvfs, profile = (
-        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE)
+    policy, consistency, dvfs, profile, slow_policy = (
+        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE, SLOW_POLICY)
     )
-    return parse(policy, consistency, dvfs not in ("", "0"), profile, {})
+    return parse(policy, consistency, dvfs not in ("", "0"), profile, slow_policy, {})

@@ -1,7 +1,7 @@
 """Messages between an agent and its workers: typed, versioned, one JSON object a line.
 
     worker -> agent   Attach, Ready, Settled, Progress, Saved, Profiled, Report, Unreachable, Finished,
-                      Leaving
+                      Excused, Leaving
     agent -> worker   Welcome, Announce
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError.
@@ -39,6 +39,7 @@ class Welcome:
     host: str
     node: str
     slot: int
+    min_nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Excused:
+    """The members want this worker to leave; `again`: another process is to take its slot, else nobody."""
+
+    again: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """The worker leaves at this step boundary, as its node asked for."""
 
@@ -124,6 +133,7 @@ Message = (
     | Report
     | Unreachable
     | Finished
+    | Excused
     | Leaving
     | Announce
 )

@@ -341,7 +341,7 @@ def _compare(
         elif state is None:
             lost.append(worker.id)
             causes.append((doc.cause_t, doc.cause or f"worker {worker.id} died"))
-        elif doc.draining:
+        elif doc.draining or worker.id in doc.excused:
             draining.append(worker)
         else:
             survivors.append(worker)
@@ -359,7 +359,9 @@ def _compare(
             causes.append((0.0, f"{', '.join(worker.id for worker in fresh)} joins"))
     if heirs or not (survivors or joiners):
         leaving.extend(worker.id for worker in draining)
-        causes.extend((present[worker.node].cause_t, f"node {worker.node} leaves") for worker in draining)
+        for worker in draining:
+            doc = present[worker.node]
+            causes.append((doc.cause_t, f"node {doc.node} leaves") if doc.draining else (0.0, f"{worker.id} leaves"))
     else:
         # The state would leave with them: they stay until somebody else holds it.
         staying = {worker.id for worker in (*survivors, *draining)}

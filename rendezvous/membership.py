@@ -121,7 +121,7 @@ class NodeDoc:
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
     that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of.
+    checkpoint that it knows of. `excused` are workers that are to leave although the node stays.
     """
 
     node: str
@@ -144,6 +144,7 @@ class NodeDoc:
     takes_plans: bool = False
     plan_request: str = ""
     saved: int | None = None
+    excused: tuple[str, ...] = ()
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)

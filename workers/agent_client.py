@@ -37,6 +37,7 @@ class Client(Protocol):
     token: str
     host: str
     slot: int
+    min_nodes: int
     elastic: bool
     """Whether the membership can change."""
 
@@ -88,6 +89,7 @@ class AgentClient:
         welcome = early.pop(0)
         assert isinstance(welcome, Welcome)
         self.token, self.host, self.node, self.slot = welcome.token, welcome.host, welcome.node, welcome.slot
+        self.min_nodes = welcome.min_nodes
         self._take(early)
         self._socket.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="elaunch-agent-client", daemon=True)
@@ -208,6 +210,7 @@ class StaticClient:
         self.slot = int(os.environ.get("LOCAL_RANK", "0"))
         self.worker = f"rank/{self.rank}#0"
         self.token = "static"
+        self.min_nodes = 1
         self.host = "127.0.0.1"
         self._store: Any = None
         self._generation: Generation | None = None

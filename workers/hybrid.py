@@ -26,7 +26,7 @@ from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.nvml import NvmlClocks, gpu_of
 from elaunch.policies import from_environment
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
+from elaunch.wire import Finished, Leaving, Progress, Report
 from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import Governor
@@ -43,7 +43,7 @@ from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, 
 from elaunch.workers.plan.tiling import Plan, PlanError
 from elaunch.workers.policy.selector import Decision, History, Selector, make_selector
 from elaunch.workers.policy.structure import NotPossible
-from elaunch.workers.session import NEVER, SPEEDS_CHANGED, choose_device
+from elaunch.workers.session import NEVER, SPEEDS_CHANGED, choose_device, send_news
 
 _REFUSED = b"refused "
 """Before the reasons why there is no plan."""
@@ -146,7 +146,8 @@ class HybridJob:
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
         if self._client.elastic:
             self._memory_bytes = _memory_bytes(self.device)
-            self._selector = make_selector(self.worker, *self._engine.described(), "this job")
+            described, least = self._engine.described(), self._client.min_nodes
+            self._selector = make_selector(self.worker, *described, "this job", min_nodes=least)
         self._client.ready(self._fabric.address, takes_plans=True)
         self._settle()
         self._commit_s = time.monotonic()
@@ -238,7 +239,7 @@ class HybridJob:
         selector, watch = self._selector, None
         if selector is not None:
             clocks = self._governor.range() if self._governor is not None and selector.known else None
-            note |= selector.note(self._fabric.rates, self._memory_bytes, clocks)
+            note |= selector.note(self._fabric.rates, self._memory_bytes, clocks, self._fabric.carried)
             if selector.measures() and not engine.changing:
                 watch = Stopwatch(self.device, selector.meters())
         engine.train_step(note, watch)
@@ -261,10 +262,10 @@ class HybridJob:
         notes = self._made.notes
         self._changeover = self._membership.all_know(note["epoch"] for note in notes)
         if self._selector is not None and self._group is not None:
-            profile = self._selector.heard(dict(zip(self._group.members, notes)), self._last_step["seconds"])
+            said = dict(zip(self._group.members, notes))
+            profile = self._selector.heard(said, self._last_step["seconds"], self._last_step["step"])
             self._reconsider = self._selector.due
-            if profile is not None:
-                self._client.send(Profiled(profile.to_json()))
+            send_news(self._client, self._selector, profile, self.epoch)
 
     def _note_step(self) -> None:
         report = self._made.report
@@ -346,7 +347,7 @@ class HybridJob:
             "commit": asdict(commit) if commit is not None else None,
             "home": str(self._home) if self._home is not None else "",
             "request": self._request,
-            "history": asdict(self._selector.history) if self._selector is not None else None,
+            "history": self._selector.told_history() if self._selector is not None else None,
         }
         saved = self._checkpoints
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts, saved.newest(), saved.every)

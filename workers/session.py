@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 from elaunch.detect.pulse import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Finished, Leaving, Profiled, Progress, Report
+from elaunch.wire import Excused, Finished, Leaving, Profiled, Progress, Report
 from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
@@ -40,7 +40,7 @@ from elaunch.workers.plan.shares import DataParallelPlan, micro_batches
 from elaunch.workers.policy.data_parallel import shares as as_shares
 from elaunch.workers.policy.data_parallel import tiling
 from elaunch.workers.policy.measure import Step
-from elaunch.workers.policy.profile import LayerProfile
+from elaunch.workers.policy.profile import LayerProfile, Profile
 from elaunch.workers.policy.selector import History, Selector, make_selector
 from elaunch.workers.state.move import move_state
 
@@ -360,7 +360,8 @@ class Job:
                 self._client.send(Report("decision", {"epoch": generation.epoch, **event}))
         if self._client.elastic and self._selector is None:
             samples = layout.global_batch_size / plan.n_units
-            self._selector = make_selector(self.worker, [self._whole_model()], [1], "this job", samples)
+            whole, least = [self._whole_model()], self._client.min_nodes
+            self._selector = make_selector(self.worker, whole, [1], "this job", samples, least)
         if self._selector is not None and self._selected_for != plan:
             self._selected_for, now = plan, tiling(plan)
             self._selector.entered(now, now, generation.ids, self._history)
@@ -431,7 +432,9 @@ class Job:
             end_unit=self._units.stop,
             loss=self._loss,
             samples=self._loss_samples,
-            more={} if self._selector is None else self._selector.note(self._fabric.rates),
+            more={}
+            if self._selector is None
+            else self._selector.note(self._fabric.rates, carried=self._fabric.carried),
         )
         said = [_Barrier.unpack(payload) for payload in self._group.all_gather_bytes(mine.pack())]
         self._check_same(said)
@@ -443,10 +446,9 @@ class Job:
             self._client.send(Report("step", self._last_step))
         if self._selector is not None:
             notes = dict(zip(self._group.members, (one.more for one in said), strict=True))
-            profile = self._selector.heard(notes, self._step_seconds)
+            profile = self._selector.heard(notes, self._step_seconds, self.step)
             self._reconsider = self._selector.due
-            if profile is not None:
-                self._client.send(Profiled(profile.to_json()))
+            send_news(self._client, self._selector, profile, self.epoch)
         return True
 
     def _check_same(self, said: list[_Barrier]) -> None:
@@ -633,7 +635,7 @@ class Job:
 
     def vote(self) -> Vote:
         entered, saved = self._entered and self._outcome is None, self._checkpoints
-        facts = {"history": None if self._selector is None else asdict(self._selector.history)}
+        facts = {"history": None if self._selector is None else self._selector.told_history()}
         return Vote(self.step, entered, self._holds, facts, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
@@ -689,6 +691,17 @@ def init() -> Job:
         JobFailed: the agent, or under torchrun the store, does not answer.
     """
     return Job(agent_client.connect())
+
+
+def send_news(client: agent_client.Client, selector: Selector, profile: Profile | None, epoch: int) -> None:
+    """After a commit, tell the agent what the selector has found, and that this worker is to leave, if it is."""
+    for event in selector.events():
+        client.send(Report("slow", {"epoch": epoch, **event}))
+    if profile is not None:
+        client.send(Profiled(profile.to_json()))
+    excuse = selector.excused()
+    if excuse is not None:
+        client.send(Excused(excuse.again, excuse.why))
 
 
 def choose_device(slot: int) -> torch.device:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import elaunch
+from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
@@ -160,7 +161,14 @@ def main() -> None:
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
     parser.add_argument("--row-seconds", type=float, default=0.0, help="that each layer takes for a row")
-    parser.add_argument("--slow", default="", help="SLOT:STEP:FACTOR: from this step on it takes so many times as long")
+    parser.add_argument(
+        "--slow",
+        action="append",
+        default=[],
+        metavar="SLOT:STEP:FACTOR[:END]",
+        help="from this step on, to another one, the worker of this slot, or `node/slot`, takes so many times as long",
+    )
+    parser.add_argument("--slow-again", action="store_true", help="--slow is of the slot: replacements are slow too")
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
     parser.add_argument("--hang-between", action="store_true", help="it does so before the step, not in a layer")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
@@ -175,12 +183,15 @@ def main() -> None:
     clocks = SimulatedClocks((1000, 1200, 1400, 1600, 1800, 2000), 1000)
     if args.clocks:
         job.find_clocks = lambda: clocks
-    slot, _, slower = args.slow.partition(":")
-    slow_step, _, factor = slower.partition(":")
-    is_slow = slot == os.environ.get("LOCAL_RANK") and job.worker.endswith("#0")
+    slow = [one.split(":") for one in args.slow]
+    here = os.environ.get("LOCAL_RANK"), slot_of(job.worker)
+    slow = [one for one in slow if one[0] in here and (args.slow_again or job.worker.endswith("#0"))]
 
     def row_s() -> float:
-        slowed = float(factor) if is_slow and job.step >= int(slow_step) else 1.0
+        slowed = 1.0
+        for _, begin, factor, *end in slow:
+            if int(begin) <= job.step < (int(end[0]) if end else 1 << 60):
+                slowed = float(factor)
         return float(args.row_seconds * slowed / clocks.speed)
 
     Layer.row_s = row_s

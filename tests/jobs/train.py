@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,8 @@ from elaunch.workers.hybrid import HybridJob
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
+
+SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -154,6 +157,15 @@ class Faults:
         setattr(kind, name, lambda *args, **kwargs: call(original, *args, **kwargs))
 
 
+def throttle(job: elaunch.Job, wanted: str) -> None:
+    """From a step on, let the kernel send no more than so many bytes a second to anybody."""
+    slot, _, rest = wanted.partition(":")
+    step, _, rate = rest.partition(":")
+    if wanted and slot == os.environ.get("LOCAL_RANK") and job.step == int(step):
+        for link in job._fabric._links.values():
+            link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
+
+
 def main() -> None:
     compile_nothing()
     parser = argparse.ArgumentParser()
@@ -179,6 +191,7 @@ def main() -> None:
     parser.add_argument("--cross", type=int, help="a step in which all first workers wait for each other's messages")
     parser.add_argument("--skip", default="", help="SLOT:STEP in which a worker leaves out a collective of the script")
     parser.add_argument("--fail-at", default="", help="SLOT:STEP at which a worker raises")
+    parser.add_argument("--throttle", default="", help="SLOT:STEP:BYTES: from then on its links carry so many a second")
     parser.add_argument("--break-at", default="", help="SLOT:STEP at which its backward raises, half of it reduced")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
@@ -222,6 +235,7 @@ def main() -> None:
         steps=args.steps,
     ):
         pace.before()
+        throttle(job, args.throttle)
         if faults.due("compute"):
             die()
         hangs.at(job.step)

@@ -104,6 +104,15 @@ def test_the_others_expect_only_what_makes_them_the_first() -> None:
     assert events(WORKERS[:1], WORKERS[0]) == []
 
 
+def test_who_may_be_told_to_leave_is_planned_without_right_after_the_present_members() -> None:
+    me, first = WORKERS[0], WORKERS[1]
+    found = events(WORKERS, me, again=True, without=[first])
+    assert found[:2] == [Event(), Event(lost=(first,))]
+    assert len(found) == len(set(found))
+    # Also where somebody else is the first member then.
+    assert Event(lost=(me,)) in events(WORKERS, me, without=[me])
+
+
 def test_who_was_lost_last_returns_with_another_incarnation() -> None:
     found = events(WORKERS[:2], WORKERS[0], ["n1/0#3", "n1/1#0"])
     assert found[:3] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,6 +207,14 @@ class TestTheCommands:
 
 
 class TestStatus:
+    def test_slow_workers_are_marked(self) -> None:
+        profile = json.dumps({"workers": {"a/0": {"speed": 0.5}, "b/0": {"speed": 1.4}, "b/1": {"memory_bytes": 7}}})
+        lines = describe(Documents((A, B), GENERATION, profile=profile)).splitlines()
+        assert [line for line in lines if "slow" in line] == [next(line for line in lines if " a/0#" in line)]
+        assert lines[-len(GENERATION.workers)].endswith("  slow: 2.00 times as long as others")
+        for damaged in ("", "{", "[]", '{"workers": 3}', '{"workers": {"a/0": {"speed": "x"}}}'):
+            assert "slow" not in describe(Documents((A, B), GENERATION, profile=damaged))
+
     def test_a_training_job_has_a_line_for_each_worker(self) -> None:
         spare = node("c", 0, STARTING)
         assert describe(Documents((A, replace(B, draining=True), spare), GENERATION)).splitlines() == [

@@ -725,3 +725,16 @@ class TestSurplus:
         assert surplus(view(train("a/0#0", "b/0#0"), *docs), 1) == ()
         assert surplus(view(None, node("a"), node("b")), 1) == ()
         assert surplus(view(train("a/0#0", "b/0#0"), *docs[:2], result=Result(True)), 0) == ()
+
+
+class TestExcusedWorkers:
+    def test_the_others_go_on_without_who_is_excused_between_two_steps(self) -> None:
+        now = train("a/0#0", "a/1#0", "b/0#0")
+        after = announced(ask(now, node("a", MEMBER, MEMBER, excused=("a/1#0",)), node("b", MEMBER)))
+        assert (after.ids, after.leaving) == (("a/0#0", "b/0#0"), ("a/1#0",))
+        assert after.urgent == now.urgent
+        assert after.cause == "a/1#0 leaves"
+
+    def test_who_alone_holds_the_state_stays(self) -> None:
+        now = train("a/0#0", "b/0#0")
+        assert_waits(ask(now, node("a", MEMBER, excused=("a/0#0",)), node("b", READY)))

@@ -861,3 +861,53 @@ def test_a_report_stays_the_same_while_nothing_happens() -> None:
     before = replace(node.life.doc())
     node.later(1000)
     assert node.life.doc() == before
+
+
+class TestExcused:
+    def test_a_member_that_is_excused_stays_one_until_the_job_goes_on_without_it(self) -> None:
+        node = member_node(slots=2)
+        assert "a/0#0 leaves at the next step boundary" in said(
+            node.does(node.life.excuse("a/0#0", True, "it is slow"))
+        )
+        assert node.life.doc().excused == ("a/0#0",)
+        assert node.states() == {"a/0#0": WorkerState.MEMBER, "a/1#0": WorkerState.MEMBER}
+        assert node.life.excuse("a/0#0", True, "it is slow") == []
+        node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
+        assert [told.worker for told in only(Tell, node.actions)] == ["a/0#0", "a/1#0"]
+        assert signalled(node.actions) == []
+
+    @pytest.mark.parametrize("code", [0, 1])
+    def test_another_process_takes_its_place_however_it_ended(self, code: int) -> None:
+        node = member_node(slots=2, max_restarts=0)
+        node.life.excuse("a/0#0", True, "it is slow")
+        node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
+        node.life.on_leaving("a/0#0")
+        assert started(node.exits("a/0#0", code)) == ["a/0#1"]
+        assert node.life.doc().excused == ()
+
+    def test_or_nobody_does_until_all_are_started_again(self) -> None:
+        node = member_node(slots=2)
+        node.life.excuse("a/0#0", False, "it is slow")
+        node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
+        node.life.on_leaving("a/0#0")
+        assert started(node.exits("a/0#0", 0)) == []
+        assert started(node.later(100.0)) == []
+        assert started(node.train("a/1#0", "b/0#0")) == []
+        assert not node.life.doc().finished
+
+    def test_a_node_of_which_nobody_is_used_any_more_waits_for_the_end_of_the_job(self) -> None:
+        node = member_node(slots=1)
+        node.life.excuse("a/0#0", False, "it is slow")
+        node.train("b/0#0", leaving=("a/0#0",))
+        node.exits("a/0#0", 0)
+        assert "no slot of this node is used any more" in said(node.actions)
+        assert only(Exit, node.actions) == []
+        (end,) = only(Exit, node.does(node.life.on_result(Result(True), node.now_s)))
+        assert end.code == 0
+
+    def test_who_is_no_member_or_is_to_leave_anyway_is_not_excused(self) -> None:
+        node = member_node(slots=1)
+        assert node.life.excuse("a/0#7", False, "it is slow") == []
+        node.life.on_signal(signal.SIGTERM, node.now_s)
+        assert node.life.excuse("a/0#0", False, "it is slow") == []
+        assert node.life.doc().excused == ()

@@ -38,10 +38,16 @@ def told(*turns: Took, times: int = 1, **more: object) -> Sample:
 
 
 def tell(known: Measured, samples: dict[str, Sample], times: int = RECENT) -> None:
+    known.keep([f"{slot}#0" for slot in samples])
     for _ in range(times):
         for slot, sample in samples.items():
             known.take(slot, sample)
-        known.speeds()
+
+
+def look(known: Measured, paces: dict[str, float], times: int = 20, since: int = 0) -> None:
+    """So many looks, at every step of a second, at workers that take so long beside what they told last."""
+    for step in range(since, since + times):
+        known.look(step, float(step), paces, {})
 
 
 def test_seconds_of_layers_are_told_by_those_who_have_them() -> None:
@@ -76,6 +82,8 @@ def test_a_worker_that_is_slower_than_its_peers_has_a_lower_speed() -> None:
     known = measured(1)
     fast, slow = told(Took(0, 2, 1.0, 2.0)), told(Took(0, 2, 2.0, 4.0))
     tell(known, {"a/0": fast, "a/1": slow, "b/0": fast})
+    assert known.speeds() == {}
+    look(known, dict.fromkeys(("a/0", "a/1", "b/0"), 1.0))
     profile = known.profile()
     assert profile.workers == {"a/1": WorkerProfile(0.5)}
     assert profile.layers[0].forward_s(2) == 1.0
@@ -84,7 +92,9 @@ def test_a_worker_that_is_slower_than_its_peers_has_a_lower_speed() -> None:
 
 def test_a_little_noise_makes_nobody_slow() -> None:
     known = measured(1)
-    tell(known, {f"a/{number}": told(Took(0, 2, 1 + number / 60, 2)) for number in range(4)})
+    slots = {f"a/{number}": told(Took(0, 2, 1 + number / 60, 2)) for number in range(4)}
+    tell(known, slots)
+    look(known, dict.fromkeys(slots, 1.0))
     assert known.speeds() == {}
 
 
@@ -92,34 +102,45 @@ def test_the_only_one_with_a_layer_is_compared_with_what_it_took_before() -> Non
     known = measured(3)
     usual = {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)}
     tell(known, usual)
-    known.take("a/1", told(Took(1, 1, 1.0, 2.0), times=2))
+    look(known, dict.fromkeys(usual, 1.0))
+    look(known, dict.fromkeys(usual, 1.0) | {"a/1": 2.0}, since=20)
     assert known.speeds() == {"a/1": 0.5}
-    assert known.profile().layers[1].forward_s(1) == 1.0
+    # What it tells anew of its layer is nobody's news but its own.
+    known.take("a/1", told(Took(1, 1, 1.0, 2.0), times=2))
+    look(known, dict.fromkeys(usual, 1.0), since=40)
+    assert known.speeds() == {"a/1": 0.5}
+    assert known.profile().layers[1].forward_s(1) == pytest.approx(1.0)
     known.take("a/1", usual["a/1"])
+    look(known, dict.fromkeys(usual, 1.0), since=60)
     assert known.speeds() == {}
 
 
 def test_where_all_become_slower_nobody_is_slow() -> None:
     known = measured(3)
-    tell(known, {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)})
-    for number in range(3):
-        known.take(f"a/{number}", told(Took(number, 1, 1.0, 2.0), times=2))
+    usual = {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)}
+    tell(known, usual)
+    look(known, dict.fromkeys(usual, 1.0))
+    look(known, dict.fromkeys(usual, 2.0), since=20)
     assert known.speeds() == {}
     assert known.profile().layers[0].forward_s(1) == pytest.approx(2.0)
 
 
 def test_one_that_becomes_slow_little_by_little_shows() -> None:
     known = measured(3)
-    tell(known, {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)})
+    usual = {f"a/{number}": told(Took(number, 1, 1.0, 2.0)) for number in range(3)}
+    tell(known, usual)
+    look(known, dict.fromkeys(usual, 1.0))
     for percent in range(100, 200, 5):
         known.take("a/1", told(Took(1, 1, percent / 100, percent / 50)))
-        known.speeds()
+        look(known, dict.fromkeys(usual, 1.0), times=4, since=20 + percent)
+    look(known, dict.fromkeys(usual, 1.0), since=300)
     assert known.speeds() == {"a/1": pytest.approx(1 / 1.95, abs=0.01)}
 
 
 def test_who_waits_in_a_tuple_is_not_who_is_slow() -> None:
     known = measured(1)
     tell(known, {"a/0": told(Took(0, 1, 2.0, 4.0, 3.2)), "a/1": told(Took(0, 1, 2.0, 4.0, 0.2))})
+    look(known, {"a/0": 1.0, "a/1": 1.0})
     assert known.speeds() == {"a/1": pytest.approx(2.8 / 5.8, abs=0.01)}
     # The last one of a tuple waits for nobody: what it waits is what telling takes.
     layer = known.profile().layers[0]
@@ -139,8 +160,10 @@ def test_the_figures_of_layers_are_for_tuples_as_wide_as_those_that_were_measure
 def test_speeds_are_kept_for_who_comes_back() -> None:
     known = measured(1)
     fast = told(Took(0, 2, 1.0, 2.0))
-    tell(known, {"a/0": fast, "a/1": told(Took(0, 2, 2.0, 4.0)), "b/0": fast})
-    known.keep({"a/0", "b/0"})
+    slots = {"a/0": fast, "a/1": told(Took(0, 2, 2.0, 4.0)), "b/0": fast}
+    tell(known, slots)
+    look(known, dict.fromkeys(slots, 1.0))
+    known.keep({"a/0#0", "b/0#0"})
     assert known.profile().speed("a/1#1") == 0.5
 
 
@@ -235,6 +258,31 @@ def test_a_recorder_tells_the_first_figures_and_then_what_has_changed() -> None:
     sample = news()
     assert sample is not None
     assert list(sample.turns) == [(3, 1)]
+
+
+def test_a_pace_is_of_the_last_step_beside_what_was_told_without_waiting_and_told_once() -> None:
+    recorder = Recorder()
+    told_s = [0.0]
+
+    def step(seconds: float, waited_s: float = 0.0, layer: int = 0) -> float | None:
+        """What the others make of what they are told."""
+        recorder.add([Took(layer, 1, seconds, 2 * seconds + waited_s, waited_s)], {}, 0.0, 0)
+        sample = recorder.news(dict)
+        if sample is not None:
+            ((forward_s, backward_s, wait_s),) = sample.turns.values()
+            told_s[0] = forward_s + backward_s - wait_s
+        pace = recorder.pace()
+        return None if pace is None else round(pace * told_s[0], 9)
+
+    assert recorder.pace() is None
+    assert step(1.0) is None  # nothing was told yet
+    assert step(1.0) == 3.0
+    assert recorder.pace() is None
+    assert step(1.5) == 4.5
+    # Who waits for others takes no longer.
+    assert step(1.0, waited_s=7.0) == 3.0
+    # Of other layers nothing was told.
+    assert step(1.0, layer=1) is None
 
 
 def test_a_sample_is_read_as_it_was_written() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from elaunch.detect.track import SPAN_STEPS
 from elaunch.errors import StateError, UsageError
-from elaunch.policies import Wishes, from_environment, parse
+from elaunch.policies import SlowPolicy, Wishes, from_environment, parse
 from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.plan.shares import DataParallelPlan
 from elaunch.workers.policy import selector as selector_module
@@ -49,8 +51,23 @@ class Prepared:
         self.answers = True
         self.closed = False
 
-    def begin(self, now: Plan, home: Plan, members: Sequence[str], me: str, *rest: Any, again: bool) -> None:
-        self.begun.append({"members": tuple(members), "me": me, "again": again, "profile": rest[0], "lost": rest[1]})
+    def begin(
+        self,
+        now: Plan,
+        home: Plan,
+        members: Sequence[str],
+        me: str,
+        profile: Profile,
+        lost: Sequence[str],
+        again: bool,
+        without: Sequence[str],
+    ) -> None:
+        self.begun.append({"members": tuple(members), "me": me, "again": again, "profile": profile, "lost": lost})
+        self.begun[-1]["without"] = tuple(without)
+
+    @property
+    def left(self) -> int:
+        return 0 if self.answers else 1
 
     def find(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice | None:
         if not self.begun or not self.answers:
@@ -97,7 +114,7 @@ def test_the_first_steps_are_measured_and_then_some() -> None:
             measured.append(number)
         one.heard({}, 1.0)
     first = list(range(WARM_UP, WARM_UP + FIRST))
-    assert measured == [*first, *range(WARM_UP + EVERY, WARM_UP + FIRST + 3 * EVERY, EVERY)]
+    assert measured == [*first, *range(WARM_UP + FIRST, WARM_UP + FIRST + 3 * EVERY, EVERY)]
 
 
 def test_kept_bytes_are_counted_once() -> None:
@@ -220,7 +237,7 @@ def test_clocks_of_a_straggler_are_in_the_decision() -> None:
     one = workers[W[0]]
     assert one.clocking(HOME) is None
     clocks = ClockRange(1000, (1000, 1500, 2000))
-    for _ in range(6):
+    for _ in range(WARM_UP + 2 * FIRST + SPAN_STEPS):
         notes = {worker: other.note(dict, None, clocks) for worker, other in workers.items()}
         for worker, other in workers.items():
             factor = 2.0 if worker == W[1] else 1.0
@@ -250,7 +267,7 @@ def test_the_history_counts_changes_and_remembers_who_was_lost_last() -> None:
 
 
 def vars_of(history: History) -> dict[str, Any]:
-    return {"since_t": history.since_t, "changes": history.changes, "last_lost": history.last_lost}
+    return asdict(history)
 
 
 def test_who_joins_takes_over_the_history() -> None:
@@ -354,3 +371,78 @@ def test_no_plan_is_an_error_with_all_reasons() -> None:
     small = Profile("small", EVEN.layers, 1, 1e9, 0.0, memory_bytes=10)
     with pytest.raises(NotPossible, match=r"no plan for 3 members: .*may use 10"):
         choose(HOME, HOME, [W[0], *W[2:]], small)
+
+
+def until_answered(workers: dict[str, Selector], slow: dict[str, float]) -> list[dict[str, Any]]:
+    for _ in range(WARM_UP + FIRST + 12 * EVERY):
+        step(workers, slow)
+        if events := workers[W[0]].events():
+            return events
+    raise AssertionError("nobody has noticed")
+
+
+def with_slow_policy(policy: SlowPolicy, min_nodes: int = 1) -> dict[str, Selector]:
+    found = {}
+    for worker in W:
+        known = Measured("test", [LAYER] * 4, [100] * 4)
+        found[worker] = Selector(worker, known, Settings(), slow_policy=policy, min_nodes=min_nodes)
+        found[worker].entered(HOME, HOME, W, None)
+    return found
+
+
+def test_only_the_first_member_tells_of_who_is_slow() -> None:
+    workers = crew()
+    (event,) = until_answered(workers, {W[1]: 3.0})
+    assert (event["worker"], event["state"], event["action"]) == (W[1], "slow", "rebalance")
+    assert json.loads(json.dumps(event)) == event
+    assert not any(one.events() for one in workers.values())
+
+
+def test_who_only_wants_to_be_told_gets_no_other_plan() -> None:
+    workers = with_slow_policy("report")
+    (event,) = until_answered(workers, {W[1]: 3.0})
+    assert event["action"] == "report"
+    for _ in range(4 * EVERY):
+        step(workers, {W[1]: 3.0})
+        assert not any(one.due for one in workers.values())
+
+
+def test_who_is_to_be_replaced_hears_it_with_all_others_and_no_other_plan_is_made_meanwhile() -> None:
+    workers = with_slow_policy("replace")
+    (event,) = until_answered(workers, {W[1]: 3.0})
+    assert event["action"] == "replace"
+    step(workers, {W[1]: 3.0})
+    told = {worker: one.excused() for worker, one in workers.items()}
+    assert [worker for worker, excuse in told.items() if excuse is not None] == [W[1]]
+    excuse = told[W[1]]
+    assert excuse is not None
+    assert excuse.again
+    for _ in range(4 * EVERY):
+        step(workers, {W[1]: 3.0})
+        assert not any(one.due or one.excused() for one in workers.values())
+    # Who joins hears of it, so that it would not be replaced again.
+    history = History.from_json(json.loads(json.dumps(workers[W[2]].told_history())))
+    assert history is not None
+    assert history.replaced == ("n0/1",)
+    assert history.factors == {"n0/1": pytest.approx(3, rel=0.1)}
+
+
+def test_who_is_left_out_is_weighed_first() -> None:
+    workers = with_slow_policy("exclude")
+    (event,) = until_answered(workers, {W[1]: 60.0})
+    assert event["action"] == "exclude", event
+    begun = ahead(workers[W[0]]).begun
+    assert [one["without"] for one in begun if one["without"]] == [(W[1],)]
+    step(workers, {W[1]: 60.0})
+    excuse = workers[W[1]].excused()
+    assert excuse is not None
+    assert not excuse.again
+
+
+def test_nobody_is_left_out_where_too_few_nodes_would_be_left() -> None:
+    workers = with_slow_policy("exclude", min_nodes=2)
+    for _ in range(WARM_UP + FIRST + 4):
+        step(workers)
+    (event,) = until_answered(workers, {W[0]: 9.0, W[1]: 9.0})
+    assert (event["slow_node"], event["action"]) == ("n0", "rebalance")
+    assert event["reason"] == "1 of at least 2 nodes would be left"

@@ -14,6 +14,7 @@ from elaunch.errors import ProtocolError
 from elaunch.wire import (
     Announce,
     Attach,
+    Excused,
     Finished,
     Leaving,
     LineBuffer,
@@ -33,6 +34,7 @@ from elaunch.wire import (
 KINDS: tuple[type[Message], ...] = (
     Attach,
     Welcome,
+    Excused,
     Ready,
     Settled,
     Progress,

@@ -84,6 +84,13 @@ class Fabric:
         found = {peer.partition("#")[0]: link.rate() for peer, link in links}
         return {slot: rate for slot, rate in found.items() if rate is not None}
 
+    def carried(self) -> dict[str, tuple[int, float, float]]:
+        """What the links have carried since they were made, by the peer's slot; see `Link.carried`."""
+        with self._changed:
+            links = [(peer, link) for peer, link in self._links.items() if link.broken is None]
+        found = {peer.partition("#")[0]: link.carried() for peer, link in links}
+        return {slot: carried for slot, carried in found.items() if carried is not None}
+
     def connect(self, members: Mapping[str, str], *, epoch: int, timeout_s: float) -> None:
         """Returns once there is a working link to every member.
 

@@ -22,8 +22,10 @@ HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 MEASURED_BYTES = 1 << 20
 """A link that has carried less tells nothing of its bandwidth."""
 
-# Of struct tcp_info in linux/tcp.h: bytes_acked, delivery_rate and min_rtt, by their places.
+# Of struct tcp_info in linux/tcp.h: bytes_acked, delivery_rate and min_rtt, by their places; then rtt, busy_time and
+# rwnd_limited, the microseconds in which data were on their way and those of them in which the receiver took none.
 _TCP_INFO_BYTES = 168
+_TCP_BUSY_BYTES = 184
 _U64 = struct.Struct("=Q")
 _U32 = struct.Struct("=I")
 
@@ -218,6 +220,20 @@ class Link:
             _U32.unpack_from(told, 148),
         )
         return (float(rate), rtt_us / 2e6) if rate and acked >= MEASURED_BYTES else None
+
+    def carried(self) -> tuple[int, float, float] | None:
+        """What it has carried so far: bytes that the peer has, seconds in which they were on their way, and the seconds
+        of a round trip now. Time in which the peer's process took nothing does not count. None: an older kernel.
+        """
+        try:
+            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BUSY_BYTES)
+        except OSError:
+            return None
+        if len(told) < _TCP_BUSY_BYTES:
+            return None
+        (acked,), (rtt_us,) = _U64.unpack_from(told, 120), _U32.unpack_from(told, 68)
+        (busy_us,), (limited_us,) = _U64.unpack_from(told, 168), _U64.unpack_from(told, 176)
+        return acked, max(0, busy_us - limited_us) / 1e6, rtt_us / 1e6
 
     def close(self) -> None:
         """Leaves in order: the peer still gets all that was sent. Only while no operation runs."""

@@ -30,7 +30,9 @@ from elaunch.workers.policy.profile import Profile
 from elaunch.workers.policy.select import Choice, Settings
 
 
-def events(members: Sequence[str], me: str, last_lost: Sequence[str] = (), again: bool = False) -> list[Event]:
+def events(
+    members: Sequence[str], me: str, last_lost: Sequence[str] = (), again: bool = False, without: Sequence[str] = ()
+) -> list[Event]:
     """The events that are likely to come next and after which `me` is the first member, the likeliest first.
 
     Those who were lost last return, together or one of them: a replacement is started at once. Or somebody is lost, or
@@ -41,6 +43,7 @@ def events(members: Sequence[str], me: str, last_lost: Sequence[str] = (), again
         me: one of them.
         last_lost: workers that were lost together; who returns is named with the next incarnation.
         again: whether these members are to be planned anew, before all else.
+        without: workers that may be told to leave: planned next, whoever is the first member then.
     """
     assert not isinstance(last_lost, str), "a list of workers"
     slots = set(map(slot_of, members))
@@ -52,7 +55,9 @@ def events(members: Sequence[str], me: str, last_lost: Sequence[str] = (), again
     found += [Event(joined=tuple(back)), *(Event(joined=(one,)) for one in back)] if back else []
     found += [Event(lost=(worker,)) for worker in members]
     found += [Event(lost=tuple(some)) for some in nodes.values()]
-    return [event for event in dict.fromkeys(found) if _first(event, members) == me]
+    wanted = [Event(lost=tuple(without))] if without else []
+    likely = [event for event in dict.fromkeys(found) if _first(event, members) == me]
+    return list(dict.fromkeys([*likely[: int(again)], *wanted, *likely[int(again) :]]))
 
 
 def _first(event: Event, members: Iterable[str]) -> str | None:
@@ -198,6 +203,7 @@ class Ahead:
         profile: Profile,
         last_lost: Sequence[str] = (),
         again: bool = False,
+        without: Sequence[str] = (),
     ) -> None:
         """Make plans for what may happen to these members, in place of whatever was begun before. Returns at once.
 
@@ -209,6 +215,7 @@ class Ahead:
             profile: of the model.
             last_lost: workers that were lost together, at last.
             again: whether a plan for the present members is wanted too.
+            without: of them, those without whom a plan is wanted too.
         """
         if os.getpid() != self._pid:
             return
@@ -224,7 +231,7 @@ class Ahead:
                 tuple(members),
                 profile.to_json(),
                 settings.to_json(),
-                tuple(events(members, me, last_lost, again)),
+                tuple(events(members, me, last_lost, again, without)),
             )
             self._cache = Cache(job, now, home, settings)
             if self._planner is not None and self._planner.ended:

@@ -3,18 +3,22 @@
     each worker      Turn (layer, rows, seconds) of measured steps -> Recorder -> Sample, told at a commit barrier
     every worker     Samples of all -> Measured -> Profile
 
-The seconds of a layer are those of a worker as fast as most. How fast a worker is shows beside others that do the same
-layer, or beside what the layer took before.
+The seconds of a layer are those of a worker as fast as most. Who is not, `elaunch.detect.slow` finds: by how long each
+measured step took beside the Sample that was told last.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
+from elaunch.detect.slow import Detector
+from elaunch.detect.slow_links import LinkDetector
+from elaunch.detect.track import Change
+from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.policy.dvfs import ClockRange
 from elaunch.workers.policy.estimate import estimate_step
@@ -31,9 +35,6 @@ SAME = 0.05
 
 QUIET = 12
 """A figure that nobody has told anew for so many steps is stable."""
-
-AS_OTHERS = 0.1
-"""A worker that is slower or faster by less than this part is as fast as the others."""
 
 NOMINAL_S = 1e-9
 """Seconds of a forward per row and parameter where nothing was measured: what counts then is only that larger layers
@@ -142,6 +143,7 @@ class Recorder:
         self._told: Sample | None = None
         self._n_told = 0
         self._fresh = False
+        self._looked = True
 
     def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
         """Take what a step has shown.
@@ -157,7 +159,7 @@ class Recorder:
             point = one.layer, one.rows
             now[point] = self._turns.get(point, deque(maxlen=RECENT))
             now[point].append((one.forward_s, one.backward_s, one.waited_s))
-        self._fresh = True
+        self._fresh, self._looked = True, False
         self._turns = now  # of layers that have gone elsewhere others tell
         self._kept |= kept_bytes
         if elements:
@@ -199,6 +201,17 @@ class Recorder:
         self._n_told += 1
         return replace(sample, links=links())
 
+    def pace(self) -> float | None:
+        """Seconds of computing in the step that was measured last, relative to what was told of its layers; once.
+
+        None: no step was measured since, or its layers are others than those that were told of.
+        """
+        if self._looked or self._told is None or self._told.turns.keys() != self._turns.keys():
+            return None
+        self._looked = True
+        told_s = sum(map(_own_s, self._told.turns.values()))
+        return sum(_own_s(spent[-1]) for spent in self._turns.values()) / told_s
+
 
 class Measured:
     """What all workers have told, by their slots.
@@ -215,8 +228,8 @@ class Measured:
     ) -> None:
         self._name, self._layers, self._elements, self._prior = name, tuple(layers), tuple(elements), prior
         self._samples: dict[str, Sample] = {}
-        self._told: Counter[str] = Counter()
-        self._speeds: dict[str, float] = {}
+        self._detector = Detector()
+        self._links = LinkDetector()
         # What a turn took at speed 1 when it was last sure.
         self._usual: dict[Point, tuple[float, float]] = {}
         self._steps = 0
@@ -227,8 +240,44 @@ class Measured:
 
     def speeds(self) -> dict[str, float]:
         """Of the workers that are not as fast as most, by slot."""
-        self._judge()
-        return {slot: speed for slot, speed in self._speeds.items() if speed != 1.0}
+        return self._detector.speeds()
+
+    @property
+    def doubts(self) -> bool:
+        """Whether every step should be looked at, since somebody may be about to become slow, or to recover."""
+        return self._detector.doubts or self._links.doubts
+
+    @property
+    def waits(self) -> bool:
+        """Whether more slow workers of a node may be told of soon."""
+        return self._detector.waits
+
+    def look(
+        self,
+        step: int,
+        time_s: float,
+        paces: Mapping[str, float],
+        links: Mapping[tuple[str, str], tuple[float, float]],
+    ) -> list[Change]:
+        """Take what a measured step has shown; see `Detector.look` and `LinkDetector.look`.
+
+        Returns:
+            Who has become slow, or has recovered.
+        """
+        changes = self._detector.look(step, time_s, paces)
+        return changes + self._links.look(step, time_s, paces.keys(), links, self._detector.may_be_slow)
+
+    def take_links(self, slot: str, usual: Mapping[str, tuple[float, int]]) -> None:
+        """What the links of a worker carry usually; see `LinkDetector.told`."""
+        self._links.told(slot, usual)
+
+    def known(self) -> dict[str, float]:
+        """Of slots that are slow or fast, as factors: for who joins; see `adopt`."""
+        return self._detector.known()
+
+    def adopt(self, factors: Mapping[str, float]) -> None:
+        """Begin with what the members know of the speeds of slots."""
+        self._detector.adopt(factors)
 
     @property
     def empty(self) -> bool:
@@ -246,11 +295,14 @@ class Measured:
             if _moved(sum(spent[:2]), sum(before.turns.get(point, ())[:2])):
                 self._moved[point[0]] = self._steps
         self._samples[slot] = sample
-        self._told[slot] += 1
+        self._detector.told(slot, {point: _own_s(spent) for point, spent in sample.turns.items()})
 
-    def keep(self, slots: Collection[str]) -> None:
-        """Only these have members; what is known of the speed of others counts when they return."""
+    def keep(self, workers: Collection[str]) -> None:
+        """These are the members; what is known of the speed of other slots counts when they return."""
+        slots = set(map(slot_of, workers))
         self._samples = {slot: one for slot, one in self._samples.items() if slot in slots}
+        self._detector.entered(workers)
+        self._links.entered(workers)
 
     def step_took(self, seconds: float) -> None:
         """A step under the present plan, in which nothing changed."""
@@ -273,6 +325,7 @@ class Measured:
                 layers' figures are for tuples as wide as most of its are.
         """
         width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
+        self._find_usual()
         speeds, prior = self.speeds(), self._prior
         layers = tuple(self._layer(index, known) for index, known in enumerate(self._layers))
         links = {
@@ -281,6 +334,9 @@ class Measured:
             for other, found in sample.links.items()
         }
         anywhere = _median_link(links.values()) or self._prior_link() or LINK
+        for ends, factor in self._links.factors().items():
+            link = links.get(ends, anywhere)
+            links[ends] = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
         caps = {slot: one.memory_bytes for slot, one in self._samples.items() if one.memory_bytes is not None}
         most = statistics.mode(caps.values()) if caps else None
         special = {} if prior is None else {slot: replace(one, speed=1.0) for slot, one in prior.workers.items()}
@@ -308,43 +364,28 @@ class Measured:
 
     # -- how fast the workers are ---------------------------------------------------------------------------------
 
-    def _judge(self) -> None:
-        """Find the speeds, and what each turn takes at speed 1."""
+    def _find_usual(self) -> None:
+        """What each turn takes at speed 1."""
+        speeds = self.speeds()
         own: dict[Point, dict[str, float]] = defaultdict(dict)
         for slot, sample in self._samples.items():
-            for point, (forward_s, backward_s, waited_s) in sample.turns.items():
-                own[point][slot] = max(1e-9, forward_s + backward_s - waited_s)
-        slower: dict[str, list[float]] = defaultdict(list)
-        for point, spent in own.items():
-            usual_s = sum(self._usual.get(point, ()))
-            if len(spent) > 1:
-                usual_s = statistics.median_low(spent.values())
-            elif self._new(*spent):
-                continue
-            for slot, seconds in spent.items() if usual_s else ():
-                slower[slot].append(seconds / usual_s)
-        ratios = {slot: statistics.median(some) for slot, some in slower.items()}
-        most = statistics.median_low(ratios.values()) if ratios else 1.0
-        self._speeds |= {slot: _speed(ratio / most) for slot, ratio in ratios.items()}
-        for point, spent in own.items():
-            if len(spent) == 1 and point in self._usual and not self._new(*spent):
-                # Were it to follow its only worker, one that becomes slow slowly would never show.
-                forward_s, backward_s = self._usual[point]
-                self._usual[point] = most * forward_s, most * backward_s
-                continue
-            normal = [slot for slot in spent if self._speeds.get(slot, 1.0) == 1.0] or list(spent)
-            forwards, backwards = zip(*(self._turn_s(slot, point, spent) for slot in normal))
+            for point, spent in sample.turns.items():
+                own[point][slot] = _own_s(spent)
+        for point, holders in own.items():
+            normal = [slot for slot in holders if slot not in speeds] or list(holders)
+            forwards, backwards = zip(*(self._turn_s(slot, point, holders, speeds) for slot in normal))
             self._usual[point] = statistics.median_low(forwards), statistics.median_low(backwards)
 
-    def _new(self, slot: str) -> bool:
-        """Whether a worker has told too little yet to be measured by what it told before."""
-        return self._told[slot] < RECENT
-
-    def _turn_s(self, slot: str, point: Point, spent: Mapping[str, float]) -> tuple[float, float]:
+    def _turn_s(
+        self, slot: str, point: Point, spent: Mapping[str, float], speeds: Mapping[str, float]
+    ) -> tuple[float, float]:
         """Forward and backward at speed 1. The last of a tuple waits for nobody: its waiting is what telling takes."""
         forward_s, backward_s, _ = self._samples[slot].turns[point]
         told_s = min(self._samples[one].turns[point][2] for one in spent)
-        seconds = spent[slot] * self._speeds.get(slot, 1.0) + told_s
+        usual_s = self._detector.usual_s(slot, point) if len(spent) == 1 else None
+        if usual_s is None:
+            usual_s = spent[slot] * speeds.get(slot, 1.0)
+        seconds = usual_s + told_s
         part = seconds / (forward_s + backward_s)
         return part * forward_s, part * backward_s
 
@@ -404,8 +445,10 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-def _speed(ratio: float) -> float:
-    return 1.0 if abs(ratio - 1) <= AS_OTHERS else round(1 / ratio, 2) or 0.01
+def _own_s(spent: Sequence[float]) -> float:
+    """Of forward, backward and the waiting in them: what is the worker's own."""
+    forward_s, backward_s, waited_s = spent
+    return max(1e-9, forward_s + backward_s - waited_s)
 
 
 def _median_link(links: Iterable[LinkProfile]) -> LinkProfile | None:

@@ -4,7 +4,8 @@
     a change  the first member that has the state chooses, with what it knows, and tells the others
     ahead     what is likely to happen next is planned before it does, by a process of its own
 
-A member whose speed changes makes the first member look for a better plan; if there is one, all go over to it.
+A member that becomes slow, or recovers, makes the first member look for a better plan; if there is one, all go over to
+it. Or, as the user wants it, the first member tells the slow one to leave (`elaunch.workers.policy.slow`).
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elaunch.detect.slow_links import LinkWatch
+from elaunch.detect.track import SPAN_STEPS, Change
 from elaunch.errors import ProtocolError, StateError
-from elaunch.policies import from_environment
+from elaunch.policies import SlowPolicy, from_environment
 from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.policy.ahead import Ahead
 from elaunch.workers.policy.dvfs import Clocking, ClockRange, upclocked
 from elaunch.workers.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.workers.policy.profile import LayerProfile, Profile
-from elaunch.workers.policy.select import Choice, Settings, choose
+from elaunch.workers.policy.select import Candidate, Choice, Settings, choose
+from elaunch.workers.policy.slow import Excuse, Remedies
 from elaunch.workers.policy.structure import NotPossible
 
 WARM_UP = 1
 """Steps at the start and after each change that are not measured: memory is allocated in them, kernels are chosen."""
 
-FIRST = 4
-"""Steps after them that are."""
+FIRST = 8
+"""Steps after them that are: enough to know what is usual (`elaunch.detect.track.LEARN`)."""
 
 EVERY = 4
 """Of the steps after those, one in so many is."""
@@ -116,16 +120,23 @@ class History:
         since_t: when it began, in Unix seconds.
         changes: of membership.
         last_lost: workers that were lost together, the last ones; without those whose slot has a worker again.
+        factors: of slots that are slow or fast: how many times as long their work takes.
+        replaced: slots whose slow workers were replaced.
     """
 
     since_t: float
     changes: int = 0
     last_lost: tuple[str, ...] = ()
+    factors: Mapping[str, float] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any] | None) -> History | None:
         """From the fields, as JSON has them."""
-        return None if said is None else cls(said["since_t"], said["changes"], tuple(said["last_lost"]))
+        if said is None:
+            return None
+        since_t, changes, last_lost = said["since_t"], said["changes"], tuple(said["last_lost"])
+        return cls(since_t, changes, last_lost, said["factors"], tuple(said["replaced"]))
 
     def after(self, before: Sequence[str], members: Sequence[str]) -> History:
         """With a change from some members to others."""
@@ -148,12 +159,22 @@ class Selector:
         measured: nothing yet.
         settings: what the user wants.
         file: where the profile is kept, if anywhere.
+        slow_policy: what is done about slow workers.
+        min_nodes: so many are to be left.
 
     Attributes:
         due: the members are to go on by another plan, as all know since the last barrier.
     """
 
-    def __init__(self, me: str, measured: Measured, settings: Settings, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        me: str,
+        measured: Measured,
+        settings: Settings,
+        file: Path | None = None,
+        slow_policy: SlowPolicy = "rebalance",
+        min_nodes: int = 1,
+    ) -> None:
         self._me, self._settings, self._file = me, settings, file
         self._published_s = -REPEAT_S
         self.due = False
@@ -170,14 +191,21 @@ class Selector:
         self._speeds_then: dict[str, float] = {}
         self._speeds: dict[str, float] = {}
         self._asked = False
+        self._own_links = LinkWatch()
+        self._closer_until = 0
+        self._clock_s = 0.0
+        self._remedies = Remedies(slow_policy, min_nodes)
+        self._events: list[dict[str, Any]] = []
+        self._publish = False
+        self._excused: Excuse | None = None
 
     # -- in every step --------------------------------------------------------------------------------------------
 
     def measures(self) -> bool:
         """Whether the coming step is to be measured."""
-        step = self._steps - WARM_UP
-        warm = step >= 0 and self._since_change >= WARM_UP
-        return warm and (step < FIRST or step % EVERY == 0)
+        # Counted from the last change, so that all members look at the same steps, who has joined included.
+        step = self._since_change - WARM_UP
+        return step >= 0 and (step < FIRST or step % EVERY == 0 or self._since_change < self._closer_until)
 
     def meters(self) -> bool:
         """Whether in the coming step, if it is measured, the kept bytes are to be counted too: once is enough."""
@@ -193,46 +221,66 @@ class Selector:
         links: Callable[[], Mapping[str, tuple[float, float]]],
         memory_bytes: int | None = None,
         clocks: ClockRange | None = None,
+        carried: Callable[[], Mapping[str, tuple[int, float, float]]] = dict,
     ) -> dict[str, Any]:
-        """What to tell the others at the next barrier, as JSON; mostly nothing. See `Recorder.news`."""
+        """What to tell the others at the next barrier, as JSON; mostly nothing.
+
+        Args:
+            links, memory_bytes, clocks: see `Recorder.news`.
+            carried: what the links of this worker have carried so far; see `LinkWatch.look`.
+        """
         note: dict[str, Any] = {}
         sample = self._recorder.news(links, memory_bytes, clocks, self._anew)
         if sample is not None:
             note["news"], self._anew = sample.to_json(), False
-        if self._is_first() and self._better():
-            note["reconsider"] = True
+        pace = self._recorder.pace()
+        if pace is not None:
+            note["pace"] = round(pace, 4)
+            if slower := self._own_links.look(carried()):
+                note["slower"] = {slot: [round(factor, 3), round(rate)] for slot, (factor, rate) in slower.items()}
+            if "news" in note and (usual := self._own_links.usual()):
+                note["links"] = {slot: [round(rate), carried_bytes] for slot, (rate, carried_bytes) in usual.items()}
+        if self._is_first():
+            self._weigh()
+            if self._better():
+                note["reconsider"] = True
+            if self.measured.doubts and self._since_change >= self._closer_until:
+                note["closer"] = True
+            if (excuse := self._remedies.take()) is not None:
+                note["excuse"] = excuse.to_json()
         return note
 
-    def heard(self, notes: Mapping[str, Mapping[str, Any]], seconds: float) -> Profile | None:
+    def heard(
+        self, notes: Mapping[str, Mapping[str, Any]], seconds: float, number: int | None = None
+    ) -> Profile | None:
         """A step has committed.
 
         Args:
             notes: of all members, in their order.
             seconds: from the commit before.
+            number: of the step; None: as many as were heard of.
 
         Returns:
             On the first member, from time to time, what is known of the job.
         """
         self._steps += 1
         self._since_change += 1
+        self._clock_s += seconds
         self.due = any("reconsider" in note for note in notes.values())
         told = {worker: note["news"] for worker, note in notes.items() if "news" in note}
         for worker, one in told.items():
             self.measured.take(slot_of(worker), Sample.from_json(one))
+        # What is told at the barrier of a step is of the one before.
+        self._look(notes, (self._steps if number is None else number) - 1)
         if self._since_change > 1:  # in the first one something moved
             self.measured.step_took(seconds)
-        if self._steps % EVERY == 0 and self._is_first():
-            before, self._speeds = self._speeds, self.measured.speeds()
-            # Twice the same: once may be anything.
-            moved = _alike(self._speeds, before) and not _alike(self._speeds, self._speeds_then)
-            if moved and not self._asked and self._settings.policy == "auto":
-                self._asked = True
-                self._plan_ahead()
         if self._since_change == SETTLED:
             self._plan_ahead()
         since_s = time.monotonic() - self._published_s
-        if not self._is_first() or since_s < (PUBLISH_S if told else REPEAT_S) or self.measured.empty:
+        due = self._publish or since_s >= (PUBLISH_S if told else REPEAT_S)
+        if not self._is_first() or not due or self.measured.empty:
             return None
+        self._publish = False
         self._published_s = time.monotonic()
         profile = self.profile()
         if self._file is not None:
@@ -244,6 +292,75 @@ class Selector:
         """Whether this worker has measured something."""
         return self._steps > WARM_UP
 
+    def events(self) -> list[dict[str, Any]]:
+        """Fields of the `slow` events since this was called last; on the first member only."""
+        events, self._events = self._events, []
+        return events
+
+    def excused(self) -> Excuse | None:
+        """Whether this worker is to leave, as all members know since the last barrier; told once."""
+        excuse, self._excused = self._excused, None
+        return excuse
+
+    def _look(self, notes: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Take what all have told of the step that was measured, and what the first member makes of it."""
+        paces = {slot_of(worker): note["pace"] for worker, note in notes.items() if "pace" in note}
+        for worker, note in notes.items():
+            if "links" in note:
+                usual = {slot: (rate, carried) for slot, (rate, carried) in note["links"].items()}
+                self.measured.take_links(slot_of(worker), usual)
+            if "closer" in note:
+                self._closer_until = self._since_change + SPAN_STEPS
+            if "excuse" in note:
+                excuse = Excuse.from_json(note["excuse"])
+                self._remedies.heard(excuse)
+                self._excused = excuse if self._me in excuse.workers else None
+        if not paces:
+            return
+        slower = {
+            (slot_of(worker), slot): (factor, rate)
+            for worker, note in notes.items()
+            for slot, (factor, rate) in note.get("slower", {}).items()
+        }
+        changes = self.measured.look(step, self._clock_s, paces, slower)
+        if not self._is_first():
+            return
+        before, self._speeds = self._speeds, self.measured.speeds()
+        self._publish = self._publish or bool(changes)
+        for change in changes:
+            self._answer(change)
+        # Twice the same: when a worker becomes slow, what is known of it moves for some looks.
+        moved = _alike(self._speeds, before) and not _alike(self._speeds, self._speeds_then)
+        moved = moved or any(change.kind == "link" for change in changes)
+        if moved and not self._asked and not self.measured.waits and self._may_rebalance():
+            self._asked = True
+            self._plan_ahead()
+
+    def _may_rebalance(self) -> bool:
+        return self._settings.policy == "auto" and self._remedies.rebalances
+
+    def _answer(self, change: Change) -> None:
+        """Do something about a change, and tell of it once it is known what."""
+        assert self._here is not None
+        if self._remedies.weighs(change, self._here.members):
+            self._plan_ahead()
+            return
+        self._events.append({**change.fields(), **self._remedies.answer(change)})
+
+    def _weigh(self) -> None:
+        """Whether the members would do better without the slow ones, once that is known."""
+        here, weighed = self._here, self._remedies.weighed
+        if here is None or not weighed:
+            return
+        rest = tuple(member for member in here.members if member not in weighed)
+        with_them, without = self._ahead.find(*here), self._ahead.find(here.plan, here.home, rest)
+        if self._ahead.left and (with_them is None or without is None):
+            return
+        stay = None if with_them is None else _staying(with_them)
+        best, rest_best = (None if choice is None else choice.chosen.score for choice in (with_them, without))
+        score = None if stay is None else stay.score
+        self._events.append(self._remedies.decide(score, best, rest_best, GAIN))
+
     def _better(self) -> bool:
         """Whether the members would do better by another plan, since speeds have changed."""
         here = self._here
@@ -253,7 +370,7 @@ class Selector:
         if found is None:
             return False
         self._asked, self._speeds_then = False, self._speeds
-        stay = next((one for one in found.candidates if one.policy == "stay" and not one.rejected), None)
+        stay = _staying(found)
         return stay is not None and found.chosen.score > (1 + GAIN) * stay.score
 
     def profile(self) -> Profile:
@@ -300,11 +417,22 @@ class Selector:
             self.history = self.history.after(before, members)
         elif history is not None:
             self.history = history
+            self.measured.adopt(history.factors)
+            self._remedies.replaced |= set(history.replaced)
         self._anew = self._anew or not set(members) <= set(before)
         self._here = _Here(plan, home, tuple(members))
-        self.measured.keep({slot_of(worker) for worker in members})
+        self.measured.keep(members)
         self.measured.plan_changed()
+        self._own_links.forget()
+        self._closer_until = 0
+        if (event := self._remedies.entered(members)) is not None and self._is_first():
+            self._events.append(event)
         self._since_change, self._asked, self._speeds_then, self.due = 0, False, self._speeds, False
+
+    def told_history(self) -> dict[str, Any]:
+        """What members tell who joins, as JSON; `History.from_json` reads it."""
+        known = replace(self.history, factors=self.measured.known(), replaced=tuple(sorted(self._remedies.replaced)))
+        return asdict(known)
 
     def close(self) -> None:
         """End what plans ahead."""
@@ -319,7 +447,14 @@ class Selector:
     def _plan_ahead(self) -> None:
         assert self._here is not None
         self._ahead.settings = self._now()
-        self._ahead.begin(*self._here, self._me, self.profile(), self.history.last_lost, again=self._asked)
+        without, lost = self._remedies.weighed, self.history.last_lost
+        again = self._asked or bool(without)
+        self._ahead.begin(*self._here, self._me, self.profile(), lost, again=again, without=without)
+
+
+def _staying(choice: Choice) -> Candidate | None:
+    """The present plan, if it can go on."""
+    return next((one for one in choice.candidates if one.policy == "stay" and not one.rejected), None)
 
 
 def _alike(speeds: Mapping[str, float], others: Mapping[str, float]) -> bool:
@@ -330,7 +465,12 @@ def _alike(speeds: Mapping[str, float], others: Mapping[str, float]) -> bool:
 
 
 def make_selector(
-    worker: str, layers: Sequence[LayerProfile], elements: Sequence[int], name: str, slot_samples: float = 1.0
+    worker: str,
+    layers: Sequence[LayerProfile],
+    elements: Sequence[int],
+    name: str,
+    slot_samples: float = 1.0,
+    min_nodes: int = 1,
 ) -> Selector:
     """For a worker of a job, with the settings of its environment; see `Measured`, and `Settings.slot_samples`.
 
@@ -351,7 +491,8 @@ def make_selector(
                 "of this model, or the name of a new one"
             )
     settings = Settings(wishes.policy, wishes.consistency or "fast", slot_samples=slot_samples)
-    return Selector(worker, Measured(name, layers, elements, prior), settings, wishes.profile)
+    measured = Measured(name, layers, elements, prior)
+    return Selector(worker, measured, settings, wishes.profile, wishes.slow_policy, min_nodes)
 
 
 def _write(file: Path, profile: Profile) -> None:
