@@ -328,6 +328,9 @@ class Lifecycle:
             actions.append(Warm())
         if self.draining and not generation.workers:
             self.exit_code = 1  # all nodes leave at once: nobody goes on
+        idle = self.settings.node not in generation.nodes and not any(slot.joined for slot in mine)
+        if self.draining and idle and not all(slot.signalled for slot in self.running):
+            actions.extend(self._terminate(now_s))
         apart = self.settings.node not in generation.nodes and not mine and not self.draining
         if apart and not self.spare and len(generation.nodes) >= self.settings.max_nodes:
             actions.append(self._waits_as_spare())
@@ -615,9 +618,10 @@ class Lifecycle:
         self.draining, self.drain_reason, self.exit_code = True, reason, 1 if last else 0
         self.cause, self.cause_t = f"{reason}: node {node} drains", 0.0
         fate = "no other node is left to go on" if last else "the others go on"
-        if not self._trains_here:
-            return [Say(f"{reason}: this node leaves; {fate}"), *self._terminate(now_s)]
         self.kill_s = None if within_s is None else now_s + within_s
+        if not self._trains_here:
+            # Its workers end when the others have heard of it; who ends before that was lost.
+            return [Say(f"{reason}: this node leaves; {fate}")]
         unready = [Signal(slot.worker, signal.SIGTERM) for slot in self.slots if slot.phase and not slot.joined]
         return [Say(f"{reason}: the workers of this node leave at the next step boundary; {fate}"), *unready]
 

@@ -12,6 +12,7 @@ from math import inf
 from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, Worker, WorkerState
 
 PLAN_ASKED = "a new plan was asked for"
+ALL_LEAVE = "every node left the job before it was done; start it again"
 RESUMES = 3
 """How often a job goes back to the same checkpoint, where --max-restarts is not given."""
 
@@ -227,7 +228,9 @@ def _plain(
         used = f"after {generation.restarts} of {settings.max_restarts or 0} restarts"
         return Decision(cause, result=Result(False, f"{cause} ({used})"))
     draining = [doc.node for doc in nodes if doc.draining and doc.node in generation.nodes]
-    if draining and len(generation.nodes) > len(draining):
+    if len(draining) == len(generation.nodes):
+        return Decision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
+    if draining:
         cause = f"node {', '.join(draining)} leaves"
         return Decision(cause, generation=_again(view, generation, cause, 0.0, failure=False))
     waiting = [doc.node for doc in nodes if doc.node not in generation.nodes and not doc.draining]
@@ -274,6 +277,8 @@ def _first_step(
 ) -> Decision:
     """The script uses elaunch: wait until its workers have registered, then let them train."""
     present = [doc for doc in nodes if not doc.draining]
+    if not present:
+        return Decision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
     able = [doc for doc in present if _ready(doc, generation.attempt)][: settings.max_nodes]
     if len(present) < settings.min_nodes:
         return _too_few(len(present), view.changed_s, now_s, settings)

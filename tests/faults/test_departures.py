@@ -228,5 +228,20 @@ def test_a_plain_script_starts_again_without_a_node_that_drains(
     assert "b has left" in ctl(spawn, etcd, "drain", "b")
     assert nodes[1].agent.wait(20) == 0, nodes[1].agent.tail()
     nodes[0].agent.wait_for_text("begins with 1", 60)
-    nodes[0].agent.signal(signal.SIGTERM)
-    nodes[0].agent.wait(60)
+    assert "a has left" in ctl(spawn, etcd, "drain", "--all")
+    assert nodes[0].agent.wait(20) == 1, nodes[0].agent.tail()
+    assert "stopped by elaunch ctl drain" in nodes[0].agent.text()
+
+
+def test_a_plain_script_ends_when_all_nodes_are_to_leave(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60"
+    flags = ("--nnodes=2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf)
+    script = ("--no-python", "sh", "-c", "echo begins; sleep 600")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
+    for node in nodes:
+        node.agent.wait_for_text("begins", 60)
+    # One after the other, or both at once: then the job has failed.
+    said = ctl(spawn, etcd, "drain", "--all")
+    assert "nobody is left of job job" in said or "every node left the job before it was done" in said
+    for node in nodes:
+        node.agent.wait(20)

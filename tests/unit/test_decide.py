@@ -707,6 +707,14 @@ def test_whatever_the_documents_say_a_generation_is_sound(
         assert (after.plan, after.plan_request) == ("", "")
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_job_that_every_node_leaves_before_it_trains_is_over(elastic: bool) -> None:
+    state = STARTING if elastic else None
+    nodes = [node(name, state, draining=True, elastic=elastic) for name in "ab"]
+    decision = ask(start("a", "b"), *nodes)
+    assert decision.result == Result(False, "every node left the job before it was done; start it again")
+
+
 class TestSurplus:
     """Nodes of a job that is to have fewer."""
 

@@ -836,13 +836,21 @@ class TestDraining:
         text = "SIGUSR1: this node leaves; it had no part in the job yet"
         assert waiting.life.drain("SIGUSR1", NOW_S) == [Say(text), Exit(0)]
 
-    def test_before_it_trains_its_workers_end_and_the_others_start_without_it(self) -> None:
+    @pytest.mark.parametrize("elastic", [False, True])
+    def test_before_it_trains_its_workers_end_and_the_others_start_without_it(self, elastic: bool) -> None:
         node = Node()
         node.start("a/0", "b/0")
         node.life.on_started("a/0#0", 100)
-        assert signalled(node.does(node.life.drain("SIGUSR1", NOW_S))) == [("a/0#0", signal.SIGTERM)]
+        assert said(node.does(node.life.drain("SIGUSR1", NOW_S))) == "SIGUSR1: this node leaves; the others go on"
         assert node.life.doc().draining
-        assert node.dies("a/0#0", signal.SIGTERM) == [Exit(0)]
+        # Not before the others know of it.
+        assert signalled(node.actions) == []
+        if elastic:
+            node.train("b/0#0")
+        else:
+            node.generation(Stage.ASSEMBLE, attempt=1)
+        assert signalled(node.actions) == [("a/0#0", signal.SIGTERM)]
+        assert node.dies("a/0#0", signal.SIGTERM)[-1] == Exit(0)
 
     def test_a_job_that_may_have_more_nodes_has_a_place_for_one_that_waits(self) -> None:
         node = Node(max_nodes=1)
