@@ -7,7 +7,6 @@ their pulse besides.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
+from elaunch.detect.host import family
 from elaunch.detect.pulse import Reader
 from elaunch.detect.stacks import Stacks, collect, save
 
@@ -195,32 +195,20 @@ def describe(found: Found) -> str:
 
 def thread_state(pid: int, tid: int | None = None) -> str:
     """One letter, as in /proc/PID/stat, of a process or one thread of it; empty when it is gone."""
-    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
-    try:
-        with open(path, "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return ""
+    found = _stat(f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat")
+    return found[0].decode() if found else ""
 
 
 def children_cpu_s(pid: int) -> float:
     """Processor time of all processes that a process has started, and these in their turn, as far as they live."""
-    total_s = 0.0
-    left = [pid]
-    while left:
-        parent = left.pop()
-        for child in _children(parent):
-            left.append(child)
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{child}/stat", "rb") as stat:
-                fields = stat.read().rpartition(b")")[2].split()
-                total_s += (int(fields[11]) + int(fields[12])) * _TICK_S
-    return total_s
+    stats = [_stat(f"/proc/{child}/stat") for child in family(pid)[1:]]
+    return sum((int(found[11]) + int(found[12])) * _TICK_S for found in stats if found)
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    return found
+def _stat(path: str) -> list[bytes]:
+    """The fields of a stat file after the name; none when the process or thread is gone."""
+    try:
+        with open(path, "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elaunch.detect.track import spread
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ WAIT_S = 10.0  # for them
 RETRY_S = 0.2
 LEASE_S = 60.0  # of the figures, until the node has joined and keeps them itself
 
-ROBUST = 1.4826  # a standard deviation, in median absolute deviations of a normal distribution
 SIGMAS = 6.0
 SLOW = 0.7  # of the peers' median, with at least three peers
 SLOW_OF_FEW = 0.4  # with one or two
@@ -85,12 +86,6 @@ def kind_of(name: str) -> str:
     return f"{what} {rest.partition(' ')[2]}" if what == "matmul" else name
 
 
-def median(values: Sequence[float]) -> float:
-    """Of one or more."""
-    ordered = sorted(values)
-    return (ordered[len(ordered) // 2] + ordered[~(len(ordered) // 2)]) / 2
-
-
 def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
     """Why this node should not join, with the figures; empty if it may.
 
@@ -108,14 +103,13 @@ def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
         if not by_node:
             continue
         values = [value for values in by_node for value in values]
-        middle = median(values)
-        spread = ROBUST * median([abs(value - middle) for value in values])
+        middle, deviation = statistics.median(values), spread(values)
         part = SLOW if len(by_node) >= MANY else SLOW_OF_FEW
-        if rate < part * middle and rate < middle - SIGMAS * spread:
+        if rate < part * middle and rate < middle - SIGMAS * deviation:
             nodes = "1 peer" if len(by_node) == 1 else f"{len(by_node)} peers"
             reasons.append(
                 f"{name}: {rate:.3g} {unit(name)}, where the median of {nodes} is {middle:.3g} (robust deviation "
-                f"{spread:.2g}); at least {part:.0%} of the median is expected"
+                f"{deviation:.2g}); at least {part:.0%} of the median is expected"
             )
     return "; ".join(reasons)
 

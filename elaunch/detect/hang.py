@@ -34,6 +34,7 @@ may do something there that looks like a hang: each time the limit is `AGAIN_FAC
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ class HangDetector:
     @property
     def typical_step_s(self) -> float | None:
         """Median of the last steps; None before `MIN_STEPS`."""
-        return sorted(self._steps_s)[len(self._steps_s) // 2] if len(self._steps_s) >= MIN_STEPS else None
+        return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
 
     def look(
         self, now_s: float, sights: Mapping[str, Sight], epoch: int = 0, members: Sequence[str] = ()

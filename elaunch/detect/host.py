@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -138,13 +139,15 @@ def read_own_bytes(pid: int, proc: Path = PROC) -> int:
 
 
 def family(pid: int, proc: Path = PROC) -> list[int]:
-    """A process and its descendants."""
+    """A process and its descendants, whichever of its threads has started them."""
     found, new = [], [pid]
     while new:
         each = new.pop()
         found.append(each)
         with suppress(OSError):
-            new.extend(int(child) for child in (proc / f"{each}/task/{each}/children").read_text().split())
+            for task in (proc / f"{each}/task").iterdir():
+                with suppress(OSError):  # this thread has ended
+                    new.extend(map(int, (task / "children").read_text().split()))
     return found
 
 
@@ -200,8 +203,8 @@ OPEN = 0.9  # of the descriptors that a process may have
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
     """How fast a value grows, per second: the median of the slopes between all pairs of (seconds, value)."""
-    slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
-    return (slopes[len(slopes) // 2] + slopes[~(len(slopes) // 2)]) / 2 if slopes else 0.0
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0]]
+    return statistics.median(slopes) if slopes else 0.0
 
 
 class History:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from hypothesis import given
@@ -272,3 +276,22 @@ def test_sizes_are_written_for_people() -> None:
         "16 GB",
         "30 TB",
     ]
+
+
+def test_the_family_of_a_process_has_what_any_of_its_threads_has_started() -> None:
+    started: Queue[subprocess.Popen[bytes]] = Queue()
+    done = threading.Event()
+
+    def start() -> None:
+        started.put(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        done.wait(60)  # with the thread its children would go over to another one
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    child = started.get(timeout=60)
+    try:
+        assert child.pid in family(os.getpid())
+    finally:
+        child.communicate(b"\n", timeout=60)
+        done.set()
+        thread.join()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
-from elaunch.nodecheck import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, median, why_refused
+from elaunch.nodecheck import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
 from elaunch.rendezvous.memory import MemoryStore
 
 H100 = "matmul cuda:{} NVIDIA H100"
