@@ -26,7 +26,7 @@ from elaunch.events import EventLog
 from elaunch.hangs import Found, HangWatch, describe
 from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.monitor import Monitor, Running
-from elaunch.notices import Announcement, Notices, parse
+from elaunch.notices import Announcement, Notices
 from elaunch.outputs import Folders, Outputs
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.membership import DrainRequest, Generation, JobConfig, Result, to_json
@@ -173,7 +173,7 @@ class Agent:
         handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
         former_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._participant.start()
-        notices = Notices(parse(self._config.notice), self._announced, self.say)
+        notices = Notices(self._config.notices, self._announced, self.say)
         self._monitor.start()
         try:
             while self._exit is None:

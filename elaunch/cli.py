@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elaunch import __version__, checkpoints, policies
+from elaunch import __version__, checkpoints, notices, policies
 from elaunch.config import (
     BACKENDS,
     CONNECT_S,
@@ -275,21 +275,13 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         warm_start=args.warm_start,
         preload=preload,
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
-        notice=_notice(args.notice),
+        notices=notices.parse(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
         wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy),
         node_check=args.node_check,
         health=parse_health(args.health_policy, args.health_interval),
         hang=hang.parse(args.hang_timeout),
     )
-
-
-def _notice(text: str) -> str:
-    if text:
-        from elaunch import notices
-
-        notices.parse(text)  # a name that is none is an error of the command line
-    return text
 
 
 def _logs(args: argparse.Namespace, job: str) -> LogSettings:

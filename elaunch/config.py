@@ -11,6 +11,7 @@ from elaunch.checkpoints import Checkpointing
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.logs import LogSettings
+from elaunch.notices import Notice
 from elaunch.policies import Wishes
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
@@ -133,7 +134,7 @@ class AgentConfig:
     warm_start: bool = False
     preload: tuple[str, ...] = PRELOAD
     shutdown_timeout: float = 30.0
-    notice: str = ""
+    notices: tuple[tuple[str, Notice], ...] = ()
     checkpoints: Checkpointing | None = None
     wishes: Wishes = field(default_factory=Wishes)
     health: HealthSettings = field(default_factory=HealthSettings)

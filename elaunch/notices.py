@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from elaunch.errors import UsageError
@@ -192,6 +191,8 @@ def parse(text: str) -> tuple[tuple[str, Notice], ...]:
         name, _, argument = one.partition(":")
         make = BUILT_IN.get(name)
         if make is None:
+            from importlib.metadata import entry_points
+
             entry = next(iter(entry_points(group=GROUP, name=name)), None)
             if entry is None:
                 known = sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
