@@ -515,7 +515,7 @@ class Participant:
         if self._size is None or (size.t, size.id) > (self._size.t, self._size.id):
             self._size = size
             self._listener.resized(size.min_nodes, size.max_nodes)
-            if asked:
+            if asked and self._leading:
                 self._put_size()
 
     def _put_size(self) -> None:
