@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elaunch import jobs
 from elaunch.cli import FlagParser
-from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, parse_conf, parse_endpoint, parse_nnodes
+from elaunch.config import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint, parse_nnodes
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
 from elaunch.rendezvous.membership import (
     Generation,
@@ -133,12 +133,15 @@ def find_job(endpoint: str, job: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _store(endpoint: str, conf: RendezvousConf) -> Iterator[Store]:
+def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
+    """The store of the job that is meant, its endpoint, and the job's id."""
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
     from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
 
     store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.credentials())
     try:
-        yield store
+        yield store, endpoint, job
     finally:
         store.close()
 
@@ -147,9 +150,7 @@ def _store(endpoint: str, conf: RendezvousConf) -> Iterator[Store]:
 
 
 def _status(args: argparse.Namespace) -> None:
-    conf = parse_conf(args.rdzv_conf)
-    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    with _store(endpoint, conf) as store, contextlib.closing(Observer(store, job)) as observer:
+    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
         documents = observer.documents
     if documents == Documents():
         raise RequestRefused(f"there is no job {job!r} at {endpoint}: check --rdzv-endpoint and --rdzv-id")
@@ -242,10 +243,8 @@ def _speeds(profile: str) -> dict[str, float]:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    conf = parse_conf(args.rdzv_conf)
     plan = read_plan(args.file) if args.file is not None else None
-    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    with _store(endpoint, conf) as store:
+    with _job(args) as (store, endpoint, job):
         if plan is not None:
             print(change_plan(store, job, plan, args.timeout))
             return
@@ -263,9 +262,7 @@ def _plan(args: argparse.Namespace) -> None:
 def _profile(args: argparse.Namespace) -> None:
     from elaunch.workers.policy.profile import Profile
 
-    conf = parse_conf(args.rdzv_conf)
-    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    with _store(endpoint, conf) as store, contextlib.closing(Observer(store, job)) as observer:
+    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
         text = observer.documents.profile
     if not text:
         raise RequestRefused(
@@ -281,17 +278,13 @@ def _profile(args: argparse.Namespace) -> None:
 def _drain(args: argparse.Namespace) -> None:
     if args.all == bool(args.nodes):
         raise UsageError("elaunch ctl drain: name the nodes that are to leave, or give --all")
-    conf = parse_conf(args.rdzv_conf)
-    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    with _store(endpoint, conf) as store:
+    with _job(args) as (store, _, job):
         print(drain(store, job, args.nodes, args.all, "elaunch ctl drain", args.timeout))
 
 
 def _resize(args: argparse.Namespace) -> None:
     parse_nnodes(args.nodes, "elaunch ctl resize")
-    conf = parse_conf(args.rdzv_conf)
-    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    with _store(endpoint, conf) as store:
+    with _job(args) as (store, _, job):
         print(resize(store, job, args.nodes, args.timeout))
 
 
