@@ -28,8 +28,9 @@ from elaunch.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal
 from elaunch.monitor import Monitor, Running
 from elaunch.notices import Announcement, Notices
 from elaunch.outputs import Folders, Outputs
+from elaunch.reach import Reach
 from elaunch.rendezvous.decide import Settings
-from elaunch.rendezvous.membership import DrainRequest, Generation, JobConfig, Result, to_json
+from elaunch.rendezvous.membership import Cut, DrainRequest, Generation, JobConfig, Result, node_of, to_json
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 from elaunch.supervisor import Supervisor, command, fill, free_port, listen, worker_cpus, worker_devices, worker_env
@@ -136,6 +137,8 @@ class Agent:
             lambda findings: self.post(partial(self._on_findings, findings)),
             self.say,
         )
+        self._hosts_of: dict[str, str] = {}
+        self._reach = Reach(lambda cut, well: self.post(partial(self._on_reach, cut, well)), config.conf.link_timeout)
         self._attempt = 0
         conf = config.conf
         self._participant = Participant(
@@ -187,6 +190,7 @@ class Agent:
             self._control.close()
             self._monitor.stop()
             self._hangs.close()
+            self._reach.close()
             self._door.close()
             self._events.close()
             if self._watchdog is not None:
@@ -361,7 +365,10 @@ class Agent:
         elif isinstance(message, Profiled):
             self._participant.leave_profile(message.profile)
         elif isinstance(message, Unreachable):
-            life.on_unreachable(message.epoch, message.peer, message.gone)
+            if message.silent:
+                self._ask_others(message)
+            else:
+                life.on_unreachable(message.epoch, message.peer, message.gone)
             if message.gone:
                 self._participant.publish(life.doc())
                 self._participant.suspect_leader()
@@ -371,6 +378,22 @@ class Agent:
             self._act(life.excuse(worker, message.again, message.why))
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
+
+    def _ask_others(self, found: Unreachable) -> None:
+        """A worker hears nothing from a peer, nor from its machine: whom does this node reach?"""
+        generation = self._life.generation
+        if generation is None or found.epoch < generation.urgent:
+            return
+        own = self._config.node
+        addresses = {one.node: one.address for one in generation.workers if one.address and one.node != own}
+        self._hosts_of |= {node: address.rpartition(":")[0].strip("[]") for node, address in addresses.items()}
+        self._reach.check(addresses, node_of(found.peer))
+
+    def _on_reach(self, cut: frozenset[str], well: frozenset[str], life: Lifecycle) -> list[Action]:
+        cuts = tuple(Cut(node, self._hosts_of[node]) for node in sorted(cut))
+        if cuts != life.cut:
+            self._log("cut", nodes=sorted(cut))
+        return life.on_reach(cuts, well)
 
     def _check_hangs(self) -> None:
         """Find workers that do not go on, or cannot: they would hold the others up for ever."""

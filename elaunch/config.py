@@ -46,6 +46,8 @@ class RendezvousConf:
         ready_timeout: how long ready workers wait for others that still start before the first step.
         attach_timeout: how long a script has to call `elaunch.init()` before a new node restarts it as a whole.
         stop_timeout: how long a worker may be stopped (SIGSTOP) before it is replaced.
+        link_timeout: how long nothing may come from the machine of a worker for which others wait, not even the
+            acknowledgement of a byte, before their link counts as cut.
         user, password: of etcd; also ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD.
         read_timeout: for c10d, how long a node tries to reach the one that hosts the rendezvous.
         timeout: for static, the same.
@@ -61,6 +63,7 @@ class RendezvousConf:
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
     stop_timeout: float = 1.0
+    link_timeout: float = 5.0
     read_timeout: float = 60.0
     timeout: float = 900.0
     keep_alive_interval: float = 0.0
@@ -267,6 +270,8 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             raise UsageError(f"--rdzv-conf {item!r}: expected a number of seconds")
         if name == "lease_ttl" and number < 1:
             raise UsageError(f"--rdzv-conf {item!r}: a lease lasts at least 1 second")
+        if name == "link_timeout" and number < 2:
+            raise UsageError(f"--rdzv-conf {item!r}: a link that lives may be silent for a second; expected at least 2")
         values[name] = number
     conf = replace(defaults, **values)  # type: ignore[arg-type]
     if conf.keep_alive_interval and "lease_ttl" not in values:

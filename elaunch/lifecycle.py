@@ -18,6 +18,7 @@ import signal
 from dataclasses import dataclass, field, replace
 
 from elaunch.rendezvous.membership import (
+    Cut,
     Generation,
     NodeDoc,
     NodeWorker,
@@ -25,6 +26,7 @@ from elaunch.rendezvous.membership import (
     Stage,
     WorkerState,
     incarnation,
+    names_text,
     worker_id,
 )
 
@@ -173,6 +175,7 @@ class Lifecycle:
     cause_t: float = 0.0
     gone: tuple[str, ...] = ()
     reset_epoch: int = 0
+    cut: tuple[Cut, ...] = ()
     result: Result | None = None
     warmed: bool = False
     took_part: bool = False
@@ -245,6 +248,7 @@ class Lifecycle:
             plan_request=self._plan_request(),
             saved=self.saved,
             excused=tuple(slot.worker for slot in self.slots if slot.excused and slot.phase is not None),
+            cut=self.cut,
             role=self.settings.role,
             rank=self.settings.rank,
         )
@@ -306,7 +310,7 @@ class Lifecycle:
         for slot in mine:
             if slot.worker in generation.ids:
                 slot.joined = self.took_part = True
-            elif slot.phase is Phase.MEMBER and slot.worker not in generation.leaving:
+            elif self._given_up(slot) and slot.worker not in generation.leaving:
                 # The others went on without it: what it computes may no longer count.
                 actions.append(Say(f"worker {slot.worker} was given up by its peers; it is ended"))
                 actions.append(Signal(slot.worker, signal.SIGKILL))
@@ -336,6 +340,11 @@ class Lifecycle:
             actions.append(self._waits_as_spare())
         actions.extend(self._fill(now_s))
         return actions
+
+    @staticmethod
+    def _given_up(slot: Slot) -> bool:
+        """Of one that is not in the newest generation: whether it was in one, or thinks so."""
+        return slot.phase is Phase.MEMBER or (slot.phase is Phase.READY and slot.joined)
 
     def _waits_as_spare(self) -> Say:
         self.spare, most = True, self.settings.max_nodes
@@ -504,6 +513,26 @@ class Lifecycle:
             self.reset_epoch = self.generation.epoch
         elif peer in (*self.generation.ids, *self.generation.leaving) and not self._runs(peer):
             self.gone = tuple(dict.fromkeys((*self.gone, peer)))
+
+    def on_reach(self, cut: tuple[Cut, ...], well: frozenset[str]) -> list[Action]:
+        """Other nodes were asked whether they can be reached.
+
+        Args:
+            cut: those that cannot.
+            well: those that can, although a worker of this node took them for silent.
+        """
+        if well and self.generation is not None:
+            self.reset_epoch = self.generation.epoch
+        now, before = {one.node: one.host for one in cut}, {one.node: one.host for one in self.cut}
+        self.cut = cut
+        new = [f"{node} ({host})" for node, host in now.items() if node not in before]
+        back = [f"{node} ({host})" for node, host in before.items() if node not in now]
+        actions: list[Action] = []
+        if new:
+            actions.append(Say(f"nothing comes from {names_text(new)} any more: the network from here to there is cut"))
+        if back:
+            actions.append(Say(f"{names_text(back)} can be reached again from here"))
+        return actions
 
     def on_exit(
         self,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch import nursery
 from elaunch.checkpoints import EVERY, FOLDER
 from elaunch.detect import hang
+from elaunch.wire import LINK_TIMEOUT
 
 if TYPE_CHECKING:
     from elaunch.config import AgentConfig
@@ -159,6 +160,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     }
     variables |= config.wishes.variables()
     variables[hang.VARIABLE] = config.hang
+    variables[LINK_TIMEOUT] = config.conf.link_timeout
     if config.checkpoints is not None:
         variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}

@@ -18,6 +18,9 @@ from elaunch.errors import ProtocolError
 VERSION = 1
 MAX_LINE_BYTES = 16 << 20
 
+LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
+"""The variable in which an agent tells its workers how long a link may be silent, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attach:
@@ -88,11 +91,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A link broke. `gone`: nothing listens at the peer's address any more, so its process is dead."""
+    """A link broke.
+
+    Attributes:
+        gone: nothing listens at the peer's address any more, so its process is dead.
+        silent: its machine does not answer at all.
+    """
 
     epoch: int
     peer: str
     gone: bool
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,22 @@ Any node may lead at any time: all it needs is in the documents.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from math import inf
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    PlanRequest,
+    Result,
+    Stage,
+    Worker,
+    WorkerState,
+    names_text,
+)
 
 PLAN_ASKED = "a new plan was asked for"
 ALL_LEAVE = "every node left the job before it was done; start it again"
@@ -29,6 +41,7 @@ class Settings:
         attach_s: how long a script may take to import elaunch before it counts as one that never will.
         ready_s: how long workers that are ready wait for others that still start, before the first step.
         lease_s: the lease of a node; after an outage of the store, absence is believed only after this time.
+        reach_s: how long the leader waits for what a node says that others cannot reach, before it leaves one out.
     """
 
     min_nodes: int = 1
@@ -40,6 +53,7 @@ class Settings:
     attach_s: float = 10.0
     ready_s: float = 30.0
     lease_s: float = 5.0
+    reach_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,7 @@ class _Change:
     done: tuple[str, ...] = ()
     reset: bool = False
     causes: tuple[tuple[float, str], ...] = field(default=())
+    doubt: bool = False
 
     @property
     def urgent(self) -> bool:
@@ -317,6 +332,46 @@ def _too_few_ready(
     return _too_few(able, view.changed_s, now_s, settings)
 
 
+def apart(nodes: Sequence[str], broken: Collection[frozenset[str]]) -> tuple[str, ...]:
+    """The nodes to leave out so that all others reach each other: the smaller part, where the network is in two.
+
+    Args:
+        nodes: in the order of the job; of equals the last is left out.
+        broken: pairs between which nothing passes.
+    """
+    others = {node: {other for pair in broken if node in pair for other in pair - {node}} for node in nodes}
+    left = {node: set(cut) for node, cut in others.items() if cut}
+    out = set[str]()
+    while any(left.values()):
+        worst = max(reversed(nodes), key=lambda node: len(left.get(node, ())))
+        out.add(worst)
+        for other in left.pop(worst):
+            left[other].discard(worst)
+    # What was left out early may do no harm without those that were left out later.
+    for node in nodes:
+        if node in out and others[node] <= out:
+            out.discard(node)
+    return tuple(node for node in nodes if node in out)
+
+
+def _broken(nodes: Sequence[NodeDoc]) -> set[frozenset[str]]:
+    """Pairs of nodes of which one says that it cannot reach the other."""
+    hosts = {doc.node: doc.host for doc in nodes}
+    return {
+        frozenset((doc.node, one.node))
+        for doc in nodes
+        for one in doc.cut
+        if one.node != doc.node and hosts.get(one.node) == one.host
+    }
+
+
+def _in_doubt(present: Mapping[str, NodeDoc], broken: Collection[frozenset[str]]) -> bool:
+    """Whether a node that has not said yet whom it cannot reach may be the one that is to be left out."""
+    counts = Counter(node for pair in broken for node in pair)
+    pairs = [(one, other) for pair in broken for one, other in permutations(pair)]
+    return any(not present[one].cut and counts[one] >= counts[other] for one, other in pairs)
+
+
 def _compare(
     view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
 ) -> _Change:
@@ -324,6 +379,12 @@ def _compare(
     gone = {worker for doc in nodes for worker in doc.gone}
     listed = {worker.id for doc in nodes for worker in doc.workers}
     doubt = _absence_in_doubt(view, now_s, settings)
+    broken = _broken(nodes)
+    # Who holds the state first: of two that lose each other, the other is left out.
+    holders = {doc.node for doc in nodes if any(worker.state is WorkerState.MEMBER for worker in doc.workers)}
+    members = sorted((doc.node for doc in nodes if doc.node in generation.nodes), key=lambda node: node not in holders)
+    among = {pair for pair in broken if pair.issubset(members)}
+    out = apart(members, among)
     survivors: list[Worker] = []
     draining: list[Worker] = []
     lost, leaving, causes = [], list[str](), []
@@ -346,6 +407,10 @@ def _compare(
         elif state is None:
             lost.append(worker.id)
             causes.append((doc.cause_t, doc.cause or f"worker {worker.id} died"))
+        elif worker.node in out:
+            lost.append(worker.id)
+            others = sorted(other for pair in among if worker.node in pair for other in pair - {worker.node})
+            causes.append((0.0, f"node {worker.node} is left out: nothing passes between it and {names_text(others)}"))
         elif doc.draining or worker.id in doc.excused:
             draining.append(worker)
         else:
@@ -356,6 +421,8 @@ def _compare(
     known = {*generation.ids, *generation.leaving, *gone}
     for doc in nodes:
         if doc.draining or (doc.node not in admitted and len(admitted) >= settings.max_nodes):
+            continue
+        if any(frozenset((doc.node, other)) in broken for other in admitted):
             continue
         fresh = [worker for worker in _ready(doc, generation.attempt) if worker.id not in known]
         if fresh:
@@ -383,6 +450,7 @@ def _compare(
         done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
         reset=bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes),
         causes=tuple(dict.fromkeys(causes)),
+        doubt=_in_doubt(present, among),
     )
 
 
@@ -409,7 +477,8 @@ def _train(
         if view.outage_end_s is not None and _absence_in_doubt(view, now_s, settings):
             wake_s = view.outage_end_s + settings.lease_s
         return Decision("nothing has changed", wake_s=wake_s)
-    close_s = (now_s if view.pending_s is None else view.pending_s) + settings.window_s
+    window_s = settings.reach_s if change.doubt else settings.window_s
+    close_s = (now_s if view.pending_s is None else view.pending_s) + window_s
     if now_s < close_s:
         return Decision("more changes may come", wake_s=close_s, pending=True)
     dated = [t for t, _ in change.causes if t > 0]

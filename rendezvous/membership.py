@@ -114,6 +114,14 @@ class JobConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A node that cannot be reached, at the address `host`: another node of that name elsewhere is not meant."""
+
+    node: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDoc:
     """One node's report. `order` is the store's revision at which it joined; it is not written.
 
@@ -121,7 +129,8 @@ class NodeDoc:
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
     that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of. `excused` are workers that are to leave although the node stays.
+    checkpoint that it knows of. `excused` are workers that are to leave although the node stays. `cut` are nodes which
+    it cannot reach although they may be well.
     """
 
     node: str
@@ -145,6 +154,7 @@ class NodeDoc:
     plan_request: str = ""
     saved: int | None = None
     excused: tuple[str, ...] = ()
+    cut: tuple[Cut, ...] = ()
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)

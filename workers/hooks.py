@@ -426,6 +426,8 @@ class Membership:
     def _report(self, error: LinkLost, active: Generation | None) -> bool:
         """Find out which lost peers are dead, and ask for a generation without them, or with new links to them.
 
+        Of one whose machine does not answer, this node's agent finds out more.
+
         The loss of a node breaks several links at once; all of them are told of together.
         """
         assert active is not None
@@ -433,7 +435,8 @@ class Membership:
         told = False
         for peer in dict.fromkeys((error.peer, *self._fabric.hung_up(active.ids))):
             answer = self._fabric.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
-            if answer != "silent":
-                self._client.send(Unreachable(active.epoch, peer, gone=answer == "refused"))
+            if answer != "busy":
+                found = Unreachable(active.epoch, peer, gone=answer == "refused", silent=answer == "silent")
+                self._client.send(found)
                 told = True
         return told

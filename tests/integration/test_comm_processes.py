@@ -274,7 +274,7 @@ def test_a_stopped_worker_holds_the_others_until_they_are_interrupted(crew: Crew
 
     probing = Fabric("test/0#0", "secret")
     try:
-        assert probing.probe(stopped.address, 0.05) == "silent"
+        assert probing.probe(stopped.address, 0.05) == "busy"
         assert probing.probe(rest[0].address, PATIENCE_S) == "alive"
         os.kill(stopped.pid, signal.SIGCONT)
         assert probing.probe(stopped.address, PATIENCE_S) == "alive"

@@ -17,9 +17,9 @@ LIMIT_S = 20.0
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[EmbeddedEtcd]:
+def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[EmbeddedEtcd]:
     """Serve until the end of the block."""
-    server = EmbeddedEtcd(str(folder))
+    server = EmbeddedEtcd(str(folder), host)
     try:
         for attempts_left in (2, 1, 0):
             server.start()

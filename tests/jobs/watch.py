@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +76,19 @@ def elaunch(
     name: str = "n0",
     warm: bool = True,
     environment: Mapping[str, str | None] | None = None,
+    within: Sequence[str] = (),
 ) -> Node:
-    """Start one agent with its event log in `folder`; `warm`: workers of known scripts share their imports."""
+    """Start one agent with its event log in `folder`.
+
+    `warm`: workers of known scripts share their imports. `within`: what the command begins with (`tests.netns`).
+    """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
     env = dict(environment or {})
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
-    agent = spawn.python("-m", "elaunch", "--events", str(log), *flags, *map(str, script), name=name, env=env)
+    command = [*within, sys.executable, "-m", "elaunch", "--events", str(log), *flags, *map(str, script)]
+    agent = spawn(command, name=name, env=env)
     return Node(agent, log)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 from functools import partial
 
 import pytest
@@ -142,7 +143,7 @@ def test_probe_tells_the_living_from_the_dead_and_the_silent() -> None:
         assert a.probe(b.address, PATIENCE_S) == "alive"
         assert a.probe(b.address, PATIENCE_S, b.worker) == "alive"
         assert a.probe(b.address, PATIENCE_S, "b/9#9") == "refused"
-        assert a.probe(f"127.0.0.1:{mute.getsockname()[1]}", 0.01) == "silent"
+        assert a.probe(f"127.0.0.1:{mute.getsockname()[1]}", 0.01) == "busy"
         address = b.address
         b.close()
         assert a.probe(address, PATIENCE_S) == "refused"
@@ -364,3 +365,18 @@ def test_errors_of_several_workers_name_the_one_that_left() -> None:
         calls = [lambda f=f: f.exchange(1, 1, receives=[(leaver.worker, 0, bytearray())]) for f in rest]
         leaver.close()
         assert [getattr(error, "peer", error) for error in outcomes(calls)] == [leaver.worker] * 3
+
+
+def test_neither_an_idle_link_nor_one_whose_peer_takes_nothing_is_silent() -> None:
+    """The kernel at the other end answers, whatever the process there does."""
+    with crew(3) as (a, b, c):
+        idle, full = b._links[c.worker], a._links[b.worker]
+        body, got = memoryview(bytes(BIG_BYTES)), bytearray(BIG_BYTES)
+        task = Task(lambda: a.exchange(1, 1, sends=[(b.worker, 0, body)]))
+        silences = []
+        for _ in range(12):
+            time.sleep(0.25)
+            silences += [idle.silent_s(), full.silent_s()]
+        assert max(silences) < 2.0, silences
+        b.exchange(1, 1, receives=[(a.worker, 0, memoryview(got))])
+        task.result()

@@ -101,7 +101,7 @@ class TestConf:
         with pytest.raises(UsageError) as caught:
             parse_conf(f"lease_ttl=3,{item}")
         assert repr(item) in str(caught.value)
-        assert "key, last_call_timeout, lease_ttl, password" in str(caught.value)
+        assert "key, last_call_timeout, lease_ttl, link_timeout, password" in str(caught.value)
 
     @pytest.mark.parametrize("value", ["", "soon", "-1", "nan", "inf", "1s"])
     def test_what_is_no_number_of_seconds_is_refused_by_name(self, value: str) -> None:
@@ -112,6 +112,11 @@ class TestConf:
     def test_a_lease_of_no_time_is_refused(self) -> None:
         with pytest.raises(UsageError, match="'lease_ttl=0': a lease lasts at least 1 second"):
             parse_conf("lease_ttl=0")
+
+    def test_a_link_may_be_silent_for_the_time_that_a_living_one_is(self) -> None:
+        assert parse_conf("link_timeout=2").link_timeout == 2.0
+        with pytest.raises(UsageError, match="'link_timeout=1': a link that lives may be silent for a second"):
+            parse_conf("link_timeout=1")
 
     def test_user_and_password_go_together(self) -> None:
         conf = parse_conf("user=u,password=p=q")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, decide, next_epoch, surplus
+from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, apart, decide, next_epoch, surplus
 from elaunch.rendezvous.membership import (
+    Cut,
     Generation,
     NodeDoc,
     NodeWorker,
@@ -604,13 +605,89 @@ class TestEpochs:
         assert announced(ask(None, node("a", epoch=41), node("b", epoch=7))).epoch == 42
 
 
+def cut_from(*names: str) -> dict[str, Any]:
+    return {"cut": tuple(Cut(name, f"host-{name}") for name in names)}
+
+
+class TestNodesThatLoseEachOther:
+    """All of them live, and reach the store."""
+
+    three = train("a/0#0", "b/0#0", "c/0#0", urgent=5)
+    settings = replace(SETTINGS, max_nodes=3, reach_s=3.0)
+
+    def ask(self, generation: Generation, *nodes: NodeDoc, **fields: Any) -> Decision:
+        return ask(generation, *nodes, settings=self.settings, **fields)
+
+    def nodes(self, **cuts: str) -> list[NodeDoc]:
+        return [node(name, MEMBER, **cut_from(*cuts.get(name, ""))) for name in "abc"]
+
+    def test_of_two_that_both_say_so_the_later_is_left_out_at_once(self) -> None:
+        nodes = self.nodes(b="c", c="b")
+        assert_waits(self.ask(self.three, *nodes, pending_s=None), NOW_S + self.settings.window_s)
+        after = announced(self.ask(self.three, *nodes, pending_s=NOW_S - 0.1))
+        assert after.ids == ("a/0#0", "b/0#0")
+        assert after.urgent == after.epoch
+        assert after.cause == "node c is left out: nothing passes between it and b"
+
+    def test_where_one_says_so_the_other_is_given_time_to_say_whom_it_misses(self) -> None:
+        nodes = self.nodes(b="a")
+        assert_waits(self.ask(self.three, *nodes, pending_s=NOW_S - 2), NOW_S + 1)
+        assert announced(self.ask(self.three, *nodes, pending_s=NOW_S - 3)).nodes == ("a", "c")
+        assert announced(self.ask(self.three, *self.nodes(b="a", a="bc"), pending_s=NOW_S - 1)).nodes == ("b", "c")
+
+    def test_one_that_holds_the_state_stays_whatever_its_rank(self) -> None:
+        nodes = [node("a", READY, **cut_from("b")), node("b", MEMBER, **cut_from("a"))]
+        assert announced(self.ask(train("b/0#0", "a/0#0"), *nodes, pending_s=NOW_S - 1)).ids == ("b/0#0",)
+
+    def test_who_was_left_out_joins_only_when_both_reach_each_other(self) -> None:
+        two = train("a/0#0", "b/0#0")
+        for cuts in ({"c": "b"}, {"b": "c"}):
+            nodes = self.nodes(**cuts)
+            nodes[2] = node("c", READY, incarnation=1, **cut_from(*cuts.get("c", "")))
+            assert_waits(self.ask(two, *nodes, pending_s=NOW_S - 9))
+        nodes = [*self.nodes()[:2], node("c", READY, incarnation=1)]
+        assert announced(self.ask(two, *nodes, pending_s=NOW_S - 9)).ids == (*two.ids, "c/0#1")
+
+    def test_another_node_of_the_same_name_is_not_meant(self) -> None:
+        two = train("a/0#0", "b/0#0")
+        nodes = [*self.nodes(b="c")[:2], node("c", READY, incarnation=1, host="another")]
+        assert announced(self.ask(two, *nodes, pending_s=NOW_S - 9)).nodes == ("a", "b", "c")
+
+    def test_with_fewer_than_there_must_be_the_others_wait(self) -> None:
+        settings = replace(self.settings, min_nodes=3)
+        after = announced(ask(self.three, *self.nodes(a="c", c="a"), settings=settings, pending_s=NOW_S - 1))
+        assert (after.nodes, after.hold) == (("a", "b"), True)
+
+
+@repeatable
+@given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=16))
+def test_nodes_that_are_left_out_are_not_too_few_and_none_is_left_out_for_nothing(
+    n_nodes: int, cuts: list[tuple[int, int]]
+) -> None:
+    nodes = [f"n{number}" for number in range(n_nodes)]
+    broken = {frozenset((nodes[a], nodes[b])) for a, b in cuts if a != b and max(a, b) < n_nodes}
+    out = apart(nodes, broken)
+    staying = [one for one in nodes if one not in out]
+    assert staying
+    assert all(not pair.issubset(staying) for pair in broken)
+    assert all(any(frozenset((one, other)) in broken for other in staying) for one in out)
+
+
+@pytest.mark.parametrize(("some", "others"), [("a", "bcd"), ("bcd", "ae"), ("ab", "cd"), ("cd", "ab"), ("ac", "bd")])
+def test_of_a_network_in_two_parts_the_greater_stays_and_of_equals_that_of_the_first(some: str, others: str) -> None:
+    nodes = sorted(some + others)
+    staying = min((some, others), key=lambda part: (-len(part), part))
+    broken = [frozenset((one, other)) for one in some for other in others]
+    assert sorted(set(nodes) - set(apart(nodes, broken))) == sorted(staying)
+
+
 requests = st.none() | st.builds(
     PlanRequest, st.sampled_from(["r1", "r2"]), st.integers(4, 6), st.just("plan layers 4"), st.just(77.0)
 )
 states = st.sampled_from([*WorkerState, None])
 docs = st.lists(
     st.builds(
-        lambda states, draining, finished, epoch, failed, reset, gone: (
+        lambda states, draining, finished, epoch, failed, reset, gone, cut: (
             states,
             {
                 "draining": draining,
@@ -619,6 +696,7 @@ docs = st.lists(
                 "failed": failed,
                 "reset_epoch": reset,
                 "gone": gone,
+                "cut": tuple(Cut(name, f"host-{name}") for name in cut),
             },
         ),
         st.lists(states, min_size=1, max_size=2),
@@ -628,6 +706,7 @@ docs = st.lists(
         st.sampled_from(["", "", "it failed"]),
         st.sampled_from([0, 0, 5]),
         st.sampled_from([(), (), ("a/0#0",), ("b/1#0",)]),
+        st.sampled_from(["", "", "", "a", "b", "cd", "abcd"]),
     ),
     max_size=4,
 )
@@ -697,6 +776,10 @@ def test_whatever_the_documents_say_a_generation_is_sound(
         dropped = set(generation.ids) - set(after.ids) - set(after.leaving)
         finished = {one.id for doc in nodes for one in doc.workers if one.state is DONE}
         assert not dropped - finished or after.urgent == after.epoch, "a loss is urgent"
+        unheard = {(doc.node, one.node) for doc in nodes for one in doc.cut if one.node != doc.node}
+        together = {(one, other) for one in after.nodes for other in after.nodes}
+        present = {doc.node for doc in nodes}
+        assert all(not present >= set(pair) for pair in unheard & together), "all members reach each other"
         if after.plan_request != generation.plan_request:
             assert request is not None
             assert (request.epoch, request.id) == (generation.epoch, after.plan_request)

@@ -15,13 +15,14 @@ from elaunch.lifecycle import (
     Exit,
     Lifecycle,
     NodeSettings,
+    Phase,
     Say,
     Signal,
     Start,
     Tell,
     Warm,
 )
-from elaunch.rendezvous.membership import Generation, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import Cut, Generation, Result, Stage, Worker, WorkerState
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -594,6 +595,34 @@ class TestUnreachablePeers:
         node.exits("a/1#0", 0)
         node.life.on_unreachable(2, "a/1#0", gone=True)
         assert node.life.doc().gone == ("a/1#0",)
+
+
+class TestNodesOutOfReach:
+    def test_they_are_reported_and_told_of_once_each_way(self) -> None:
+        node = member_node()
+        cut = (Cut("b", "10.0.0.2"),)
+        (say,) = only(Say, node.life.on_reach(cut, frozenset()))
+        assert say.text == "nothing comes from b (10.0.0.2) any more: the network from here to there is cut"
+        assert node.life.doc().cut == cut
+        assert node.life.on_reach(cut, frozenset()) == []
+        (say,) = only(Say, node.life.on_reach((), frozenset()))
+        assert say.text == "b (10.0.0.2) can be reached again from here"
+        assert (node.life.doc().cut, node.life.doc().reset_epoch) == ((), 0)
+
+    def test_one_that_answers_after_all_needs_a_new_link(self) -> None:
+        node = member_node()
+        assert node.life.on_reach((), frozenset({"b"})) == []
+        assert node.life.doc().reset_epoch == 2
+
+    @pytest.mark.parametrize("settled", [False, True])
+    def test_a_worker_whom_the_others_left_out_is_ended_and_another_takes_its_place(self, settled: bool) -> None:
+        node = member_node()
+        if not settled:
+            node.life.find("a/0#0").phase = Phase.READY  # type: ignore[union-attr]
+        (killed,) = only(Signal, node.train("b/0#0"))
+        assert (killed.worker, killed.number) == ("a/0#0", signal.SIGKILL)
+        node.dies("a/0#0")
+        assert started(node.later(1)) == ["a/0#1"]
 
 
 class TestTheEnd:

@@ -22,6 +22,12 @@ class Line(Protocol):
 
     def wants(self) -> int: ...
 
+    def check(self) -> None: ...
+
+
+CHECK_S = 1.0
+"""How often the links that something is awaited of are looked at, whether they are silent."""
+
 
 def drive(
     links: Collection[Line],
@@ -49,13 +55,17 @@ def drive(
     masks = {descriptor: link.wants() for descriptor, link in active.items()}
     for descriptor, mask in masks.items():
         poll.register(descriptor, mask)
+    check_s = time.monotonic() + CHECK_S
     while active or (is_open is not None and is_open()):
-        wait_ms = None
-        if deadline_s is not None:
-            wait_ms = (deadline_s - time.monotonic()) * 1000
-            if wait_ms <= 0:
-                raise LinkLost(next(iter(active.values())).peer, "silent until the operation's deadline")
-        for ready, events in poll.poll(wait_ms):
+        now_s = time.monotonic()
+        if deadline_s is not None and now_s >= deadline_s:
+            raise LinkLost(next(iter(active.values())).peer, "silent until the operation's deadline")
+        if now_s >= check_s:
+            check_s = now_s + CHECK_S
+            for link in active.values():
+                link.check()
+        wait_s = (check_s if deadline_s is None else min(check_s, deadline_s)) - now_s
+        for ready, events in poll.poll(wait_s * 1000):
             changed: Collection[Line]
             if ready == wake:
                 os.eventfd_read(wake)

@@ -22,9 +22,11 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from typing import Literal
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import pulse
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.door import Door, read_line, split_address
@@ -55,6 +57,8 @@ class Fabric:
     def __init__(self, worker: str, token: str, host: str = "127.0.0.1") -> None:
         self.worker = worker
         self._token = token
+        # Without an agent there is nobody who could do without a silent worker.
+        self._timeout_s = float(os.environ.get(LINK_TIMEOUT, inf))
         self._links: dict[str, Link] = {}
         self._replaced: list[Link] = []
         self._failures: dict[str, str] = {}
@@ -229,15 +233,23 @@ class Fabric:
         self._opened.put(traffic)
         return traffic
 
-    def probe(self, address: str, timeout_s: float, peer: str | None = None) -> Literal["alive", "refused", "silent"]:
+    def probe(
+        self, address: str, timeout_s: float, peer: str | None = None
+    ) -> Literal["alive", "refused", "busy", "silent"]:
         """Whether a worker of this job answers at `address` (and is `peer`, if given).
 
-        "refused": nobody listens there, or somebody else does. "silent": no answer within `timeout_s`; its process is
-        stopped or swamped, or the network is down.
+        "refused": nobody listens there, or somebody else does. "busy": its machine answers within `timeout_s`, and it
+        does not; its process is stopped or swamped. "silent": nothing answers, so its machine or the network is down.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            with socket.create_connection(split_address(address), timeout_s) as sock:
+            sock = socket.create_connection(split_address(address), timeout_s)
+        except ConnectionError:
+            return "refused"
+        except OSError:
+            return "silent"
+        try:
+            with sock:
                 sock.sendall(wire.hello_line(self._token, wire.Hello(self.worker, "probe")))
                 line = b""
                 while not line.endswith(b"\n"):
@@ -247,7 +259,7 @@ class Fabric:
         except (ConnectionError, ProtocolError):
             return "refused"
         except OSError:
-            return "silent"
+            return "busy"
 
     def close(self) -> None:
         """Closes the door and all links, in order: peers still get all that was sent. Waits until no operation runs."""
@@ -325,7 +337,7 @@ class Fabric:
                 # Whoever runs an exchange may hold the old one, so closing it is left to `retain`.
                 old.fail("replaced by a newer connection")
                 self._replaced.append(old)
-            self._links[peer] = Link(peer, sock)
+            self._links[peer] = Link(peer, sock, self._timeout_s)
             self._changed.notify_all()
 
     def _failed(self, peer: str, why: str) -> None:

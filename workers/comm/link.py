@@ -13,6 +13,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.workers.comm import wire
@@ -29,6 +30,10 @@ _TCP_BUSY_BYTES = 184
 _U64 = struct.Struct("=Q")
 _U32 = struct.Struct("=I")
 
+KEEPALIVE_S = 1
+ZERO_WINDOW_PROBES = 4
+"""So many unanswered questions whether the peer takes data again count as silence, however rarely they are asked."""
+
 Destination = memoryview | bytearray
 """A writable view that a part must fill exactly, or a bytearray that grows to whatever comes."""
 
@@ -44,14 +49,25 @@ class Link:
     raises `GenerationChanged` when the peer, which still owes a part, has gone on to a newer generation.
 
     Between `open` and `settle` an operation is open: parts that nobody has posted yet are accepted as well.
+
+    Args:
+        peer: whose it is.
+        sock: connected.
+        timeout_s: how long nothing may come on it, not even an acknowledgement, before `check` takes it for broken.
     """
 
-    def __init__(self, peer: str, sock: socket.socket) -> None:
+    def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+            # Whether it is silent, `check` finds out; without anybody who waits for it, the kernel breaks it later.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 30)
         self.peer = peer
         self.socket = sock
+        self._timeout_s = timeout_s
         self.broken: str | None = None
         # Outgoing: what an earlier operation still owes, the frame being sent, the frames after it.
         self._owed: list[bytes | memoryview] = []
@@ -197,6 +213,30 @@ class Link:
         poll = select.poll()
         poll.register(self.socket, select.POLLRDHUP)
         return any(events & HANG_UP for _, events in poll.poll(0))
+
+    def silent_s(self) -> float:
+        """Seconds since anything came from the peer's machine, if something had to come meanwhile; else 0.
+
+        The kernel asks an idle link for a sign of life every KEEPALIVE_S, and sends again what is not acknowledged. The
+        peer's kernel answers, whatever its process does. A link on which the peer takes nothing is asked ever more
+        rarely; it counts as silent after ZERO_WINDOW_PROBES. 0 as well where the kernel does not tell.
+        """
+        try:
+            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0.0
+        if len(told) < _TCP_INFO_BYTES:
+            return 0.0
+        probes, (unacked,), (unsent,) = told[3], _U32.unpack_from(told, 24), _U32.unpack_from(told, 144)
+        if unsent and not unacked and probes < ZERO_WINDOW_PROBES:
+            return 0.0
+        (data_ms,), (ack_ms,) = _U32.unpack_from(told, 52), _U32.unpack_from(told, 56)
+        return float(min(data_ms, ack_ms)) / 1e3
+
+    def check(self) -> None:
+        """Raises when the link is silent."""
+        if self.broken is None and (silent_s := self.silent_s()) > self._timeout_s:
+            raise self.fail(f"silent: its machine has acknowledged nothing for {silent_s:.1f} s")
 
     def fail(self, why: str) -> LinkLost:
         """Severs the connection, which wakes whoever polls it; returns the error to raise."""

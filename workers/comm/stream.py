@@ -53,6 +53,9 @@ class Flow:
     def wants(self) -> int:
         return self._link.wants()
 
+    def check(self) -> None:
+        self._link.check()
+
     def finish(self) -> None:
         self._link.finish()
 

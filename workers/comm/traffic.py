@@ -93,6 +93,10 @@ class _Line:
         with self._lock:
             return self._link.wants() | (select.POLLOUT | select.POLLRDHUP if self._background else 0)
 
+    def check(self) -> None:
+        with self._lock:
+            self._link.check()
+
     def settle(self) -> None:
         with self._lock:
             self._link.settle()

@@ -1,0 +1,144 @@
+"""Which other nodes this one cannot reach: asked when a worker finds a link silent, and again until they answer."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+
+ANSWER_S = 1.0
+"""How long a machine may take to answer."""
+
+AGAIN_S = 1.0
+"""From one round of asking those that did not answer to the next."""
+
+
+class CutNodes:
+    """What follows from the answers: the nodes that cannot be reached. Pure.
+
+    Args:
+        well_s: how long a machine must have answered again to count as reachable, since a link that flaps is none.
+    """
+
+    def __init__(self, well_s: float) -> None:
+        self._well_s = well_s
+        self._since: dict[str, float | None] = {}  # since when it answers again
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(self._since)
+
+    def take(self, asked: Collection[str], silent: Collection[str], now_s: float) -> bool:
+        """Take one round of answers; return whether other nodes are cut off now.
+
+        Args:
+            asked: nodes.
+            silent: those of them that did not answer.
+            now_s: of any clock.
+        """
+        before = self.nodes
+        for node in asked:
+            if node in silent:
+                self._since[node] = None
+            elif node in self._since:
+                since_s = self._since[node]
+                if since_s is None:
+                    self._since[node] = now_s
+                elif now_s - since_s >= self._well_s:
+                    del self._since[node]
+        return self.nodes != before
+
+
+class Reach:
+    """Asks in a thread of its own, which runs only while there is something to ask.
+
+    Args:
+        found: called from that thread with the nodes that are cut off, whenever they are others than before, and after
+            each `check`; and with those that a worker has taken for cut off and that answer.
+        well_s: as for `CutNodes`.
+        ask: as `unanswered`.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[frozenset[str], frozenset[str]], None],
+        well_s: float,
+        ask: Callable[[Mapping[str, str]], set[str]] | None = None,
+    ) -> None:
+        self._found = found
+        self._ask = ask or unanswered
+        self._changed = threading.Condition()
+        self._addresses: dict[str, str] = {}
+        self._suspects: set[str] = set()
+        self._cut = CutNodes(well_s)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def check(self, addresses: Mapping[str, str], suspect: str) -> None:
+        """Ask all these nodes whether they can be reached.
+
+        Args:
+            addresses: host:port, by node.
+            suspect: the one that a worker cannot reach.
+        """
+        with self._changed:
+            self._addresses.update(addresses)
+            self._suspects.add(suspect)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="elaunch-reach", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._suspects, AGAIN_S if self._cut.nodes else None)
+                if self._closed:
+                    return
+                suspects, self._suspects = self._suspects, set()
+                asked = {node: self._addresses[node] for node in (self._addresses if suspects else self._cut.nodes)}
+            silent = self._ask(asked)
+            changed = self._cut.take(asked, silent, time.monotonic())
+            if changed or suspects:
+                self._found(self._cut.nodes, frozenset(suspects & asked.keys() - self._cut.nodes))
+
+
+def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
+    """Ask all machines at once for a TCP connection; return those that do not answer. A refusal is an answer.
+
+    Args:
+        addresses: host:port, the hosts as numbers, by whatever names them.
+        timeout_s: how long they may take.
+    """
+    silent = set(addresses)
+    with ExitStack() as stack:
+        poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
+        for name, address in addresses.items():
+            host, _, port = address.rpartition(":")
+            sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            sock.setblocking(False)
+            error = sock.connect_ex((host.strip("[]"), int(port)))
+            if error in (0, errno.ECONNREFUSED):
+                silent.discard(name)
+            elif error == errno.EINPROGRESS:
+                left[sock.fileno()] = name, sock
+                poll.register(sock, select.POLLOUT)
+        end_s = time.monotonic() + timeout_s
+        while left and (left_s := end_s - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left_s * 1000):
+                name, sock = left.pop(descriptor)
+                poll.unregister(descriptor)
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED, errno.ECONNRESET):
+                    silent.discard(name)
+    return silent

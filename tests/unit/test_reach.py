@@ -1,0 +1,106 @@
+"""Which nodes cannot be reached, by who answers when; and asking many machines at once."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+
+import pytest
+
+from elaunch import reach
+from elaunch.reach import CutNodes, Reach, unanswered
+from tests.helpers import wait_until
+
+WELL_S = 5.0
+B, NOBODY = frozenset("b"), frozenset[str]()
+
+
+def test_who_does_not_answer_is_cut_off_until_it_has_answered_for_some_time() -> None:
+    cut = CutNodes(WELL_S)
+    assert not cut.take(["a", "b"], [], 0.0)
+    assert cut.take(["a", "b"], ["b"], 1.0)
+    assert cut.nodes == {"b"}
+    assert not cut.take(["b"], ["b"], 2.0)
+    assert not cut.take(["b"], [], 3.0)
+    assert not cut.take(["b"], [], 3.0 + WELL_S - 0.1)
+    assert cut.take(["b"], [], 3.0 + WELL_S)
+    assert cut.nodes == frozenset()
+
+
+def test_one_that_comes_and_goes_stays_cut_off() -> None:
+    cut = CutNodes(WELL_S)
+    cut.take(["b"], ["b"], 0.0)
+    for turn in range(10):
+        assert not cut.take(["b"], [], turn * WELL_S + 1)
+        assert not cut.take(["b"], ["b"], turn * WELL_S + 4)
+    assert cut.nodes == {"b"}
+
+
+def test_a_machine_that_refuses_has_answered() -> None:
+    closed, full = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0), backlog=0)
+    refusing, silent = (f"127.0.0.1:{one.getsockname()[1]}" for one in (closed, full))
+    closed.close()
+    # A server that has enough connections which it did not take yet lets further ones wait without an answer.
+    with socket.create_server(("127.0.0.1", 0)) as listening, full, socket.create_connection(full.getsockname()):
+        asked = {"listens": f"127.0.0.1:{listening.getsockname()[1]}", "refuses": refusing}
+        assert unanswered(asked | {"silent": silent}, 0.05) == {"silent"}
+        assert unanswered(asked, 5.0) == set()
+        assert unanswered({}, 5.0) == set()
+
+
+class Asked:
+    """Stands for the other machines; `silent` are those that do not answer."""
+
+    def __init__(self) -> None:
+        self.silent = set[str]()
+        self.asked = queue.SimpleQueue[tuple[str, ...]]()
+        self.found = queue.SimpleQueue[tuple[frozenset[str], frozenset[str]]]()
+        self.reach = Reach(lambda cut, well: self.found.put((cut, well)), 0.1, self.answer)
+
+    def answer(self, addresses: object) -> set[str]:
+        assert isinstance(addresses, dict)
+        self.asked.put(tuple(sorted(addresses)))
+        return self.silent & addresses.keys()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "AGAIN_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_are_asked_once_and_then_those_that_did_not_answer_until_they_do() -> None:
+    others = Asked()
+    others.silent = {"b"}
+    others.reach.check({"b": "10.0.0.2:1", "c": "10.0.0.3:1"}, "b")
+    assert others.found.get(timeout=20) == (B, NOBODY)
+    others.silent = set()
+    assert others.found.get(timeout=20) == (NOBODY, NOBODY)
+    others.reach.close()
+    asked = [others.asked.get() for _ in range(others.asked.qsize())]
+    assert asked[0] == ("b", "c")
+    assert set(asked[1:]) == {("b",)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_answers_although_a_worker_heard_nothing_is_named_and_nobody_is_asked_again() -> None:
+    others = Asked()
+    others.reach.check({"b": "10.0.0.2:1", "c": "10.0.0.3:1"}, "b")
+    assert others.found.get(timeout=20) == (NOBODY, B)
+    time.sleep(0.05)
+    assert others.asked.qsize() == 1
+    others.reach.check({}, "b")
+    assert others.found.get(timeout=20) == (NOBODY, B)
+    others.reach.close()
+
+
+def test_the_thread_ends_with_it() -> None:
+    others = Asked()
+    others.reach.close()
+    others = Asked()
+    others.silent = {"b"}
+    others.reach.check({"b": "10.0.0.2:1"}, "b")
+    wait_until(lambda: others.asked.qsize() > 0, 20, "the first question")
+    others.reach.close()
+    others.reach.check({"b": "10.0.0.2:1"}, "b")
