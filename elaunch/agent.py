@@ -303,8 +303,8 @@ class Agent:
             worker, code, number = message["exited"], message["exitcode"], message["signal"]
             ended = {"exitcode": code} if number is None else {"signal": number}
             slot = self._life.find(worker)
-            has_error_file = code != 0 and self._outputs.has_error_file(worker)
-            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), has_error_file)
+            reason = self._outputs.reason(worker) if code != 0 else ""
+            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), reason)
 
             def act() -> None:
                 self._outputs.ended(worker)

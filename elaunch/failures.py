@@ -16,6 +16,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 NOT_AVAILABLE = "<N/A>"
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 MAX_WIDTH = 60
+MAX_SUMMARY = 300  # characters of an exception in a line of the log
+_PLACE = re.compile(r'^ +File "([^"\n]+)", line (\d+), in (\S+)$', re.MULTILINE)
 MAX_BYTES = 16 << 20  # of an error file; a traceback has some thousands
 
 
@@ -114,6 +117,23 @@ def read_failure(
     return Failure(
         rank, local_rank, host, pid, exitcode, error_file, t, timestamp, written_t, message=message, record=record
     )
+
+
+def summary(path: str) -> str:
+    """What an error file says, in a line: the exception, and the place that raised it."""
+    try:
+        record = _parse(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"the error file cannot be read: {_one_line(error)}"
+    message = record["message"]
+    said = message if isinstance(message, str) else str(message.get("message", NOT_AVAILABLE))
+    text = " ".join(said.split())
+    text = text if len(text) <= MAX_SUMMARY else f"{text[:MAX_SUMMARY]}..."
+    places = _PLACE.findall(_content(record)[0])
+    if not places:
+        return text
+    file, line, function = places[-1]
+    return f"{text} ({os.path.basename(file)}:{line} in {function})"
 
 
 def _parse(path: str) -> dict[str, Any]:

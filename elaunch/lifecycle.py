@@ -31,6 +31,7 @@ from elaunch.rendezvous.membership import (
 )
 
 FRUITLESS_LIMIT = 3  # deaths in a row, none of which saw a step commit, after which a slot is given up
+TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
 
 
@@ -541,24 +542,24 @@ class Lifecycle:
         number: int | None,
         t: float,
         now_s: float,
-        has_error_file: bool = False,
+        reason: str = "",
     ) -> list[Action]:
         """A worker's process ended: with `exitcode`, or by signal `number`, at Unix time `t`.
 
-        `has_error_file`: it has written down why, so it failed by itself, even if it was told to end meanwhile.
+        `reason`: what it has written down of why; then it failed by itself, even if it was told to end meanwhile.
         """
         slot = self.find(worker)
         if slot is None:
             return []
         if exitcode != 0:
             code = -number if number is not None else exitcode or 0
-            own = has_error_file or not slot.signalled
+            own = bool(reason) or not slot.signalled
             self.failures[slot.index] = Ended(worker, slot.index, slot.pid, code, t, own)
         phase, slot.pid, slot.address, slot.alive = slot.phase, 0, "", False
         slot.phase = Phase.DONE if phase is Phase.DONE else None
         slot.ended_ok = exitcode == 0
         how = f"exited with code {exitcode}" if number is None else f"was killed by {signal_name(number)}"
-        text = f"worker {worker} {how}"
+        text = f"worker {worker} {how}{f': {reason}' if reason else ''}"
         actions: list[Action] = []
         if self.draining and phase is not Phase.DONE:
             if slot.joined and not slot.left:
@@ -580,12 +581,12 @@ class Lifecycle:
         if exitcode == 0:
             if elastic and phase is not Phase.DONE:
                 slot.left = True
-                self.cause, self.cause_t = f"{text} before the job's end", t
+                self._blame(f"{text} before the job's end", t)
                 return [Say(self.cause)]
             return []
-        self.cause, self.cause_t = text, t
+        self._blame(text, t)
         if phase is Phase.DONE or not elastic:
-            self.failed = text
+            self.failed = self.failed or text
             return [Say(text)]
         slot.fruitless = 0 if slot.progressed else slot.fruitless + 1
         limit = self.settings.max_restarts
@@ -597,6 +598,11 @@ class Lifecycle:
         self.replaced += 1
         slot.retry_s = now_s + BACKOFF_S[min(slot.fruitless, len(BACKOFF_S) - 1)]
         return [Say(f"{text}; a replacement starts"), *self._fill(now_s)]
+
+    def _blame(self, text: str, t: float) -> None:
+        """The first of deaths that come together is the cause of all: what follows from it is not to hide it."""
+        if not 0 <= t - self.cause_t < TOGETHER_S:
+            self.cause, self.cause_t = text, t
 
     def _give_up(self, slot: Slot, text: str) -> list[Action]:
         slot.given_up = True

@@ -67,9 +67,14 @@ class Outputs:
         """The file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
         return self._stacks.get(worker, "")
 
-    def has_error_file(self, worker: str) -> bool:
-        """Whether the worker has written down why it failed."""
-        return os.path.exists(self._error_files.get(worker, ""))
+    def reason(self, worker: str) -> str:
+        """In a line, what the worker has written down of why it failed; empty where it has not."""
+        path = self._error_files.get(worker, "")
+        if not os.path.exists(path):
+            return ""
+        from elaunch.failures import summary  # only where something has failed
+
+        return summary(path)
 
     def close(self) -> None:
         """Show all that is left to show."""

@@ -7,7 +7,7 @@ Any node may lead at any time: all it needs is in the documents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import inf
@@ -258,6 +258,11 @@ def _plain(
     return Decision("the workers run")
 
 
+def _first_failure(nodes: Iterable[NodeDoc]) -> str:
+    """What failed first, of what made the others fail; clocks of machines may differ by more than that took."""
+    return min(((doc.cause_t, doc.failed) for doc in nodes if doc.failed), default=(0.0, ""))[1]
+
+
 def _again(view: View, generation: Generation, cause: str, cause_t: float, failure: bool) -> Generation:
     """All workers stop and the nodes meet again for the next attempt."""
     return Generation(
@@ -321,10 +326,11 @@ def _too_few_ready(
     view: View, generation: Generation, present: list[NodeDoc], able: int, now_s: float, settings: Settings
 ) -> Decision:
     """Nothing has trained yet, so nothing is lost by starting again with a node that came later."""
-    failed = [doc.failed for doc in present if doc.failed]
+    failed = _first_failure(present)
     if failed:
-        which = "every worker" if not able else f"workers of {len(failed)} nodes"
-        return Decision(failed[0], result=Result(False, f"{which} failed before the first step: {failed[0]}"))
+        count = sum(bool(doc.failed) for doc in present)
+        which = "every worker" if not able else f"workers of {count} nodes"
+        return Decision(failed, result=Result(False, f"{which} failed before the first step: {failed}"))
     late = [doc.node for doc in present if doc.node not in generation.nodes]
     if late and len(present) - len(late) < settings.max_nodes:
         cause = f"node {', '.join(late)} joins"
@@ -482,7 +488,8 @@ def _train(
     if now_s < close_s:
         return Decision("more changes may come", wake_s=close_s, pending=True)
     dated = [t for t, _ in change.causes if t > 0]
-    cause = "; ".join(dict.fromkeys(text for _, text in change.causes)) or (
+    by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
+    cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
         "a link was made anew" if change.reset else "the number of nodes changed"
     )
     epoch = next_epoch(view)
@@ -521,9 +528,9 @@ def _replan(view: View, generation: Generation, request: PlanRequest) -> Decisio
 
 def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> Decision:
     """A member has finished, so all have committed the last step: the job ends when each has ended."""
-    failed = [doc.failed for doc in nodes if doc.failed and doc.node in generation.nodes]
+    failed = _first_failure(doc for doc in nodes if doc.node in generation.nodes)
     if failed:
-        return Decision(failed[0], result=Result(False, failed[0]))
+        return Decision(failed, result=Result(False, failed))
     busy = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
     ending = [doc for doc in nodes if any(worker.id in change.done for worker in doc.workers)]
     if busy.isdisjoint(generation.ids) and all(doc.finished for doc in ending):
@@ -539,7 +546,7 @@ def _all_lost(view: View, generation: Generation, change: _Change, settings: Set
         message = "every node left the job, and the state in memory with them; start it again from your last checkpoint"
         return Decision(message, result=Result(False, message))
     cause = "; ".join(dict.fromkeys(text for _, text in change.causes))
-    failed = next((doc.failed for doc in view.nodes if doc.failed), "")
+    failed = _first_failure(view.nodes)
     count = len(change.lost)
     who = "the last worker of the job" if count == 1 else f"all {count} workers of the job"
     text = f"{who} failed, and the state in memory with {'it' if count == 1 else 'them'}: {failed or cause}"

@@ -6,14 +6,17 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 from elaunch.detect import hang
 from elaunch.errors import JobFailed, ProtocolError
+from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.membership import Generation, Stage, Worker, from_json
 from elaunch.wire import (
     Announce,
@@ -259,10 +262,24 @@ def _join_store(rank: int, size: int) -> tuple[str, Any]:
     return own, PrefixStore(f"elaunch/{attempt}", store)
 
 
+def _write_down_what_ends_it() -> None:
+    """Have an exception that ends this process written into its error file, as torch's `record` does for a function."""
+    former = sys.excepthook
+
+    def write_down(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        path = os.environ.get(ERROR_FILE)
+        if path and not os.path.exists(path) and not issubclass(kind, KeyboardInterrupt):
+            record_own_error(error)
+        former(kind, error, trace)
+
+    sys.excepthook = write_down
+
+
 def connect() -> Client:
     """The client that suits this process's environment."""
     path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
     if path and worker:
+        _write_down_what_ends_it()
         if hang.parse(os.environ.get(hang.VARIABLE, ""), hang.VARIABLE).mode == "off":
             return AgentClient(path, worker)
         shown = pulse.open_pulse()

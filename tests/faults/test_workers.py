@@ -195,6 +195,8 @@ def test_a_worker_that_raises_is_replaced_only_while_steps_commit(spawn: Spawner
     # The step itself is sound: whoever redoes it without slot 1 commits it, and the slot's next worker goes on.
     assert node.agent.wait(100) == 0, node.agent.tail()
     assert "the sample that breaks the script" in node.agent.text()
+    reason = r"exited with code 1: RuntimeError: the sample that breaks the script \(train\.py:\d+ in main\)"
+    assert any(re.search(reason, event["cause"]) for event in node.events("generation")), node.agent.tail()
     assert len(losses(node)) == 30
 
 

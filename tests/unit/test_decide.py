@@ -609,6 +609,31 @@ def cut_from(*names: str) -> dict[str, Any]:
     return {"cut": tuple(Cut(name, f"host-{name}") for name in names)}
 
 
+class TestTheCauseOfDeathsThatComeTogether:
+    def test_the_first_stands_first_whichever_node_it_was_on(self) -> None:
+        nodes = [
+            node("a", None, cause="worker a/0#0 was killed by SIGABRT", cause_t=77.2),
+            node("b", MEMBER, None, cause="worker b/1#0 exited with code 1: ValueError: no", cause_t=77.0),
+            node("c", MEMBER, gone=("d/0#0",)),
+        ]
+        before = train("a/0#0", "b/0#0", "b/1#0", "c/0#0", "d/0#0", urgent=5)
+        after = announced(ask(before, *nodes, settings=replace(SETTINGS, max_nodes=4), pending_s=NOW_S - 1))
+        assert after.cause == (
+            "worker b/1#0 exited with code 1: ValueError: no; worker a/0#0 was killed by SIGABRT; "
+            "worker d/0#0 cannot be reached"
+        )
+
+    def test_of_nodes_that_all_failed_the_first_is_named(self) -> None:
+        failed = [
+            node("a", failed="worker a/0#2 exited with code 1", cause_t=9.0),
+            node("b", failed="b did", cause_t=8.0),
+        ]
+        decision = ask(start("a", "b"), *failed)
+        assert ended(decision) == Result(False, "b did (after 0 of 0 restarts)")
+        failed = [replace(doc, elastic=True) for doc in failed]
+        assert ended(ask(start("a", "b"), *failed)) == Result(False, "every worker failed before the first step: b did")
+
+
 class TestNodesThatLoseEachOther:
     """All of them live, and reach the store."""
 

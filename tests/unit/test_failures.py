@@ -19,6 +19,7 @@ from elaunch.failures import (
     record_own_error,
     report,
     root_cause,
+    summary,
 )
 from tests.helpers import Spawner
 
@@ -149,6 +150,32 @@ def test_a_file_without_a_usable_time_counts_from_when_it_was_written(tmp_path: 
 def test_a_message_that_is_empty_is_replaced_by_what_is_known_of_the_end(tmp_path: Path) -> None:
     assert failure(content={"message": "", "timestamp": 5}, folder=tmp_path).message == HINT
     assert failure(content={"message": {}}, folder=tmp_path, exitcode=-6).message.startswith("Signal 6 (SIGABRT)")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"message": "gave\n  up", "timestamp": 1}, "gave up"),
+        (
+            {
+                "message": {
+                    "message": "ValueError: no",
+                    "extraInfo": {
+                        "py_callstack": 'Traceback:\n  File "/a/train.py", line 3, in main\n    f()\n'
+                        '  File "/a/b/layers.py", line 17, in forward\n    raise ValueError("no")\nValueError: no\n'
+                    },
+                }
+            },
+            "ValueError: no (layers.py:17 in forward)",
+        ),
+        ({"message": "x" * 1000}, f"{'x' * 300}..."),
+        (b"{", "the error file cannot be read: Expecting property name enclosed in double quotes"),
+    ],
+)
+def test_what_a_worker_has_written_down_in_a_line(tmp_path: Path, content: object, line: str) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    assert summary(str(path)).startswith(line)
 
 
 def test_the_root_cause_is_the_earliest_timestamp_whoever_was_heard_of_first(tmp_path: Path) -> None:

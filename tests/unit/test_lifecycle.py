@@ -597,6 +597,24 @@ class TestUnreachablePeers:
         assert node.life.doc().gone == ("a/1#0",)
 
 
+class TestWhatIsNamedAsTheCause:
+    def test_the_first_of_deaths_that_come_together_and_not_what_follows_from_it(self) -> None:
+        node = member_node(slots=3)
+        node.life.on_exit("a/1#0", 1, None, T, NOW_S, "ValueError: no (train.py:3 in main)")
+        node.life.on_exit("a/0#0", None, signal.SIGABRT, T + 0.3, NOW_S)
+        first = "worker a/1#0 exited with code 1: ValueError: no (train.py:3 in main)"
+        assert (node.life.doc().cause, node.life.doc().cause_t) == (first, T)
+        node.life.on_exit("a/2#0", None, signal.SIGKILL, T + 5, NOW_S)
+        assert node.life.doc().cause == "worker a/2#0 was killed by SIGKILL"
+
+    def test_of_a_plain_script_too(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        for worker, t in (("a/1#0", T), ("a/0#0", T + 0.1)):
+            node.life.on_exit(worker, 1, None, t, NOW_S)
+        assert (node.life.doc().failed, node.life.doc().cause_t) == ("worker a/1#0 exited with code 1", T)
+
+
 class TestNodesOutOfReach:
     def test_they_are_reported_and_told_of_once_each_way(self) -> None:
         node = member_node()
