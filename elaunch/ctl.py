@@ -197,6 +197,8 @@ def _nodes_line(documents: Documents) -> str:
 def _mark(doc: NodeDoc, generation: Generation | None) -> str:
     if doc.draining:
         return " (leaves)"
+    if doc.cut:
+        return f" (does not reach {', '.join(one.node for one in doc.cut)})"
     return "" if generation is None or doc.node in generation.nodes else " (waits)"
 
 

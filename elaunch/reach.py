@@ -13,6 +13,9 @@ from contextlib import ExitStack
 ANSWER_S = 1.0
 """How long a machine may take to answer."""
 
+AT_ONCE = 200
+"""So many are asked at a time: each takes a file descriptor."""
+
 AGAIN_S = 1.0
 """From one round of asking those that did not answer to the next."""
 
@@ -115,12 +118,19 @@ class Reach:
 
 
 def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
-    """Ask all machines at once for a TCP connection; return those that do not answer. A refusal is an answer.
+    """Ask machines for a TCP connection, many at once; return those that do not answer. A refusal is an answer.
 
     Args:
-        addresses: host:port, the hosts as numbers, by whatever names them.
+        addresses: host:port, by whatever names them.
         timeout_s: how long they may take.
     """
+    names, silent = list(addresses), set[str]()
+    for begin in range(0, len(names), AT_ONCE):
+        silent |= _unanswered({name: addresses[name] for name in names[begin : begin + AT_ONCE]}, timeout_s)
+    return silent
+
+
+def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
     silent = set(addresses)
     with ExitStack() as stack:
         poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
@@ -128,7 +138,10 @@ def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set
             host, _, port = address.rpartition(":")
             sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             sock.setblocking(False)
-            error = sock.connect_ex((host.strip("[]"), int(port)))
+            try:
+                error = sock.connect_ex((host.strip("[]"), int(port)))
+            except OSError:  # its name is not known any more
+                continue
             if error in (0, errno.ECONNREFUSED):
                 silent.discard(name)
             elif error == errno.EINPROGRESS:

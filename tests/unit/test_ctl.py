@@ -16,6 +16,7 @@ from elaunch.ctl import describe, find_job, read_plan
 from elaunch.errors import RequestRefused, UsageError
 from elaunch.jobs import LocalJob
 from elaunch.rendezvous.membership import (
+    Cut,
     Generation,
     JobConfig,
     NodeDoc,
@@ -225,6 +226,10 @@ class TestStatus:
             "rank 1   b/0#3  member    b:1",
             "no rank  c/0#0  starting  c:1",
         ]
+
+    def test_who_does_not_reach_whom_is_told(self) -> None:
+        cut = replace(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))
+        assert "nodes: a (does not reach b, c), b" in describe(Documents((cut, B), GENERATION))
 
     def test_a_plan_that_was_asked_for_is_mentioned(self) -> None:
         carrying = replace(GENERATION, plan="plan layers 4", plan_request="r1")

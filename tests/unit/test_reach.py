@@ -47,6 +47,8 @@ def test_a_machine_that_refuses_has_answered() -> None:
         assert unanswered(asked | {"silent": silent}, 0.05) == {"silent"}
         assert unanswered(asked, 5.0) == set()
         assert unanswered({}, 5.0) == set()
+        assert unanswered({"nowhere": "no-such-host.invalid:1"}, 0.05) == {"nowhere"}
+        assert unanswered({f"n{number}": refusing for number in range(2 * reach.AT_ONCE + 1)}, 5.0) == set()
 
 
 class Asked:
