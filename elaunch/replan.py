@@ -8,7 +8,6 @@ leader has taken it up, it is made anew for those that are there then, or refuse
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import secrets
 import time
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from elaunch.errors import RequestRefused, StoreUnavailable
+from elaunch.errors import RequestRefused
 from elaunch.rendezvous.membership import Generation, PlanRequest, Stage, WorkerState, names_text, to_json
-from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.rendezvous.observer import Documents, asking, check_runs
 from elaunch.rendezvous.store import Store
 
 if TYPE_CHECKING:
@@ -78,12 +77,9 @@ def able(job: str, documents: Documents) -> Generation:
     Raises:
         RequestRefused: it does not train, or no more.
     """
-    generation, result = documents.generation, documents.result
+    check_runs(job, documents)
+    generation = documents.generation
     states = {worker.id: worker.state for doc in documents.nodes for worker in doc.workers}
-    if result is not None:
-        raise RequestRefused(f"job {job!r} has ended: {result.message}")
-    if not documents.nodes:
-        raise RequestRefused(f"no node of job {job!r} is here: check --rdzv-endpoint and --rdzv-id")
     if generation is None or generation.stage is not Stage.TRAIN:
         if generation is not None and generation.stage is Stage.START and not any(d.elastic for d in documents.nodes):
             raise RequestRefused(
@@ -120,9 +116,7 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
     begin_s = time.monotonic()
     request = PlanRequest(secrets.token_hex(8), 0, "", time.time())
     carried = False
-    lease: int | None = None
-    observer = Observer(store, job)
-    try:
+    with asking(store, job, timeout_s) as (observer, lease):
         while True:
             documents = observer.documents
             if carried and documents.result is not None:
@@ -137,16 +131,9 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
                 asked = able(job, documents)
                 request = replace(request, epoch=asked.epoch, plan=str(fitted(plan, asked.ids)))
                 _check_size(request, asked)
-                if lease is None:
-                    lease = store.grant(timeout_s + 1.0)
                 observer.ask(request, lease)
             if not observer.wait(begin_s + timeout_s):
                 raise RequestRefused(_late(job, documents, carried, timeout_s))
-    finally:
-        observer.close()
-        if lease is not None:
-            with contextlib.suppress(StoreUnavailable):  # it runs out by itself
-                store.revoke(lease)
     generation = documents.generation
     assert generation is not None
     took_s = time.monotonic() - begin_s

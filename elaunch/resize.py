@@ -8,14 +8,13 @@ All but `drain` and `resize` is pure.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from elaunch.errors import RequestRefused, StoreUnavailable
+from elaunch.errors import RequestRefused
 from elaunch.rendezvous.membership import DrainRequest, JobSize, names_text
-from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.rendezvous.observer import Documents, Observer, asking, check_runs
 from elaunch.rendezvous.store import Store
 
 
@@ -31,7 +30,7 @@ def leavers(job: str, documents: Documents, nodes: Sequence[str], all_of_it: boo
     Raises:
         RequestRefused: the job has ended, a node is not here, or nobody would be left and not all are meant.
     """
-    _check_runs(job, documents)
+    check_runs(job, documents)
     here = [doc.node for doc in documents.nodes]
     if all_of_it:
         return tuple(here)
@@ -56,7 +55,7 @@ def limits_of(job: str, documents: Documents, text: str) -> tuple[int, int]:
     """
     from elaunch.config import parse_nnodes
 
-    _check_runs(job, documents)
+    check_runs(job, documents)
     least, most = parse_nnodes(text, "elaunch ctl resize")
     now = documents.nnodes
     if ":" not in text and now is not None:
@@ -75,7 +74,7 @@ def drain(store: Store, job: str, nodes: Sequence[str], all_of_it: bool, reason:
         StoreUnavailable: the store does not answer.
     """
     begin_s = time.monotonic()
-    with _asking(store, job, timeout_s) as (observer, lease):
+    with asking(store, job, timeout_s) as (observer, lease):
         asked = leavers(job, observer.documents, nodes, all_of_it)
         for node in asked:
             observer.ask_to_drain(node, DrainRequest(reason, time.time()), lease)
@@ -107,7 +106,7 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
         StoreUnavailable: the store does not answer.
     """
     begin_s = time.monotonic()
-    with _asking(store, job, timeout_s) as (observer, lease):
+    with asking(store, job, timeout_s) as (observer, lease):
         before = [doc.node for doc in observer.documents.nodes]
         least, most = limits_of(job, observer.documents, text)
         size = JobSize(secrets.token_hex(8), least, most, time.time())
@@ -130,34 +129,12 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
     return f"job {job} has {nodes} from now on{left}; {_rest(job, documents)}"
 
 
-@contextlib.contextmanager
-def _asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer, int]]:
-    """What is asked under the lease is withdrawn at the end."""
-    observer = Observer(store, job)
-    lease: int | None = None
-    try:
-        lease = store.grant(timeout_s + 1.0)
-        yield observer, lease
-    finally:
-        observer.close()
-        if lease is not None:
-            with contextlib.suppress(StoreUnavailable):  # it runs out by itself
-                store.revoke(lease)
-
-
 def _waited(observer: Observer, done: Callable[[], bool], until_s: float) -> bool:
     """Wait until something is so, or the job has ended; False when the time is up before."""
     while not done() and observer.documents.result is None:
         if not observer.wait(until_s):
             return False
     return True
-
-
-def _check_runs(job: str, documents: Documents) -> None:
-    if documents.result is not None:
-        raise RequestRefused(f"job {job!r} has ended: {documents.result.message}")
-    if not documents.nodes:
-        raise RequestRefused(f"no node of job {job!r} is here: check --rdzv-endpoint and --rdzv-id")
 
 
 def _have_left(nodes: Sequence[str]) -> str:

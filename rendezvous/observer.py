@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from elaunch.errors import StoreUnavailable
+from elaunch.errors import RequestRefused, StoreUnavailable
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
@@ -127,6 +129,29 @@ class Observer:
                 self._documents = replace(self._documents, profile=(event.value or b"").decode())
         nodes = sorted(self._nodes.values(), key=lambda doc: (doc.rank, doc.order, doc.node))
         self._documents = replace(self._documents, nodes=tuple(nodes))
+
+
+@contextlib.contextmanager
+def asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer, int]]:
+    """An observer, and a lease for what is asked for: it is withdrawn at the end."""
+    observer = Observer(store, job)
+    lease: int | None = None
+    try:
+        lease = store.grant(timeout_s + 1.0)
+        yield observer, lease
+    finally:
+        observer.close()
+        if lease is not None:
+            with contextlib.suppress(StoreUnavailable):  # it runs out by itself
+                store.revoke(lease)
+
+
+def check_runs(job: str, documents: Documents) -> None:
+    """Raise `RequestRefused` for a job of which nothing can be asked: it has ended, or nobody is here."""
+    if documents.result is not None:
+        raise RequestRefused(f"job {job!r} has ended: {documents.result.message}")
+    if not documents.nodes:
+        raise RequestRefused(f"no node of job {job!r} is here: check --rdzv-endpoint and --rdzv-id")
 
 
 def _read(kind: type[D], value: bytes | None) -> D | None:
