@@ -20,7 +20,7 @@ from elaunch.errors import ProtocolError
 from elaunch.workers.comm import wire
 
 ANSWER_TIMEOUT_S = 10.0
-"""How long a stranger may take for its lines before the connection is dropped."""
+"""How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
 
 _CROSSED = "crossed: this worker dials as well"
 
@@ -39,6 +39,7 @@ class _Handshake:
 
     socket: socket.socket
     deadline_s: float
+    answer_s: float = 0.0  # of one that is being dialled: its deadline when the peer's machine has answered
     peer: str = ""
     dialled: bool = False
     connected: bool = True
@@ -133,7 +134,8 @@ class Door:
             self._failed(peer, str(error))
             return
         sock.setblocking(False)
-        handshake = _Handshake(sock, deadline_s, peer, dialled=True, connected=False)
+        soon_s = min(deadline_s, time.monotonic() + ANSWER_TIMEOUT_S)
+        handshake = _Handshake(sock, soon_s, deadline_s, peer, dialled=True, connected=False)
         self._handshakes.add(handshake)
         self._selector.register(sock, selectors.EVENT_WRITE, handshake)
         try:
@@ -159,7 +161,7 @@ class Door:
                 error = handshake.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if error:
                     raise OSError(error, os.strerror(error))
-                handshake.connected = True
+                handshake.connected, handshake.deadline_s = True, handshake.answer_s
                 handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
                 self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
                 return
