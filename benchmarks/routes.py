@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.workers.engine.layers import LayerSpec
@@ -29,7 +28,8 @@ from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import holdings_of_plan, items_of_layers
 
 WIDTH, KEY_WIDTH, INNER, WORDS, BLOCKS = 8192, 1024, 28672, 32000, 80
-Parameters = dict[str, tuple[tuple[int, ...], Placement]]
+Parameters = dict[str, tuple[tuple[int, ...], int | None]]
+"""Shapes by name, and the dimension along which tensor parallelism cuts them, if it does."""
 WORKERS = [f"n{number // 8}/{number % 8}#0" for number in range(128)]
 
 
@@ -62,17 +62,17 @@ CASES = [
 def llama2_70b() -> list[LayerSpec]:
     """Its parameters with Megatron's placements: embedding, blocks, head."""
     block: Parameters = {
-        "attention.q": ((WIDTH, WIDTH), Shard(0)),
-        "attention.k": ((KEY_WIDTH, WIDTH), Shard(0)),
-        "attention.v": ((KEY_WIDTH, WIDTH), Shard(0)),
-        "attention.o": ((WIDTH, WIDTH), Shard(1)),
-        "mlp.gate": ((INNER, WIDTH), Shard(0)),
-        "mlp.up": ((INNER, WIDTH), Shard(0)),
-        "mlp.down": ((WIDTH, INNER), Shard(1)),
-        "norm1": ((WIDTH,), Replicate()),
-        "norm2": ((WIDTH,), Replicate()),
+        "attention.q": ((WIDTH, WIDTH), 0),
+        "attention.k": ((KEY_WIDTH, WIDTH), 0),
+        "attention.v": ((KEY_WIDTH, WIDTH), 0),
+        "attention.o": ((WIDTH, WIDTH), 1),
+        "mlp.gate": ((INNER, WIDTH), 0),
+        "mlp.up": ((INNER, WIDTH), 0),
+        "mlp.down": ((WIDTH, INNER), 1),
+        "norm1": ((WIDTH,), None),
+        "norm2": ((WIDTH,), None),
     }
-    words: Parameters = {"words": ((WORDS, WIDTH), Shard(0))}
+    words: Parameters = {"words": ((WORDS, WIDTH), 0)}
     return described([words, *[block] * BLOCKS, words])
 
 
@@ -84,7 +84,7 @@ def described(layers: Sequence[Parameters]) -> list[LayerSpec]:
             f"layer {index}",
             {name: torch.Size(shape) for name, (shape, _) in layer.items()},
             dict.fromkeys(layer, torch.bfloat16),
-            {name: placement for name, (_, placement) in layer.items()},
+            {name: dim for name, (_, dim) in layer.items() if dim is not None},
             (torch.Size([WIDTH]), torch.bfloat16),
             RandomTrace((), 1),
         )

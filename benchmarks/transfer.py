@@ -43,7 +43,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.crew import PATIENCE_S, Rank, crew
 from benchmarks.jobs import limit_time
@@ -101,15 +100,15 @@ CASES = [
 def small_llama(blocks: int) -> list[LayerSpec]:
     """Its parameters with Megatron's placements."""
     block: Parameters = {
-        "attention.qkv": ((3 * WIDTH, WIDTH), Shard(0)),
-        "attention.o": ((WIDTH, WIDTH), Shard(1)),
-        "mlp.gate": ((INNER, WIDTH), Shard(0)),
-        "mlp.up": ((INNER, WIDTH), Shard(0)),
-        "mlp.down": ((WIDTH, INNER), Shard(1)),
-        "norm1": ((WIDTH,), Replicate()),
-        "norm2": ((WIDTH,), Replicate()),
+        "attention.qkv": ((3 * WIDTH, WIDTH), 0),
+        "attention.o": ((WIDTH, WIDTH), 1),
+        "mlp.gate": ((INNER, WIDTH), 0),
+        "mlp.up": ((INNER, WIDTH), 0),
+        "mlp.down": ((WIDTH, INNER), 1),
+        "norm1": ((WIDTH,), None),
+        "norm2": ((WIDTH,), None),
     }
-    words: Parameters = {"words": ((WORDS, WIDTH), Shard(0))}
+    words: Parameters = {"words": ((WORDS, WIDTH), 0)}
     return described([words, *[block] * blocks, words])
 
 

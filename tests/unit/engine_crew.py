@@ -138,9 +138,9 @@ def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
     for engine in engines:
         for (index, _), layer in engine.layers.items():
             for name, value in layer.parameters.items():
-                placement = layer.spec.placements[name]
-                size, rank = (layer.membership.size, layer.membership.rank) if isinstance(placement, Shard) else (1, 0)
-                dims[index, name] = placement.dim if isinstance(placement, Shard) else 0
+                cut = name in layer.spec.cuts
+                size, rank = (layer.membership.size, layer.membership.rank) if cut else (1, 0)
+                dims[index, name] = layer.spec.cuts.get(name, 0)
                 seen = parts.setdefault((index, name, size), {})
                 assert rank not in seen or torch.equal(seen[rank], value), f"{index}.{name} differs between workers"
                 seen[rank] = value.detach()

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
-from torch.distributed.tensor import Replicate, Shard
 
 from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
@@ -25,7 +24,7 @@ from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_p
 from tests.unit.plan_strategies import valid_plans
 
 SHAPES = {"rows": (8, 12), "columns": (6, 8), "bias": (8,), "norm": (70,), "scale": ()}
-PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "bias": Shard(0), "norm": Replicate(), "scale": Replicate()}
+CUTS = {"rows": 0, "columns": 1, "bias": 0}
 
 Held = Mapping[str, Holdings]
 
@@ -38,7 +37,7 @@ def specs(n_layers: int) -> list[LayerSpec]:
             f"layer {index}",
             {name: torch.Size(shape) for name, shape in SHAPES.items() if name != "columns" or index % 2},
             dict.fromkeys(SHAPES, torch.bfloat16),
-            PLACEMENTS,
+            CUTS,
             (torch.Size([8]), torch.float32),
             RandomTrace((), 2),
         )

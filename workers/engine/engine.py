@@ -164,7 +164,7 @@ class Engine:
         self._samples = Samples(dataset, seed, shuffle, collate_fn, self._device)
         self.specs = describe(layers, self._samples.example(), plan.micro_batch_size, dtype)
         self._settings = {
-            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.placements)] for spec in self.specs],
+            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.cuts)] for spec in self.specs],
             "settings": str((seed, consistency, clip_norm)),
         }
         self.step = 0

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement
 from torch.overrides import TorchFunctionMode
 
 from elaunch.errors import StateError
@@ -32,7 +31,7 @@ class LayerSpec:
         name: for messages.
         shapes: of the parameters that are trained, whole, in registration order.
         dtypes: of them.
-        placements: of them.
+        cuts: the dimension along which tensor parallelism cuts a parameter; those that are not in it stay whole.
         output: shape of a row of its output, and its dtype.
         trace: the random numbers it draws.
     """
@@ -41,7 +40,7 @@ class LayerSpec:
     name: str
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
-    placements: Mapping[str, Placement]
+    cuts: Mapping[str, int]
     output: tuple[torch.Size, torch.dtype]
     trace: RandomTrace
 
@@ -74,7 +73,7 @@ def describe(
 
         row = _output(layer, inputs, name, f"{source} gives rows of shape {tuple(shape)} and {kind}")
         trace = trace_random(layer, inputs, micro_batch_size, name.removeprefix("layer "))
-        placements = tensor_parallel.placements_of(layer, name)
+        cuts = tensor_parallel.cuts_of(layer, name)
         trained = {key: value for key, value in layer.named_parameters() if value.requires_grad}
         specs.append(
             LayerSpec(
@@ -82,7 +81,7 @@ def describe(
                 name,
                 {key: value.shape for key, value in trained.items()},
                 {key: value.dtype for key, value in trained.items()},
-                {key: placements[key] for key in trained},
+                {key: dim for key, dim in cuts.items() if key in trained},
                 row,
                 trace,
             )
@@ -356,8 +355,8 @@ def build(
     with GENERATORS, torch.random.fork_rng(devices=[]), contextlib.nullcontext() if values else _NoValues():
         torch.manual_seed(mix(seed, spec.index))
         module = _made(spec.index, factory, dtype)
-    placements = tensor_parallel.placements_of(module, spec.name)
-    tensor_parallel.cut(module, placements, membership.rank, membership.size, spec.name)
+    cuts = tensor_parallel.cuts_of(module, spec.name)
+    tensor_parallel.cut(module, cuts, membership.rank, membership.size, spec.name)
     module.to(device).train()
     parameters = dict(module.named_parameters())
     return Layer(module, spec, membership, recompute, {name: parameters[name] for name in spec.shapes})

@@ -16,7 +16,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard as Cut
 
 from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
@@ -217,15 +216,15 @@ def _segments(spec: LayerSpec, cut: int) -> dict[int, Segment]:
     common, parts = [], []
     ends = [0, 0]
     for name, shape in spec.shapes.items():
-        placement = spec.placements[name]
-        if cut > 1 and isinstance(placement, Cut):
-            if shape[placement.dim] % cut:
+        dim = spec.cuts.get(name)
+        if cut > 1 and dim is not None:
+            if shape[dim] % cut:
                 raise StateError(
-                    f"{spec.name}: {name} {tuple(shape)} is to be cut into {cut} along dimension {placement.dim}; "
-                    f"use tensor-parallel degrees whose least common multiple divides {shape[placement.dim]}"
+                    f"{spec.name}: {name} {tuple(shape)} is to be cut into {cut} along dimension {dim}; "
+                    f"use tensor-parallel degrees whose least common multiple divides {shape[dim]}"
                 )
-            part = tuple(size // cut if dim == placement.dim else size for dim, size in enumerate(shape))
-            parts.append(Fragment(name, placement.dim, part, ends[1]))
+            part = tuple(size // cut if place == dim else size for place, size in enumerate(shape))
+            parts.append(Fragment(name, dim, part, ends[1]))
             ends[1] = _aligned(parts[-1].stop)
         else:
             common.append(Fragment(name, None, tuple(shape), ends[0]))

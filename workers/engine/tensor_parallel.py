@@ -19,14 +19,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from elaunch.errors import StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -122,8 +124,8 @@ class VocabularyEmbedding(nn.Embedding):
         return reduce(found * mine.unsqueeze(-1).to(found.dtype))
 
 
-def placements_of(layer: nn.Module, name: str) -> dict[str, Placement]:
-    """The placement of each parameter of a layer.
+def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
+    """The dimension along which each parameter of a layer is cut; those that are not in it stay whole.
 
     Args:
         layer: with or without an attribute `placements`.
@@ -134,29 +136,29 @@ def placements_of(layer: nn.Module, name: str) -> dict[str, Placement]:
     """
     declared: Mapping[str, Placement] = getattr(layer, "placements", {})
     parameters = dict(layer.named_parameters())
+    cuts: dict[str, int] = {}
     for parameter, placement in declared.items():
+        # Most jobs have no such layer, and torch's DTensor takes a second to import.
+        from torch.distributed.tensor import Replicate, Shard
+
         if parameter not in parameters:
             raise StateError(
                 f"{name} places {parameter!r}, which is none of its parameters: "
                 f"{', '.join(parameters) or 'it has none'}"
             )
+        n_dims = parameters[parameter].dim()
         dim = placement.dim if isinstance(placement, Shard) else 0
-        if (
-            not isinstance(placement, (Shard, Replicate))
-            or not -parameters[parameter].dim() <= dim < parameters[parameter].dim()
-        ):
+        if not isinstance(placement, (Shard, Replicate)) or not -n_dims <= dim < n_dims:
             raise StateError(
                 f"{name} places {parameter} {tuple(parameters[parameter].shape)} as {placement}; "
                 "Replicate() and Shard(dim) of one of its dimensions can be used"
             )
-    found: dict[str, Placement] = {}
-    for parameter, value in parameters.items():
-        placement = declared.get(parameter, Replicate())
-        found[parameter] = Shard(placement.dim % value.dim()) if isinstance(placement, Shard) else placement
-    return found
+        if isinstance(placement, Shard):
+            cuts[parameter] = dim % n_dims
+    return cuts
 
 
-def cut(layer: nn.Module, placements: Mapping[str, Placement], rank: int, size: int, name: str) -> None:
+def cut(layer: nn.Module, cuts: Mapping[str, int], rank: int, size: int, name: str) -> None:
     """Leave only member `rank`'s part of each parameter, in place, and make the parts of the layer work together.
 
     Raises:
@@ -164,19 +166,17 @@ def cut(layer: nn.Module, placements: Mapping[str, Placement], rank: int, size: 
     """
     if size == 1:
         return
-    for parameter, placement in placements.items():
+    for parameter, dim in cuts.items():
         owner, _, attribute = parameter.rpartition(".")
         module = layer.get_submodule(owner)
-        if not isinstance(placement, Shard):
-            continue
-        _adapt(module, attribute, placement.dim, f"{name}: {parameter}")
+        _adapt(module, attribute, dim, f"{name}: {parameter}")
         value = module.get_parameter(attribute)
-        if value.shape[placement.dim] % size:
+        if value.shape[dim] % size:
             raise StateError(
-                f"{name}: {parameter} {tuple(value.shape)} cannot be cut into {size} along dimension {placement.dim}; "
-                f"use a tensor-parallel degree that divides {value.shape[placement.dim]}"
+                f"{name}: {parameter} {tuple(value.shape)} cannot be cut into {size} along dimension {dim}; "
+                f"use a tensor-parallel degree that divides {value.shape[dim]}"
             )
-        value.data = value.data.chunk(size, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+        value.data = value.data.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
     for module in layer.modules():
         if isinstance(module, RowLinear) and module.bias is not None and module.bias.shape[0] != module.weight.shape[0]:
             raise StateError(f"{name}: the bias of a row-parallel linear layer is added once; place it as Replicate()")

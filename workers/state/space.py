@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import Placement, Replicate
 
 from elaunch.errors import StateError
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.boxes import Box, subtract_all, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement  # takes a second to import, and most jobs have none
 
 Holdings = Mapping[str, Sequence[Box]]
 """By name of an item: the disjoint boxes of it that a worker holds."""
@@ -85,11 +88,16 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
 
 def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
     """What a member of a tensor-parallel tuple holds of the parameters of a layer, by their names in it."""
-    place = (workers.index(worker),)
-    return {
-        name: box_of_placements(shape, (len(workers),), (spec.placements[name],), place)
-        for name, shape in spec.shapes.items()
-    }
+    rank, size = workers.index(worker), len(workers)
+    found: dict[str, Box] = {}
+    for name, shape in spec.shapes.items():
+        box = list(whole(shape))
+        dim = spec.cuts.get(name)
+        if dim is not None:
+            part = shape[dim] // size  # the layout has seen that it divides
+            box[dim] = (rank * part, (rank + 1) * part)
+        found[name] = tuple(box)
+    return found
 
 
 def optimizer_boxes(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
@@ -134,7 +142,7 @@ def _order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[int]:
     order: list[int] = []
     for mesh_dim in reversed(range(len(mesh))):
         placement = placements[mesh_dim]
-        if isinstance(placement, Replicate):
+        if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
             raise StateError(f"a tensor placed as {placement} has no region; redistribute it before it is registered")
