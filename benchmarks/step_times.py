@@ -1,6 +1,6 @@
 """Record how long the same work takes in each step, in several processes at once: series for the tests of detection.
 
-    python benchmarks/step_times.py --workers 4 --steps 300 > tests/data/step_times.jsonl
+    python benchmarks/step_times.py --workers 2 --steps 600 > tests/data/step_times.jsonl    # as many as cores
 
 Each process trains the GPT of `examples/train_gpt_hybrid.py` by itself, real compute, and measures its layers in every
 step as a job does (`elaunch.workers.engine.timing`). Nobody is slow, so whatever differs is the noise of the machine.

@@ -19,10 +19,13 @@ TOLD = 3
 DATA = Path(__file__).parent.parent / "data"
 
 
-def recorded() -> dict[str, list[float]]:
-    """Seconds of the same work in each step, by worker: what was recorded of real runs (see the file's first line)."""
+def recorded(busy: bool = False) -> dict[str, list[float]]:
+    """Seconds of the same work in each step, by worker: what was recorded of real runs (see the file's first line).
+
+    `busy`: with many more processes than cores; else each had a core.
+    """
     found: dict[str, list[float]] = {}
-    for line in (DATA / "step_times.jsonl").read_text().splitlines()[1:]:
+    for line in (DATA / ("step_times_busy.jsonl" if busy else "step_times.jsonl")).read_text().splitlines()[1:]:
         entry = json.loads(line)
         found[entry["worker"]] = entry["seconds"]
     return found

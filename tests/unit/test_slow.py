@@ -214,8 +214,9 @@ def test_where_steps_take_milliseconds_a_hiccup_of_many_is_none() -> None:
     assert [change.names for change in job.changes] == [(W24[5],)]
 
 
-def test_on_recorded_steps_nobody_is_slow_and_who_is_made_slow_is_found() -> None:
-    series = recorded()
+@pytest.mark.parametrize(("busy", "slower"), [(False, 1.5), (True, 2.5)])
+def test_on_recorded_steps_nobody_is_slow_and_who_is_made_slow_is_found(busy: bool, slower: float) -> None:
+    series = recorded(busy)
     draw = random.Random(0)
     crew = [f"n{number // 4}/{number % 4}#0" for number in range(12)]
     sources = {worker: list(series.values())[number % len(series)] for number, worker in enumerate(crew)}
@@ -224,7 +225,7 @@ def test_on_recorded_steps_nobody_is_slow_and_who_is_made_slow_is_found() -> Non
     for slow_worker in (None, crew[7]):
         job = Job(crew)
         for step in range(HOUR):
-            factor = 2.5 if step >= 1000 else 1.0
+            factor = slower if step >= 1000 else 1.0
             seconds = {worker: sources[worker][(step + offsets[worker]) % len(sources[worker])] for worker in crew}
             if slow_worker is not None:
                 seconds[slow_worker] *= factor
@@ -232,6 +233,8 @@ def test_on_recorded_steps_nobody_is_slow_and_who_is_made_slow_is_found() -> Non
             if slow_worker is not None and job.changes:
                 break
         assert [change.names for change in job.changes] == ([] if slow_worker is None else [(slow_worker,)])
+        if slow_worker is not None and not busy:
+            assert job.changes[0].step < 1020
 
 
 def test_a_new_process_in_a_slow_slot_is_judged_anew_and_told_of_by_its_own_name() -> None:
