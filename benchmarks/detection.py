@@ -508,15 +508,14 @@ def judge(report: Report, found: Found) -> None:
 
 def judge_blame(report: Report, all_found: Sequence[Found]) -> None:
     """How many of the faults that were detected were laid to whom they were done."""
-    for group, belongs in {
-        "real jobs": lambda name: "simulated" not in name,
-        "simulated": lambda name: name.endswith("simulated"),
-        "simulated on a busy machine": lambda name: name.endswith("simulated on a busy machine"),
-    }.items():
-        some = [found for found in all_found if belongs(found.name) and found.asked != "no alarm" and found.times]
-        if some:
-            part = sum(found.right for found in some) / sum(len(found.times) for found in some)
-            report.target(f"blamed right, {group}", part, "of detected", at_least=0.99)
+    groups: dict[str, list[Found]] = {}
+    for found in all_found:
+        if found.asked != "no alarm" and found.times:
+            place = found.name.find("simulated")
+            groups.setdefault(found.name[place:] if place >= 0 else "real jobs", []).append(found)
+    for group, some in groups.items():
+        part = sum(found.right for found in some) / sum(len(found.times) for found in some)
+        report.target(f"blamed right, {group}", part, "of detected", at_least=0.99)
 
 
 def main() -> int:

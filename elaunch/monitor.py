@@ -23,6 +23,7 @@ from elaunch.devices import Accelerators, find_accelerators
 # npu-smi takes seconds.
 EVERY = {"cuda": 5, "npu": 30}
 DISKS_EVERY = 10
+HURRY = 10  # so many times as often, where memory may be full within seconds
 JOIN_S = 0.3
 
 
@@ -118,7 +119,7 @@ class Monitor:
                 next_s = time.monotonic()  # there may be more to read by now
 
     def _watch_memory(self) -> None:
-        while not self._stopping.wait(self._settings.interval_s):
+        while not self._stopping.wait(self._settings.interval_s / (HURRY if self._health.hurries else 1)):
             memory = host.read_memory()
             workers = {running.worker: host.read_own_bytes(running.pid) for running in self._running()}
             self._found(self._health.on_memory(time.monotonic(), memory, workers))

@@ -186,6 +186,7 @@ READINGS = 16  # from which growth is judged
 LEAST_READINGS = 4
 
 SOON_S = 20.0  # until memory is full, as it grows: worth a line however much is left
+HURRY_S = 5.0  # until it is full, by the last two readings: then it is read more often
 LITTLE = 0.10  # of the limit is left: worth a line if it grows on
 LITTLE_SOON_S = 300.0
 NOTHING = 0.03  # of the limit is left
@@ -232,6 +233,9 @@ class HostHealth:
         self._disks = Tracker()
         self._files = Tracker()
         self._used = History()
+        self._last: tuple[float, float] | None = None
+        self.hurries = False
+        """Whether memory may be full so soon that it is to be looked at more often."""
         self._of_worker: dict[str, History] = {}
         self._of_disk: dict[str, History] = {}
 
@@ -242,6 +246,9 @@ class HostHealth:
         grows = {worker: self._of_worker[worker].add(now_s, used) for worker, used in workers.items()}
         conditions = []
         left = memory.left_bytes
+        before, self._last = self._last, (now_s, memory.used_bytes)
+        newest_per_s = growth((before, self._last)) if before is not None else 0.0
+        self.hurries = newest_per_s > 0 and left <= HURRY_S * newest_per_s
         left_s = left / per_s if per_s > 0 else float("inf")
         near = left <= LITTLE * memory.limit_bytes
         if left_s <= SOON_S or (near and left_s <= LITTLE_SOON_S) or left <= NOTHING * memory.limit_bytes:

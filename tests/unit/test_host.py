@@ -214,6 +214,14 @@ def test_memory_that_is_used_and_given_back_or_full_but_steady_is_nothing() -> N
         assert node.reads(15 * GB, worker=14 * GB) == []
 
 
+def test_memory_that_may_be_full_in_seconds_is_looked_at_more_often_until_it_is_not() -> None:
+    node = Watched()
+    assert not node.health.hurries
+    for used, hurries in ((12.0, False), (12.1, False), (12.9, True), (13.7, True), (13.7, False), (9.0, False)):
+        node.reads(int(used * GB), worker=GB)
+        assert node.health.hurries is hurries, used
+
+
 def test_almost_no_memory_is_told_of_however_steady_and_the_end_of_it() -> None:
     node, found = Watched(), []
     for _ in range(10):
