@@ -6,10 +6,8 @@ Any node may lead at any time: all it needs is in the documents.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 from math import inf
 
 from elaunch.rendezvous.membership import (
@@ -371,11 +369,14 @@ def _broken(nodes: Sequence[NodeDoc]) -> set[frozenset[str]]:
     }
 
 
-def _in_doubt(present: Mapping[str, NodeDoc], broken: Collection[frozenset[str]]) -> bool:
-    """Whether a node that has not said yet whom it cannot reach may be the one that is to be left out."""
-    counts = Counter(node for pair in broken for node in pair)
-    pairs = [(one, other) for pair in broken for one, other in permutations(pair)]
-    return any(not present[one].cut and counts[one] >= counts[other] for one, other in pairs)
+def _left_out(nodes: Sequence[str], holders: Collection[str], broken: Collection[frozenset[str]]) -> set[str]:
+    """As `apart`, but nobody who holds the state goes for one who does not."""
+    first = [node for node in nodes if node in holders]
+    out = set(apart(first, {pair for pair in broken if pair.issubset(first)}))
+    kept = set(first) - out
+    out |= {node for node in nodes if node not in holders and any(frozenset((node, one)) in broken for one in kept)}
+    rest = [node for node in nodes if node not in holders and node not in out]
+    return out | set(apart(rest, {pair for pair in broken if pair.issubset(rest)}))
 
 
 def _compare(
@@ -386,11 +387,10 @@ def _compare(
     listed = {worker.id for doc in nodes for worker in doc.workers}
     doubt = _absence_in_doubt(view, now_s, settings)
     broken = _broken(nodes)
-    # Who holds the state first: of two that lose each other, the other is left out.
+    members = [doc.node for doc in nodes if doc.node in generation.nodes]
     holders = {doc.node for doc in nodes if any(worker.state is WorkerState.MEMBER for worker in doc.workers)}
-    members = sorted((doc.node for doc in nodes if doc.node in generation.nodes), key=lambda node: node not in holders)
     among = {pair for pair in broken if pair.issubset(members)}
-    out = apart(members, among)
+    out = _left_out(members, holders, among)
     survivors: list[Worker] = []
     draining: list[Worker] = []
     lost, leaving, causes = [], list[str](), []
@@ -424,15 +424,17 @@ def _compare(
             heirs = heirs or state is WorkerState.MEMBER
     joiners: list[Worker] = []
     admitted = {worker.node for worker in survivors}
+    here = admitted | {worker.node for worker in draining}
     known = {*generation.ids, *generation.leaving, *gone}
     for doc in nodes:
         if doc.draining or (doc.node not in admitted and len(admitted) >= settings.max_nodes):
             continue
-        if any(frozenset((doc.node, other)) in broken for other in admitted):
+        if any(frozenset((doc.node, other)) in broken for other in here):
             continue
         fresh = [worker for worker in _ready(doc, generation.attempt) if worker.id not in known]
         if fresh:
             admitted.add(doc.node)
+            here.add(doc.node)
             joiners.extend(fresh)
             causes.append((0.0, f"{', '.join(worker.id for worker in fresh)} joins"))
     if heirs or not (survivors or joiners):
@@ -456,7 +458,7 @@ def _compare(
         done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
         reset=bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes),
         causes=tuple(dict.fromkeys(causes)),
-        doubt=_in_doubt(present, among),
+        doubt=any(not present[node].cut for pair in among for node in pair),
     )
 
 

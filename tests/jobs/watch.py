@@ -61,7 +61,7 @@ _DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.worker
 
 PRELOADS = {
     "train.py": "tests.jobs.preloaded",
-    "layers.py": "tests.jobs.preloaded",
+    "layers.py": "tests.jobs.preloaded,torch.distributed.tensor",
     "dtensor.py": _DTENSOR,
     "train_dtensor.py": _DTENSOR,
 }
