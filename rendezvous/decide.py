@@ -6,7 +6,8 @@ Any node may lead at any time: all it needs is in the documents.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -336,47 +337,54 @@ def _too_few_ready(
     return _too_few(able, view.changed_s, now_s, settings)
 
 
-def apart(nodes: Sequence[str], broken: Collection[frozenset[str]]) -> tuple[str, ...]:
+Missing = Mapping[str, Collection[str]]
+"""By node, if there are any: the nodes between which and it nothing passes."""
+
+
+def apart(nodes: Sequence[str], missing: Missing) -> set[str]:
     """The nodes to leave out so that all others reach each other: the smaller part, where the network is in two.
 
     Args:
         nodes: in the order of the job; of equals the last is left out.
-        broken: pairs between which nothing passes.
+        missing: for both of two; others than these nodes do not count.
     """
-    others = {node: {other for pair in broken if node in pair for other in pair - {node}} for node in nodes}
-    left = {node: set(cut) for node, cut in others.items() if cut}
+    others = {node: missed for node in nodes if (missed := set(missing.get(node, ())).intersection(nodes))}
+    left = {node: set(missed) for node, missed in others.items()}
+    order = [node for node in nodes if node in left]
     out = set[str]()
     while any(left.values()):
-        worst = max(reversed(nodes), key=lambda node: len(left.get(node, ())))
+        worst = max(reversed(order), key=lambda node: len(left.get(node, ())))
         out.add(worst)
         for other in left.pop(worst):
             left[other].discard(worst)
     # What was left out early may do no harm without those that were left out later.
-    for node in nodes:
+    for node in order:
         if node in out and others[node] <= out:
             out.discard(node)
-    return tuple(node for node in nodes if node in out)
+    return out
 
 
-def _broken(nodes: Sequence[NodeDoc]) -> set[frozenset[str]]:
-    """Pairs of nodes of which one says that it cannot reach the other."""
+def _missing(nodes: Sequence[NodeDoc]) -> dict[str, set[str]]:
+    """What the nodes that are here say of each other; it is enough that one of two says so."""
     hosts = {doc.node: doc.host for doc in nodes}
-    return {
-        frozenset((doc.node, one.node))
-        for doc in nodes
-        for one in doc.cut
-        if one.node != doc.node and hosts.get(one.node) == one.host
-    }
+    missing = defaultdict[str, set[str]](set)
+    for doc in nodes:
+        for one in doc.cut:
+            if one.node != doc.node and hosts.get(one.node) == one.host:
+                missing[doc.node].add(one.node)
+                missing[one.node].add(doc.node)
+    return missing
 
 
-def _left_out(nodes: Sequence[str], holders: Collection[str], broken: Collection[frozenset[str]]) -> set[str]:
+def _left_out(nodes: Sequence[str], holders: Collection[str], missing: Missing) -> set[str]:
     """As `apart`, but nobody who holds the state goes for one who does not."""
+    if not missing:
+        return set()
     first = [node for node in nodes if node in holders]
-    out = set(apart(first, {pair for pair in broken if pair.issubset(first)}))
+    out = apart(first, missing)
     kept = set(first) - out
-    out |= {node for node in nodes if node not in holders and any(frozenset((node, one)) in broken for one in kept)}
-    rest = [node for node in nodes if node not in holders and node not in out]
-    return out | set(apart(rest, {pair for pair in broken if pair.issubset(rest)}))
+    out |= {node for node in nodes if node not in holders and not kept.isdisjoint(missing.get(node, ()))}
+    return out | apart([node for node in nodes if node not in holders and node not in out], missing)
 
 
 def _compare(
@@ -386,11 +394,10 @@ def _compare(
     gone = {worker for doc in nodes for worker in doc.gone}
     listed = {worker.id for doc in nodes for worker in doc.workers}
     doubt = _absence_in_doubt(view, now_s, settings)
-    broken = _broken(nodes)
-    members = [doc.node for doc in nodes if doc.node in generation.nodes]
+    missing, of_generation = _missing(nodes), set(generation.nodes)
+    members = [doc.node for doc in nodes if doc.node in of_generation]
     holders = {doc.node for doc in nodes if any(worker.state is WorkerState.MEMBER for worker in doc.workers)}
-    among = {pair for pair in broken if pair.issubset(members)}
-    out = _left_out(members, holders, among)
+    out = _left_out(members, holders, missing)
     survivors: list[Worker] = []
     draining: list[Worker] = []
     lost, leaving, causes = [], list[str](), []
@@ -415,7 +422,7 @@ def _compare(
             causes.append((doc.cause_t, doc.cause or f"worker {worker.id} died"))
         elif worker.node in out:
             lost.append(worker.id)
-            others = sorted(other for pair in among if worker.node in pair for other in pair - {worker.node})
+            others = sorted(of_generation.intersection(missing[worker.node]))
             causes.append((0.0, f"node {worker.node} is left out: nothing passes between it and {names_text(others)}"))
         elif doc.draining or worker.id in doc.excused:
             draining.append(worker)
@@ -429,7 +436,7 @@ def _compare(
     for doc in nodes:
         if doc.draining or (doc.node not in admitted and len(admitted) >= settings.max_nodes):
             continue
-        if any(frozenset((doc.node, other)) in broken for other in here):
+        if not here.isdisjoint(missing.get(doc.node, ())):
             continue
         fresh = [worker for worker in _ready(doc, generation.attempt) if worker.id not in known]
         if fresh:
@@ -458,7 +465,7 @@ def _compare(
         done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
         reset=bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes),
         causes=tuple(dict.fromkeys(causes)),
-        doubt=any(not present[node].cut for pair in among for node in pair),
+        doubt=any(not present[node].cut and not of_generation.isdisjoint(missing.get(node, ())) for node in members),
     )
 
 
