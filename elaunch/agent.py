@@ -137,7 +137,6 @@ class Agent:
             lambda findings: self.post(partial(self._on_findings, findings)),
             self.say,
         )
-        self._hosts_of: dict[str, str] = {}
         self._reach = Reach(lambda cut, well: self.post(partial(self._on_reach, cut, well)), config.conf.link_timeout)
         self._attempt = 0
         conf = config.conf
@@ -386,14 +385,12 @@ class Agent:
             return
         own = self._config.node
         addresses = {one.node: one.address for one in generation.workers if one.address and one.node != own}
-        self._hosts_of |= {node: address.rpartition(":")[0].strip("[]") for node, address in addresses.items()}
         self._reach.check(addresses, node_of(found.peer))
 
-    def _on_reach(self, cut: frozenset[str], well: frozenset[str], life: Lifecycle) -> list[Action]:
-        cuts = tuple(Cut(node, self._hosts_of[node]) for node in sorted(cut))
-        if cuts != life.cut:
-            self._log("cut", nodes=sorted(cut))
-        return life.on_reach(cuts, well)
+    def _on_reach(self, cut: tuple[Cut, ...], well: frozenset[str], life: Lifecycle) -> list[Action]:
+        if cut != life.cut:
+            self._log("cut", nodes=[one.node for one in cut])
+        return life.on_reach(cut, well)
 
     def _check_hangs(self) -> None:
         """Find workers that do not go on, or cannot: they would hold the others up for ever."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
+from elaunch.rendezvous.membership import Cut
+
 ANSWER_S = 1.0
 """How long a machine may take to answer."""
 
@@ -60,15 +62,15 @@ class Reach:
     """Asks in a thread of its own, which runs only while there is something to ask.
 
     Args:
-        found: called from that thread with the nodes that are cut off, whenever they are others than before, and after
-            each `check`; and with those that a worker has taken for cut off and that answer.
+        found: called from that thread with the nodes that are cut off, by name, whenever they are others than before,
+            and after each `check`; and with the names of those that a worker has taken for cut off and that answer.
         well_s: as for `CutNodes`.
         ask: as `unanswered`.
     """
 
     def __init__(
         self,
-        found: Callable[[frozenset[str], frozenset[str]], None],
+        found: Callable[[tuple[Cut, ...], frozenset[str]], None],
         well_s: float,
         ask: Callable[[Mapping[str, str]], set[str]] | None = None,
     ) -> None:
@@ -114,7 +116,15 @@ class Reach:
             silent = self._ask(asked)
             changed = self._cut.take(asked, silent, time.monotonic())
             if changed or suspects:
-                self._found(self._cut.nodes, frozenset(suspects & asked.keys() - self._cut.nodes))
+                cut = self._cut.nodes
+                cuts = tuple(Cut(node, split(self._addresses[node])[0]) for node in sorted(cut))
+                self._found(cuts, frozenset(suspects & asked.keys() - cut))
+
+
+def split(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of a worker's address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
@@ -135,11 +145,11 @@ def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
     with ExitStack() as stack:
         poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
         for name, address in addresses.items():
-            host, _, port = address.rpartition(":")
+            host, port = split(address)
             sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             sock.setblocking(False)
             try:
-                error = sock.connect_ex((host.strip("[]"), int(port)))
+                error = sock.connect_ex((host, port))
             except OSError:  # its name is not known any more
                 continue
             if error in (0, errno.ECONNREFUSED):

@@ -10,6 +10,7 @@ import pytest
 
 from elaunch import reach
 from elaunch.reach import CutNodes, Reach, unanswered
+from elaunch.rendezvous.membership import Cut
 from tests.helpers import wait_until
 
 WELL_S = 5.0
@@ -57,7 +58,7 @@ class Asked:
     def __init__(self) -> None:
         self.silent = set[str]()
         self.asked = queue.SimpleQueue[tuple[str, ...]]()
-        self.found = queue.SimpleQueue[tuple[frozenset[str], frozenset[str]]]()
+        self.found = queue.SimpleQueue[tuple[tuple[Cut, ...], frozenset[str]]]()
         self.reach = Reach(lambda cut, well: self.found.put((cut, well)), 0.1, self.answer)
 
     def answer(self, addresses: object) -> set[str]:
@@ -76,9 +77,9 @@ def test_all_are_asked_once_and_then_those_that_did_not_answer_until_they_do() -
     others = Asked()
     others.silent = {"b"}
     others.reach.check({"b": "10.0.0.2:1", "c": "10.0.0.3:1"}, "b")
-    assert others.found.get(timeout=20) == (B, NOBODY)
+    assert others.found.get(timeout=20) == ((Cut("b", "10.0.0.2"),), NOBODY)
     others.silent = set()
-    assert others.found.get(timeout=20) == (NOBODY, NOBODY)
+    assert others.found.get(timeout=20) == ((), NOBODY)
     others.reach.close()
     asked = [others.asked.get() for _ in range(others.asked.qsize())]
     assert asked[0] == ("b", "c")
@@ -89,11 +90,11 @@ def test_all_are_asked_once_and_then_those_that_did_not_answer_until_they_do() -
 def test_who_answers_although_a_worker_heard_nothing_is_named_and_nobody_is_asked_again() -> None:
     others = Asked()
     others.reach.check({"b": "10.0.0.2:1", "c": "10.0.0.3:1"}, "b")
-    assert others.found.get(timeout=20) == (NOBODY, B)
+    assert others.found.get(timeout=20) == ((), B)
     time.sleep(0.05)
     assert others.asked.qsize() == 1
     others.reach.check({}, "b")
-    assert others.found.get(timeout=20) == (NOBODY, B)
+    assert others.found.get(timeout=20) == ((), B)
     others.reach.close()
 
 

@@ -221,11 +221,8 @@ class Link:
         peer's kernel answers, whatever its process does. A link on which the peer takes nothing is asked ever more
         rarely; it counts as silent after ZERO_WINDOW_PROBES. 0 as well where the kernel does not tell.
         """
-        try:
-            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:
-            return 0.0
-        if len(told) < _TCP_INFO_BYTES:
+        told = self._kernel_info(_TCP_INFO_BYTES)
+        if told is None:
             return 0.0
         probes, (unacked,), (unsent,) = told[3], _U32.unpack_from(told, 24), _U32.unpack_from(told, 144)
         if unsent and not unacked and probes < ZERO_WINDOW_PROBES:
@@ -248,12 +245,9 @@ class Link:
 
     def rate(self) -> tuple[float, float] | None:
         """Bytes per second and seconds of latency, as the kernel has seen them; None if too little was sent."""
-        try:
-            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:
+        told = self._kernel_info(_TCP_INFO_BYTES)
+        if told is None:
             return None
-        if len(told) < _TCP_INFO_BYTES:
-            return None  # an older kernel
         (acked,), (rate,), (rtt_us,) = (
             _U64.unpack_from(told, 120),
             _U64.unpack_from(told, 160),
@@ -265,15 +259,20 @@ class Link:
         """What it has carried so far: bytes that the peer has, seconds in which they were on their way, and the seconds
         of a round trip now. Time in which the peer's process took nothing does not count. None: an older kernel.
         """
-        try:
-            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BUSY_BYTES)
-        except OSError:
-            return None
-        if len(told) < _TCP_BUSY_BYTES:
+        told = self._kernel_info(_TCP_BUSY_BYTES)
+        if told is None:
             return None
         (acked,), (rtt_us,) = _U64.unpack_from(told, 120), _U32.unpack_from(told, 68)
         (busy_us,), (limited_us,) = _U64.unpack_from(told, 168), _U64.unpack_from(told, 176)
         return acked, max(0, busy_us - limited_us) / 1e6, rtt_us / 1e6
+
+    def _kernel_info(self, n_bytes: int) -> bytes | None:
+        """The first bytes of struct tcp_info; None where the kernel is too old to have as many, or tells nothing."""
+        try:
+            told = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, n_bytes)
+        except OSError:
+            return None
+        return told if len(told) == n_bytes else None
 
     def close(self) -> None:
         """Leaves in order: the peer still gets all that was sent. Only while no operation runs."""
