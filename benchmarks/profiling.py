@@ -59,16 +59,21 @@ def main() -> int:
     return 0
 
 
-def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
+def gpt_engine(blocks: int, width: int, batch: int, micro_batch: int) -> Engine:
+    """The engine of one worker that trains the example's GPT."""
     args = example.parse([f"--layers={blocks}", f"--width={width}"])
     layers = example.gpt(args)
-    engine = Engine(
+    return Engine(
         layers,
         example.loss_fn,
         partial(example.adamw, lr=1e-3),
-        symmetric(["w0"], len(layers), BATCH, MICRO_BATCH),
+        symmetric(["w0"], len(layers), batch, micro_batch),
         dataset=example.Sources(200_000, args.context),
     )
+
+
+def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
+    engine = gpt_engine(blocks, width, BATCH, MICRO_BATCH)
     cpu = torch.device("cpu")
     for _ in range(3):
         engine.train_step()

@@ -56,8 +56,12 @@ def spread(values: Iterable[float]) -> Spread:
     ordered = sorted(values)
     if not ordered:
         return Spread(0, math.nan, math.nan, math.nan, math.nan)
-    p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
-    return Spread(len(ordered), ordered[0], statistics.median(ordered), p90, ordered[-1])
+    return Spread(len(ordered), ordered[0], statistics.median(ordered), percentile(ordered, 0.9), ordered[-1])
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The least value that so great a part of all does not exceed; NaN where there are none."""
+    return sorted(values)[math.ceil(part * len(values)) - 1] if values else math.nan
 
 
 def median_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:

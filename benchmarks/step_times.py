@@ -13,11 +13,9 @@ import argparse
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 BATCH, MICRO_BATCH = 8, 2
 WARM_UP = 3
@@ -45,22 +43,12 @@ def main() -> int:
 
 def _record(steps: int) -> list[float]:
     import torch
-    import train_gpt_hybrid as example
 
-    from elaunch.workers.engine.engine import Engine
+    from benchmarks.profiling import gpt_engine
     from elaunch.workers.engine.timing import Stopwatch
-    from elaunch.workers.plan import symmetric
 
     torch.set_num_threads(1)
-    args = example.parse(["--layers=2", "--width=32"])
-    layers = example.gpt(args)
-    engine = Engine(
-        layers,
-        example.loss_fn,
-        partial(example.adamw, lr=1e-3),
-        symmetric(["w0"], len(layers), BATCH, MICRO_BATCH),
-        dataset=example.Sources(200_000, args.context),
-    )
+    engine = gpt_engine(2, 32, BATCH, MICRO_BATCH)
     seconds = []
     for _ in range(WARM_UP + steps):
         watch = Stopwatch(torch.device("cpu"))

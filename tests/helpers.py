@@ -66,6 +66,16 @@ def find_free_port() -> int:
             return port
 
 
+@contextlib.contextmanager
+def mute_address() -> Iterator[str]:
+    """An address of this machine at which whoever connects gets no answer, not even a refusal.
+
+    A server that has enough connections which it did not take yet lets further ones wait.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        yield f"127.0.0.1:{full.getsockname()[1]}"
+
+
 def is_running(pid: int) -> bool:
     """The process exists and is not a zombie (which it stays for a while where process 1 is slow to reap orphans)."""
     try:

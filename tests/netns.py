@@ -27,7 +27,7 @@ class Network:
     def __init__(self, tag: str, subnet: str) -> None:
         self._tag, self._subnet = tag, subnet
         self._numbers = itertools.count(2)
-        self._hosts: dict[str, str] = {}
+        self._hosts: dict[str, int] = {}
         self.gateway = f"{subnet}.1"
         ip("link", "add", tag, "type", "bridge")
         ip("addr", "add", f"{self.gateway}/24", "dev", tag)
@@ -38,23 +38,23 @@ class Network:
         number = next(self._numbers)
         space, outside = f"{self._tag}-{name}", f"{self._tag}{number}"
         ip("netns", "add", space)
-        self._hosts[name] = f"{self._subnet}.{number}"
+        self._hosts[name] = number
         ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
         ip("link", "set", outside, "master", self._tag, "up")
         ip("-n", space, "link", "set", "lo", "up")
-        ip("-n", space, "addr", "add", f"{self._hosts[name]}/24", "dev", "eth0")
+        ip("-n", space, "addr", "add", f"{self._address(name)}/24", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         return ["ip", "netns", "exec", space]
 
     def cut(self, one: str, other: str, both_ways: bool = True) -> None:
         """Nothing of `one` reaches `other` any more, nor the other way round."""
-        ip("-n", f"{self._tag}-{one}", "route", "add", "blackhole", f"{self._hosts[other]}/32")
+        ip("-n", f"{self._tag}-{one}", "route", "add", "blackhole", f"{self._address(other)}/32")
         if both_ways:
             self.cut(other, one, both_ways=False)
 
     def mend(self, one: str, other: str, both_ways: bool = True) -> None:
         """Undo `cut`."""
-        ip("-n", f"{self._tag}-{one}", "route", "del", "blackhole", f"{self._hosts[other]}/32")
+        ip("-n", f"{self._tag}-{one}", "route", "del", "blackhole", f"{self._address(other)}/32")
         if both_ways:
             self.mend(other, one, both_ways=False)
 
@@ -65,8 +65,10 @@ class Network:
 
     def plug(self, name: str, into: bool) -> None:
         """Pull the cable of a host, or put it back."""
-        place = list(self._hosts).index(name) + 2
-        ip("link", "set", f"{self._tag}{place}", "up" if into else "down")
+        ip("link", "set", f"{self._tag}{self._hosts[name]}", "up" if into else "down")
+
+    def _address(self, name: str) -> str:
+        return f"{self._subnet}.{self._hosts[name]}"
 
     def close(self) -> None:
         for name in self._hosts:

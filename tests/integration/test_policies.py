@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.detect.host import family
 from elaunch.workers.plan import Plan, n_rows
 from elaunch.workers.plan.shares import DataParallelPlan
 from elaunch.workers.policy.profile import Profile
@@ -208,13 +209,8 @@ def test_a_worker_alone_plans_nothing_ahead_that_stays_behind(spawn: Spawner, tm
 
 
 def _children(pid: int, name: str) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            command = Path(f"/proc/{child}/cmdline")
-            if command.exists() and name in command.read_text():
-                found.append(int(child))
-    return found
+    commands = {child: Path(f"/proc/{child}/cmdline") for child in family(pid)[1:]}
+    return [child for child, command in commands.items() if command.exists() and name in command.read_text()]
 
 
 def _profile(n_layers: int) -> dict[str, Any]:

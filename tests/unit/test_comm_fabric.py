@@ -13,7 +13,7 @@ import pytest
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.workers.comm import door, wire
 from elaunch.workers.comm.fabric import Fabric
-from tests.helpers import wait_until
+from tests.helpers import mute_address, wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
 
 BIG_BYTES = 24 << 20
@@ -63,11 +63,8 @@ def test_a_machine_that_does_not_answer_is_not_waited_for_like_a_worker_that_com
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "ANSWER_TIMEOUT_S", 0.1)
-    # A server that has enough connections which it did not take yet lets further ones wait without an answer.
-    with crew(1) as (a,), socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        address = f"127.0.0.1:{full.getsockname()[1]}"
-        with socket.create_connection(full.getsockname()), pytest.raises(LinkLost, match="did not answer in time"):
-            a.connect({"far/0#0": address, a.worker: a.address}, epoch=1, timeout_s=PATIENCE_S)
+    with crew(1) as (a,), mute_address() as address, pytest.raises(LinkLost, match="did not answer in time"):
+        a.connect({"far/0#0": address, a.worker: a.address}, epoch=1, timeout_s=PATIENCE_S)
 
 
 def test_connect_raises_for_a_member_that_does_not_dial_in() -> None:
