@@ -27,6 +27,7 @@ from elaunch.workers.plan import Pipeline, Plan, PlanError, Stage, pipelines, st
 from elaunch.workers.plan.schedule import schedule
 from elaunch.workers.policy.estimate import estimate_step
 from elaunch.workers.policy.expand import expanded
+from elaunch.workers.policy.matching import prepare
 from elaunch.workers.policy.profile import LayerProfile, Profile
 from elaunch.workers.policy.select import choose
 from elaunch.workers.policy.structure import NotPossible
@@ -69,7 +70,9 @@ def lost_worker(report: Report, profile: Profile, clusters: Sequence[Cluster]) -
     for cluster in clusters:
         plan = cluster.plan(len(profile.layers))
         here = dataclasses.replace(profile, width=cluster.tp)
-        schedule(plan)  # a plan keeps what was derived of it, and a job has derived this for the steps before
+        # As a job has for the steps before: a plan keeps what was derived of it.
+        schedule(plan)
+        prepare(cluster.dp * cluster.pp)
         seconds, chosen = [], set()
         for lost in random.Random(0).sample(plan.workers, cluster.losses):
             members = [worker for worker in plan.workers if worker != lost]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from elaunch.workers.plan import Pipeline, Plan, Stage, n_rows, pipelines, stages, symmetric
+from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
 from elaunch.workers.plan.parts import parts
-from elaunch.workers.plan.schedule import Action, Kind, _row_costs, _Run, in_flight_limits, schedule, timeline
+from elaunch.workers.plan.schedule import (
+    Action,
+    ActionPrice,
+    Kind,
+    _row_costs,
+    _Run,
+    in_flight_limits,
+    schedule,
+    timeline,
+)
 from elaunch.workers.plan.tiling import Order
 from elaunch.workers.plan.views import inputs, outputs
 from tests.unit.plan_strategies import valid_plans
@@ -97,16 +106,52 @@ def most_in_flight(plan: Plan, actions: Sequence[Action], tiles: set[int]) -> in
 def test_the_step_of_a_pipeline_takes_as_long_as_the_closed_form_says(depth: int, units: int) -> None:
     # Chameleon eq. 9: (m + p - 1) times the forward and backward of a stage.
     plan = symmetric([f"w{i}" for i in range(depth)], depth, units, 1, pp=depth)
-    found = timeline(plan, schedule(plan), lambda action: 1.0 if action.kind == "F" else 2.0)
+    found = timeline(plan, schedule(plan), lambda kind, tile, rows: 1.0 if kind == "F" else 2.0)
     assert found.step_s == 3.0 * (units + depth - 1)
     assert found.bubble == pytest.approx((depth - 1) / (units + depth - 1))
 
 
 def test_transfers_lengthen_the_critical_path() -> None:
     plan = symmetric(["a", "b"], 2, 1, 1, pp=2)
-    found = timeline(plan, schedule(plan), lambda action: 1.0, lambda source, target: 0.5)
+    found = timeline(plan, schedule(plan), lambda kind, tile, rows: 1.0, lambda source, target, rows: 0.5)
     assert found.step_s == 5.0
     assert found.starts_s[Action("B", 0, 0)] == 4.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid_plans(tp=(1, 2)))
+def test_a_timeline_starts_each_action_when_its_workers_and_its_rows_are_there(plan: Plan) -> None:
+    def seconds(kind: Kind, tile: int, rows: int) -> float:
+        return (1 if kind == "F" else 2) * rows + tile
+
+    def told(source: int, target: int, rows: int) -> float:
+        return 0.5 * rows + 0.25 * source + 0.125 * target
+
+    order = schedule(plan)
+    found = timeline(plan, order, seconds, told)
+    ends: dict[Action, float] = {}
+    busy = dict.fromkeys(plan.workers, 0.0)
+    for action in order.sequence:
+        kind, tile, number = action
+        feeds = (inputs if kind == "F" else outputs)(plan)[tile][number]
+        ready = [
+            ends[Action(kind, feed.tile, feed.micro_batch)] + told(feed.tile, tile, sum(run[2] for run in feed.runs))
+            for feed in feeds
+        ]
+        before = [
+            ends[other]
+            for worker in plan.tiles[tile].workers
+            for other in order.by_worker[worker]
+            if other in ends
+        ]  # fmt: skip
+        assert found.starts_s[action] == max([0.0, *ready, *before])
+        takes = seconds(kind, tile, sum(map(len, plan.tiles[tile].micro_batches[number])))
+        ends[action] = found.starts_s[action] + takes
+        for worker in plan.tiles[tile].workers:
+            busy[worker] += takes
+    assert found.ends_s == ends
+    assert found.step_s == max(ends.values())
+    assert found.busy_s == busy
 
 
 def test_stages_of_unequal_length_start_forwards_first() -> None:
@@ -144,12 +189,11 @@ def test_layers_may_cost_nothing() -> None:
     assert len(schedule(plan).sequence) == 16
 
 
-def price(plan: Plan) -> Callable[[Action], float]:
+def price(plan: Plan) -> ActionPrice:
     costs = _row_costs(plan, plan.costs)
 
-    def seconds(action: Action) -> float:
-        rows = n_rows(plan.tiles[action.tile].micro_batches[action.micro_batch])
-        return (1 if action.kind == "F" else 2) * costs[action.tile] * rows
+    def seconds(kind: Kind, tile: int, rows: int) -> float:
+        return (1 if kind == "F" else 2) * costs[tile] * rows
 
     return seconds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -446,3 +447,27 @@ def test_nobody_is_left_out_where_too_few_nodes_would_be_left() -> None:
     (event,) = until_answered(workers, {W[0]: 9.0, W[1]: 9.0})
     assert (event["slow_node"], event["action"]) == ("n0", "rebalance")
     assert event["reason"] == "1 of at least 2 nodes would be left"
+
+
+def test_a_decision_leaves_the_collector_as_it_was() -> None:
+    found = []
+    try:
+        for collecting in (True, False):
+            (gc.enable if collecting else gc.disable)()
+            choose(HOME, HOME, W, EVEN)
+            with pytest.raises(NotPossible):
+                choose(HOME, HOME, [], EVEN)
+            found.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert found == [True, False]
+
+
+def test_the_first_member_is_prepared_to_match_the_tuples_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(selector_module, "prepare", prepared.append)
+    pairs = symmetric(W, 4, 12, 2, pp=2, tp=2)
+    for worker in W:
+        selector = Selector(worker, Measured("m", [LAYER] * 4, [100] * 4), Settings())
+        selector.entered(pairs, pairs, W, None)
+    assert prepared == [2]

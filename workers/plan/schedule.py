@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from elaunch.workers.plan.parts import parts
-from elaunch.workers.plan.tiling import Order, Plan, n_rows
-from elaunch.workers.plan.views import inputs, once_per_plan, outputs
+from elaunch.workers.plan.tiling import Order, Plan
+from elaunch.workers.plan.views import once_per_plan, outputs, rows_of, sources, takers
 
 Kind = Literal["F", "B"]
 
@@ -77,75 +78,84 @@ class _TileState:
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
-    missing: dict[int, int] = field(default_factory=dict)
-    owed: dict[int, int] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    owed: list[int] = field(default_factory=list)
 
 
 class _Run:
-    """One play-through on clocks that count layer-rows at these costs, with this kind of action before the other."""
+    """One play-through on clocks that count layer-rows at these costs, with this kind of action before the other.
+
+    Workers are numbers here, in the order of the tiles.
+    """
 
     def __init__(self, plan: Plan, first: Kind, costs: Sequence[int] = ()) -> None:
-        self.plan, self.first, self.crews = plan, first, _crews(plan)
-        self.row_costs = _row_costs(plan, costs)
+        self.plan, self.first = plan, first
+        numbers: dict[str, int] = {}
+        self.crews = [[numbers.setdefault(worker, len(numbers)) for worker in crew] for crew in _crews(plan)]
+        row_costs = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
+        self.work = [[cost * n for n in rows] for cost, rows in row_costs]
         self.in_crews = any(len(crew) > 1 for crew in self.crews)
-        self.feeds, self.consumers = inputs(plan), outputs(plan)
+        self.sources, self.takers = sources(plan), takers(plan)
         self.lane_of = _lanes(plan)
         lanes = range(max(self.lane_of, default=-1) + 1)
         self.in_flight = [0 for _ in lanes]
         self.lane_limit = [0 for _ in lanes]
         for lane, limit in zip(self.lane_of, in_flight_limits(plan), strict=True):
             self.lane_limit[lane] = max(self.lane_limit[lane], limit)
-        self.tiles_of: dict[str, list[int]] = {}
+        self.tiles_of: list[list[int]] = [[] for _ in numbers]
         for index, crew in enumerate(self.crews):
             for worker in crew:
-                self.tiles_of.setdefault(worker, []).append(index)
-        self.free = dict.fromkeys(self.tiles_of, True)
-        self.states = [_TileState() for _ in plan.tiles]
+                self.tiles_of[worker].append(index)
+        self.free = [True for _ in numbers]
+        # The loss of the last layer stands for a consumer whose gradient comes with the forward.
+        self.states = [
+            _TileState([], [], [len(some) for some in given], [len(some) for some in taken])
+            for given, taken in zip(self.sources, self.takers, strict=True)
+        ]
+        for state in self.states:
+            state.forward += [number for number, missing in enumerate(state.missing) if not missing]
         self.under_way: list[tuple[int, int, Action]] = []
         self.sequence: list[Action] = []
-        for index, state in enumerate(self.states):
-            for micro_batch, sources in enumerate(self.feeds[index]):
-                state.missing[micro_batch] = len(sources)
-                # The loss of the last layer stands for a consumer whose gradient comes with the forward.
-                state.owed[micro_batch] = len(self.consumers[index][micro_batch])
-                if not sources:
-                    heapq.heappush(state.forward, micro_batch)
 
     def play(self) -> tuple[int, tuple[Action, ...]]:
         """When the last action ends, and all in the order in which they start."""
         now = 0
-        self._start(tuple(self.tiles_of), now)
-        total = 2 * sum(len(tile.micro_batches) for tile in self.plan.tiles)
+        self._start(range(len(self.tiles_of)), now)
+        total = 2 * sum(map(len, self.work))
         while len(self.sequence) < total or self.under_way:
             if not self.under_way:
                 self._force(now)
             now = self.under_way[0][0]
-            touched: dict[str, None] = {}
+            touched: dict[int, None] = {}
             while self.under_way and self.under_way[0][0] == now:
-                touched |= self._finish(heapq.heappop(self.under_way)[2])
-            self._start(tuple(touched), now)
+                self._finish(heapq.heappop(self.under_way)[2], touched)
+            self._start(touched, now)
         return now, tuple(self.sequence)
 
-    def _start(self, workers: Sequence[str], now: int) -> None:
+    def _start(self, workers: Iterable[int], now: int) -> None:
         for worker in workers:
             if self.free[worker]:
-                action = self._choose(worker)
+                mine = self.tiles_of[worker]
+                action = self._next(mine[0]) if len(mine) == 1 else self._best(mine)
                 if action is not None:
                     self._begin(action, now)
 
-    def _choose(self, worker: str) -> Action | None:
-        """One of the first kind before others; of several, that nearest to the end of the model, of the first slots."""
+    def _next(self, tile: int) -> Action | None:
+        """Of a tile, one of the first kind before others."""
+        if self.in_crews and not all(self.free[member] for member in self.crews[tile]):
+            return None
+        state, lane = self.states[tile], self.lane_of[tile]
+        can_forward = state.forward and self.in_flight[lane] < self.lane_limit[lane]
+        if state.backward and not (can_forward and self.first == "F"):
+            return Action("B", tile, state.backward[0])
+        return Action("F", tile, state.forward[0]) if can_forward else None
+
+    def _best(self, tiles: Sequence[int]) -> Action | None:
+        """Of several tiles one of the first kind; of several, that nearest to the end of the model, of first slots."""
         best: tuple[bool, int, int, Action] | None = None
-        for tile in self.tiles_of[worker]:
-            if self.in_crews and not all(self.free[member] for member in self.crews[tile]):
-                continue
-            state, lane = self.states[tile], self.lane_of[tile]
-            can_forward = state.forward and self.in_flight[lane] < self.lane_limit[lane]
-            if state.backward and not (can_forward and self.first == "F"):
-                action = Action("B", tile, state.backward[0])
-            elif can_forward:
-                action = Action("F", tile, state.forward[0])
-            else:
+        for tile in tiles:
+            action = self._next(tile)
+            if action is None:
                 continue
             here = self.plan.tiles[tile]
             first_slot = here.micro_batches[action.micro_batch][0].start
@@ -154,45 +164,46 @@ class _Run:
         return None if best is None else best[3]
 
     def _begin(self, action: Action, now: int) -> None:
-        tile, state = self.plan.tiles[action.tile], self.states[action.tile]
-        heapq.heappop(state.backward if action.kind == "B" else state.forward)
-        for worker in self.crews[action.tile]:
+        kind, tile, micro_batch = action
+        state, work = self.states[tile], self.work[tile][micro_batch]
+        if kind == "F":
+            heapq.heappop(state.forward)
+            self.in_flight[self.lane_of[tile]] += 1
+        else:
+            heapq.heappop(state.backward)
+            work *= 2
+        for worker in self.crews[tile]:
             self.free[worker] = False
-        rows = n_rows(tile.micro_batches[action.micro_batch])
-        work = rows * self.row_costs[action.tile] * (2 if action.kind == "B" else 1)
-        if action.kind == "F":
-            self.in_flight[self.lane_of[action.tile]] += 1
         heapq.heappush(self.under_way, (now + work, len(self.sequence), action))
         self.sequence.append(action)
 
-    def _finish(self, action: Action) -> dict[str, None]:
-        """Tell who may have something to do now."""
-        tile, micro_batch = action.tile, action.micro_batch
-        touched = dict.fromkeys(self.crews[tile])
-        for worker in touched:
+    def _finish(self, action: Action, touched: dict[int, None]) -> None:
+        """Add who may have something to do now."""
+        kind, tile, micro_batch = action
+        here = list(self.crews[tile])
+        for worker in here:
             self.free[worker] = True
-        if action.kind == "F":
-            if not self.consumers[tile][micro_batch]:
+        if kind == "F":
+            if not self.takers[tile][micro_batch]:
                 heapq.heappush(self.states[tile].backward, micro_batch)
-            for feed in self.consumers[tile][micro_batch]:
-                state = self.states[feed.tile]
-                state.missing[feed.micro_batch] -= 1
-                if not state.missing[feed.micro_batch]:
-                    heapq.heappush(state.forward, feed.micro_batch)
-                    touched |= dict.fromkeys(self.crews[feed.tile])
+            for other, number, _ in self.takers[tile][micro_batch]:
+                state = self.states[other]
+                state.missing[number] -= 1
+                if not state.missing[number]:
+                    heapq.heappush(state.forward, number)
+                    here += self.crews[other]
         else:
             self.in_flight[self.lane_of[tile]] -= 1
-            for feed in self.feeds[tile][micro_batch]:
-                state = self.states[feed.tile]
-                state.owed[feed.micro_batch] -= 1
-                if not state.owed[feed.micro_batch]:
-                    heapq.heappush(state.backward, feed.micro_batch)
-                    touched |= dict.fromkeys(self.crews[feed.tile])
-        # Somebody else's tensor-parallel partner may have waited for this worker.
-        for worker in tuple(touched) if self.in_crews else ():
-            for other in self.tiles_of[worker]:
-                touched |= dict.fromkeys(self.crews[other])
-        return touched
+            for other, number, _ in self.sources[tile][micro_batch]:
+                state = self.states[other]
+                state.owed[number] -= 1
+                if not state.owed[number]:
+                    heapq.heappush(state.backward, number)
+                    here += self.crews[other]
+        if self.in_crews:
+            # Somebody else's tensor-parallel partner may have waited for this worker.
+            here += [member for worker in here for other in self.tiles_of[worker] for member in self.crews[other]]
+        touched |= dict.fromkeys(here)
 
     def _force(self, now: int) -> None:
         """Nothing runs, so a limit holds back all that is ready: lift it once, for what is nearest to the end."""
@@ -270,8 +281,8 @@ def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
 
 def sequences(part: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
     """For each order the actions of a part of a plan, on clocks with these costs."""
-    backward_end, backward = _Run(part, "B", costs).play()
-    forward_end, forward = _Run(part, "F", costs).play() if _differ(part, costs) else (backward_end, backward)
+    backward_end, backward = _played(part, "B", costs)
+    forward_end, forward = _played(part, "F", costs) if _differ(part, costs) else (backward_end, backward)
     return {"auto": forward if forward_end < backward_end else backward, "backward": backward, "forward": forward}
 
 
@@ -279,13 +290,28 @@ def _sequence(part: Plan) -> tuple[Action, ...]:
     """Of a part, in the order that the plan asks for; no other is played then."""
     if part.order == "auto" or not _differ(part, part.costs):
         return sequences(part, part.costs)[part.order]
-    return _Run(part, "F" if part.order == "forward" else "B", part.costs).play()[1]
+    return _played(part, "F" if part.order == "forward" else "B", part.costs)[1]
+
+
+def _played(part: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[Action, ...]]:
+    """`_Run.play`, of each part once."""
+    known = _known_runs(part)
+    key = first, tuple(costs)
+    if key not in known:
+        known[key] = _Run(part, first, costs).play()
+    return known[key]
+
+
+@once_per_plan
+def _known_runs(part: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tuple[Action, ...]]]:
+    """Those of a part so far, by what comes first and costs."""
+    return {}
 
 
 def _differ(plan: Plan, costs: Sequence[int]) -> bool:
     """Whether orders can differ: not if all actions of a kind take as long."""
-    rows = zip(_row_costs(plan, costs), plan.tiles, strict=True)
-    return len({cost * n_rows(runs) for cost, tile in rows for runs in tile.micro_batches}) > 1
+    rows = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
+    return len({cost * n for cost, here in rows for n in set(here)}) > 1
 
 
 def _row_costs(plan: Plan, costs: Sequence[int]) -> list[int]:
@@ -294,14 +320,33 @@ def _row_costs(plan: Plan, costs: Sequence[int]) -> list[int]:
     return [before[tile.layers.stop] - before[tile.layers.start] for tile in plan.tiles]
 
 
+ActionPrice = Callable[[Kind, int, int], float]
+"""Seconds of an action on its workers, by kind, tile and rows."""
+
+TransferPrice = Callable[[int, int, int], float]
+"""Seconds from the end of an action to the moment at which one that needs it may start: from this tile to that one, for
+so many rows."""
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule starts and ends, in seconds from the start of the step."""
+    """When the actions of a schedule's sequence start and end, in seconds from the start of the step."""
 
-    starts_s: Mapping[Action, float]
-    ends_s: Mapping[Action, float]
+    sequence: Sequence[Action]
+    starts: Sequence[float]
+    ends: Sequence[float]
     step_s: float
     busy_s: Mapping[str, float]
+
+    @cached_property
+    def starts_s(self) -> Mapping[Action, float]:
+        """By action."""
+        return dict(zip(self.sequence, self.starts, strict=True))
+
+    @cached_property
+    def ends_s(self) -> Mapping[Action, float]:
+        """By action."""
+        return dict(zip(self.sequence, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
@@ -314,36 +359,46 @@ class Timeline:
 def timeline(
     plan: Plan,
     order: Schedule,
-    action_s: Callable[[Action], float],
-    transfer_s: Callable[[Action, Action], float] = lambda source, target: 0.0,
+    action_s: ActionPrice,
+    transfer_s: TransferPrice = lambda source, target, rows: 0.0,
 ) -> Timeline:
     """Price a schedule: its critical path through computation and transfers (Chameleon eq. 11 by playing it through).
 
     Args:
         plan: whose tiles the actions name.
         order: of the actions.
-        action_s: seconds of an action on its workers.
-        transfer_s: seconds from the end of one action to the moment at which another that needs it may start.
+        action_s: asked once for each kind, tile and number of rows.
+        transfer_s: asked once for each pair of tiles and number of rows.
     """
-    feeds, consumers = inputs(plan), outputs(plan)
-    starts_s: dict[Action, float] = {}
-    ends_s: dict[Action, float] = {}
-    crews = _crews(plan)
+    needs_of = {"F": sources(plan), "B": takers(plan)}
+    done_of = {kind: [[0.0] * len(tile.micro_batches) for tile in plan.tiles] for kind in needs_of}
+    rows, crews = rows_of(plan), _crews(plan)
+    taken_s: dict[tuple[Kind, int, int], float] = {}
+    told_s: dict[tuple[int, int, int], float] = {}
     free_s = dict.fromkeys(order.by_worker, 0.0)
     busy_s = dict.fromkeys(order.by_worker, 0.0)
-    for action in order.sequence:
-        workers = crews[action.tile]
-        if action.kind == "F":
-            needs = [Action("F", feed.tile, feed.micro_batch) for feed in feeds[action.tile][action.micro_batch]]
-        else:
-            needs = [Action("B", feed.tile, feed.micro_batch) for feed in consumers[action.tile][action.micro_batch]]
-        ready_s = max((ends_s[need] + transfer_s(need, action) for need in needs), default=0.0)
-        start_s = max(ready_s, *(free_s[worker] for worker in workers))
-        seconds = action_s(action)
-        starts_s[action], ends_s[action] = start_s, start_s + seconds
-        for worker in workers:
-            free_s[worker] = start_s + seconds
+    starts: list[float] = []
+    ends: list[float] = []
+    for kind, tile, micro_batch in order.sequence:
+        done, start_s = done_of[kind], 0.0
+        for source, number, n in needs_of[kind][tile][micro_batch]:
+            way = source, tile, n
+            if way not in told_s:
+                told_s[way] = transfer_s(*way)
+            start_s = max(start_s, done[source][number] + told_s[way])
+        what = kind, tile, rows[tile][micro_batch]
+        if what not in taken_s:
+            taken_s[what] = action_s(*what)
+        seconds = taken_s[what]
+        for worker in crews[tile]:
+            start_s = max(start_s, free_s[worker])
+        end_s = start_s + seconds
+        for worker in crews[tile]:
+            free_s[worker] = end_s
             busy_s[worker] += seconds
-    for tile, crew in zip(plan.tiles, crews, strict=True):
-        busy_s |= {worker: busy_s[crew[0]] for worker in tile.workers if worker not in crew}
-    return Timeline(starts_s, ends_s, max(ends_s.values(), default=0.0), busy_s)
+        done[tile][micro_batch] = end_s
+        starts.append(start_s)
+        ends.append(end_s)
+    for here, crew in zip(plan.tiles, crews, strict=True):
+        busy_s |= {worker: busy_s[crew[0]] for worker in here.workers if worker not in crew}
+    return Timeline(order.sequence, starts, ends, max(ends, default=0.0), busy_s)

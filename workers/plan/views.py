@@ -12,7 +12,7 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from elaunch.workers.plan.tiling import MicroBatch, Plan, PlanError
+from elaunch.workers.plan.tiling import MicroBatch, Plan, PlanError, n_rows
 
 T = TypeVar("T")
 
@@ -32,9 +32,17 @@ class Feed:
     micro_batch: int
     runs: tuple[tuple[int, int, int], ...]
 
+    @property
+    def n_rows(self) -> int:
+        """Of all its runs."""
+        return sum(run[2] for run in self.runs)
+
 
 Feeds = tuple[tuple[tuple[Feed, ...], ...], ...]
 """For [tile][micro-batch] its feeds."""
+
+Ends = tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]
+"""For [tile][micro-batch] the (tile, micro-batch, rows) of its feeds."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,32 @@ def outputs(plan: Plan) -> Feeds:
             for feed in feeds:
                 found[feed.tile][feed.micro_batch].append(Feed(tile, micro_batch, feed.runs))
     return tuple(tuple(tuple(sorted(feeds, key=_by_source_row)) for feeds in tile) for tile in found)
+
+
+@once_per_plan
+def rows_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """For [tile][micro-batch] its rows."""
+    # The stages of a pipeline mostly have the very same micro-batches.
+    known = {id(tile.micro_batches): tuple(map(n_rows, tile.micro_batches)) for tile in plan.tiles}
+    return tuple(known[id(tile.micro_batches)] for tile in plan.tiles)
+
+
+@once_per_plan
+def sources(plan: Plan) -> Ends:
+    """`inputs` without the places of the rows."""
+    return _ends(inputs(plan))
+
+
+@once_per_plan
+def takers(plan: Plan) -> Ends:
+    """`outputs` without the places of the rows."""
+    return _ends(outputs(plan))
+
+
+def _ends(feeds: Feeds) -> Ends:
+    return tuple(
+        tuple(tuple((feed.tile, feed.micro_batch, feed.n_rows) for feed in some) for some in tile) for tile in feeds
+    )
 
 
 @once_per_plan

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from elaunch.workers.plan.parts import Part, parts
 from elaunch.workers.plan.schedule import Action, Schedule, by_workers, schedule, sequences, timeline
-from elaunch.workers.plan.tiling import ORDERS, Plan, n_rows
-from elaunch.workers.plan.views import gradient_groups, holders
+from elaunch.workers.plan.tiling import ORDERS, Plan
+from elaunch.workers.plan.views import gradient_groups, holders, rows_of
 from elaunch.workers.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
 
@@ -229,24 +229,26 @@ def _likeness(part: Part, profile: Profile) -> Hashable:
 
 
 def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
-    workers = part.workers
+    workers, rows = part.workers, rows_of(part)
     price = action_s(profile, part)
     played = timeline(part, order, price, transfer_s(profile, part))
     activations = list(accumulate((layer.activation_bytes_per_row for layer in profile.layers), initial=0))
-    rows = [[n_rows(runs) for runs in tile.micro_batches] for tile in part.tiles]
-    kept: dict[Action, float] = {}
-    for index, tile in enumerate(part.tiles):
-        per_row = activations[tile.layers.stop] - activations[tile.layers.start]
-        for number, n in enumerate(rows[index]):
-            kept[Action("F", index, number)] = n * per_row / len(tile.workers)
-            kept[Action("B", index, number)] = -n * per_row / len(tile.workers)
+    per_row = [
+        (activations[tile.layers.stop] - activations[tile.layers.start]) / len(tile.workers) for tile in part.tiles
+    ]
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
         # The members of a tuple have one order.
         mine = order.by_worker[worker]
         if id(mine) not in known:
-            most = math.ceil(max(accumulate(kept[action] for action in mine)))
-            known[id(mine)] = played.ends_s[mine[-1]], price(mine[-1]), most
+            kept = most = 0.0
+            for kind, tile, micro_batch in mine:
+                n_bytes = rows[tile][micro_batch] * per_row[tile]
+                kept += n_bytes if kind == "F" else -n_bytes
+                most = max(most, kept)
+            last = mine[-1]
+            last_s = price(last.kind, last.tile, rows[last.tile][last.micro_batch])
+            known[id(mine)] = played.ends_s[last], last_s, math.ceil(most)
     found = [known[id(order.by_worker[worker])] for worker in workers]
     return _Played(
         tuple(end_s for end_s, _, _ in found),

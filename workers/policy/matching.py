@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,12 @@ FEW = 64
 
 MOST_SINGLY = 1500
 """Tuples up to which each is matched singly; beyond, tuples that hold the same are alike, and so are equal roles."""
+
+
+def prepare(n_tuples: int) -> None:
+    """Import what it takes to match so many tuples, before a job waits for it."""
+    if n_tuples > FEW:
+        importlib.import_module("scipy.optimize")
 
 
 def matched(tuples: Sequence[tuple[str, ...]], roles: Sequence[range], before: Plan, profile: Profile) -> list[int]:

@@ -24,9 +24,8 @@ from typing import Any
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.membership import node_of, slot_of
-from elaunch.workers.plan.schedule import Action
-from elaunch.workers.plan.tiling import Plan, PlanError, Tile, n_rows
-from elaunch.workers.plan.views import inputs
+from elaunch.workers.plan.schedule import ActionPrice, Kind, TransferPrice
+from elaunch.workers.plan.tiling import Plan, PlanError, Tile
 
 VERSION = 1
 
@@ -368,7 +367,7 @@ def _sums(seconds: list[tuple[float, float]]) -> _Sums:
     return list(fixed), list(accumulate((one[1] for one in seconds), initial=0.0))
 
 
-def action_s(profile: Profile, plan: Plan) -> Callable[[Action], float]:
+def action_s(profile: Profile, plan: Plan) -> ActionPrice:
     """Seconds of computation of an action of `plan`, for `elaunch.workers.plan.schedule.timeline`.
 
     Each tile of the plan counts as one tuple of the profile.
@@ -377,18 +376,16 @@ def action_s(profile: Profile, plan: Plan) -> Callable[[Action], float]:
         PlanError: the plan is for another number of layers.
     """
     profile.check(plan)
-    speeds = [profile.tile_speed(tile) for tile in plan.tiles]
 
-    def seconds(action: Action) -> float:
-        tile = plan.tiles[action.tile]
-        rows = n_rows(tile.micro_batches[action.micro_batch])
-        price = profile.forward_s if action.kind == "F" else profile.backward_s
-        return price(tile.layers, rows, len(tile.workers)) / speeds[action.tile]
+    def seconds(kind: Kind, tile: int, rows: int) -> float:
+        here = plan.tiles[tile]
+        price = profile.forward_s if kind == "F" else profile.backward_s
+        return price(here.layers, rows, len(here.workers)) / profile.tile_speed(here)
 
     return seconds
 
 
-def transfer_s(profile: Profile, plan: Plan) -> Callable[[Action, Action], float]:
+def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
     """Seconds from the end of an action to the arrival of its rows at one that needs them, for `timeline`.
 
     Zero where both are done by the same workers.
@@ -398,20 +395,13 @@ def transfer_s(profile: Profile, plan: Plan) -> Callable[[Action, Action], float
     """
     profile.check(plan)
 
-    def seconds(source: Action, target: Action) -> float:
-        lower, upper = (source, target) if source.kind == "F" else (target, source)
-        here, there = plan.tiles[source.tile].workers, plan.tiles[target.tile].workers
-        if here == there:
+    def seconds(source: int, target: int, rows: int) -> float:
+        here, there = plan.tiles[source], plan.tiles[target]
+        if here.workers == there.workers:
             return 0.0
-        rows = sum(
-            count
-            for feed in inputs(plan)[upper.tile][upper.micro_batch]
-            if (feed.tile, feed.micro_batch) == (lower.tile, lower.micro_batch)
-            for _, _, count in feed.runs
-        )
         # The gradient of an output is as large as the output.
-        row_bytes = profile.layers[plan.tiles[upper.tile].layers.start - 1].output_bytes_per_row
-        return profile.link(here[0], there[0]).seconds(rows * row_bytes)
+        layer = profile.layers[max(here.layers.start, there.layers.start) - 1]
+        return profile.link(here.workers[0], there.workers[0]).seconds(rows * layer.output_bytes_per_row)
 
     return seconds
 

@@ -92,9 +92,13 @@ def balanced(
     ranked = sorted((bounds for bounds in tried if value(bounds) < math.inf), key=value)
     length = min(turns, 2 * len(given) + PERIOD)
     most = max(1, min(most_played, MOST_ACTIONS // (2 * n_lanes * len(given) * length)))
+    bounded = any(profile.cap_bytes(worker) < math.inf for worker in members)
     best: tuple[float, tuple[int, ...]] | None = None
     for number, bounds in enumerate(ranked[:MOST_REFUSED]):
         if best is not None and number >= most:
+            break
+        if most == 1 and not bounded:
+            best = value(bounds), bounds
             break
         # The beginning of a long step tells which cut is better, and what memory it takes.
         short = made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members)

@@ -11,9 +11,11 @@ A plan is worth its throughput x the part of the time until the next change in w
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -217,6 +219,19 @@ class Choice:
             raise ProtocolError(f"expected a choice of a plan, found {text[:80]!r} ({error})") from error
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles: what a decision makes are very many small values, and no cycles."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_uncollected()
 def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, settings: Settings | None = None) -> Choice:
     """The best plan for the members; where each place of `home` has a worker, and none is slow, `home`.
 
@@ -275,10 +290,10 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
 
 def fill(home: Plan, members: Sequence[str]) -> Plan:
     """`home` with the places of those who are lost taken by those who have none; on the same slot, if it is free."""
-    here = set(members)
-    places = [worker for worker in home.workers if worker not in home.idle]
+    here, idle = set(members), set(home.idle)
+    places = dict.fromkeys(worker for worker in home.workers if worker not in idle)
     lost = [worker for worker in places if worker not in here]
-    free = [worker for worker in members if worker not in set(places)]
+    free = [worker for worker in members if worker not in places]
     taken: dict[str, str] = {}
     for same in (True, False):
         for worker in lost:
@@ -294,8 +309,8 @@ def _n_busy(plan: Plan) -> int:
 
 
 def _as_it_is(base: Plan, members: Sequence[str]) -> Plan:
-    busy = {worker for tile in base.tiles for worker in tile.workers}
-    if missing := [worker for worker in base.workers if worker in busy and worker not in set(members)]:
+    busy, here = {worker for tile in base.tiles for worker in tile.workers}, set(members)
+    if missing := [worker for worker in base.workers if worker in busy and worker not in here]:
         raise NotPossible(f"{', '.join(missing)} must be replaced")
     return replace(base, idle=tuple(member for member in members if member not in busy))
 

@@ -27,6 +27,7 @@ from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.policy.ahead import Ahead
 from elaunch.workers.policy.dvfs import Clocking, ClockRange, upclocked
+from elaunch.workers.policy.matching import prepare
 from elaunch.workers.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.workers.policy.profile import LayerProfile, Profile
 from elaunch.workers.policy.select import Candidate, Choice, Settings, choose
@@ -428,6 +429,8 @@ class Selector:
         if (event := self._remedies.entered(members)) is not None and self._is_first():
             self._events.append(event)
         self._since_change, self._asked, self._speeds_then, self.due = 0, False, self._speeds, False
+        if self._is_first():
+            prepare(len({tile.workers for tile in plan.tiles}))
 
     def told_history(self) -> dict[str, Any]:
         """What members tell who joins, as JSON; `History.from_json` reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
@@ -49,13 +50,16 @@ def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tupl
     first: dict[tuple[str, ...], int] = {}
     size = plan.micro_batch_size
     lanes = [share(plan.n_units, n_lanes, lane) for lane in range(n_lanes)]
+    ends = [units.stop * size for units in lanes]
     for tile in tiles:
         mine = rows.setdefault(tile.workers, [0] * n_lanes)
         for run in (run for runs in tile.micro_batches for run in runs):
             first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
-            for lane, units in enumerate(lanes):
-                start, stop = max(run.start, units.start * size), min(run.stop, units.stop * size)
-                mine[lane] += max(0, stop - start)
+            for lane in range(bisect_right(ends, run.start), n_lanes):
+                start, stop = max(run.start, lanes[lane].start * size), min(run.stop, ends[lane])
+                if start >= stop:
+                    break
+                mine[lane] += stop - start
     found: dict[int, tuple[str, ...]] = {}
     for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
         free = [lane for lane in range(n_lanes) if lane not in found]
