@@ -101,9 +101,8 @@ def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
     usual_s, most_s = (_share_s(engine, said, n) for n in (round(part * WORKERS), WORKERS))
     low, high = median_interval(differences)
     step_s = statistics.median(plain_s)
-    cost, at_first = (
-        100 * (statistics.median(differences) + share_s / step_s) / EVERY for share_s in (usual_s, most_s)
-    )
+    measured = statistics.median(differences)
+    cost, at_first = (100 * (measured + share_s / step_s) / EVERY for share_s in (usual_s, most_s))
     report.row(
         {
             "blocks": blocks,

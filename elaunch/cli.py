@@ -29,7 +29,6 @@ from elaunch.config import (
     parse_conf,
     parse_endpoint,
     parse_health,
-    parse_nnodes,
     parse_nproc,
     parse_signals,
 )
@@ -37,6 +36,7 @@ from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.launch import is_free_here, launch
 from elaunch.logs import LogSettings, parse_filters, parse_mask, parse_ranks
+from elaunch.ranges import parse_range
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
 FOREIGN = "foreign"  # a rendezvous of somebody else's
@@ -170,6 +170,13 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get(policies.ALLOW_DVFS, "0") not in ("", "0"),
         help="the clocks of devices may be locked, to a higher frequency where one holds up the others",
     )
+    for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
+        p.add_argument(
+            f"--{name}",
+            metavar="MIN:MAX",
+            default=os.environ.get(variable, ""),
+            help=f"{what} that reparallelize may make",
+        )
     p.add_argument(
         "--profile",
         default=os.environ.get(policies.PROFILE, ""),
@@ -230,7 +237,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         SystemExit: 2, from argparse, with the usage.
     """
     args = parser().parse_args(argv)
-    low, high = parse_nnodes(args.nnodes)
+    low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     meeting = _meeting(args, low, high)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
@@ -277,7 +284,9 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
         notices=notices.parse(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
-        wishes=policies.parse(args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy),
+        wishes=policies.parse(
+            args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy, args.dp, args.pp
+        ),
         node_check=args.node_check,
         health=parse_health(args.health_policy, args.health_interval),
         hang=hang.parse(args.hang_timeout),

@@ -145,22 +145,6 @@ class AgentConfig:
     hang: HangTimeout = field(default_factory=HangTimeout)
 
 
-def parse_nnodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
-    """Read N or MIN:MAX; `flag` is whose value it is.
-
-    Raises:
-        UsageError: it is neither, or the range is empty.
-    """
-    parts = text.split(":")
-    try:
-        low, high = int(parts[0]), int(parts[-1])
-    except ValueError:
-        low = high = 0
-    if len(parts) > 2 or not 1 <= low <= high:
-        raise UsageError(f"{flag}={text}: expected N or MIN:MAX with 1 <= MIN <= MAX")
-    return low, high
-
-
 def parse_nproc(text: str) -> int:
     """Read a number of workers, or cpu, gpu, npu, xpu or auto (devices where there are some, else cpu).
 

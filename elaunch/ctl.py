@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from elaunch import jobs
 from elaunch.cli import FlagParser
-from elaunch.config import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint, parse_nnodes
+from elaunch.config import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
+from elaunch.ranges import parse_range
 from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
@@ -285,7 +286,7 @@ def _drain(args: argparse.Namespace) -> None:
 
 
 def _resize(args: argparse.Namespace) -> None:
-    parse_nnodes(args.nodes, "elaunch ctl resize")
+    parse_range(args.nodes, "elaunch ctl resize")
     with _job(args) as (store, _, job):
         print(resize(store, job, args.nodes, args.timeout))
 

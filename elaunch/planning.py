@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaunch.config import parse_nnodes
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policies import CONSISTENCIES, POLICIES
+from elaunch.ranges import parse_range
 from elaunch.rendezvous.membership import names_text, node_of, slot_of
 from elaunch.workers.plan.tiling import Plan, PlanError
 from elaunch.workers.policy.estimate import StepEstimate, estimate_step
@@ -172,7 +172,7 @@ def pictures(before: Plan, choice: Choice) -> str:
 def _settings(args: argparse.Namespace) -> Settings:
     if not args.next_s > 0:
         raise UsageError(f"--next={args.next_s:g}: expected a number of seconds above 0")
-    given = {name: parse_nnodes(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
+    given = {name: parse_range(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
     return Settings(args.policy, args.consistency, Degrees(**given), next_s=args.next_s)
 
 

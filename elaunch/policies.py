@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from elaunch.errors import UsageError
+from elaunch.ranges import parse_range
 
 POLICY = "ELAUNCH_POLICY"
 CONSISTENCY = "ELAUNCH_CONSISTENCY"
 ALLOW_DVFS = "ELAUNCH_ALLOW_DVFS"
 PROFILE = "ELAUNCH_PROFILE"
 SLOW_POLICY = "ELAUNCH_SLOW_POLICY"
+DP = "ELAUNCH_DP"
+PP = "ELAUNCH_PP"
 
 Policy = Literal["auto", "reroute", "resize", "reparallelize"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -25,7 +28,14 @@ CONSISTENCIES: tuple[str, ...] = get_args(Consistency)
 SlowPolicy = Literal["rebalance", "replace", "exclude", "report"]
 SLOW_POLICIES: tuple[str, ...] = get_args(SlowPolicy)
 
-NAMES = {POLICY: "--policy", CONSISTENCY: "--consistency", PROFILE: "--profile", SLOW_POLICY: "--slow-policy"}
+NAMES = {
+    POLICY: "--policy",
+    CONSISTENCY: "--consistency",
+    PROFILE: "--profile",
+    SLOW_POLICY: "--slow-policy",
+    DP: "--dp",
+    PP: "--pp",
+}
 """Of the variables, as flags."""
 
 
@@ -41,6 +51,8 @@ class Wishes:
         profile: file with the profile of the job, read at its start and kept up to date.
         slow_policy: what is done about a slow worker: another plan, another process in its place, the others go on
             without it, or nothing but an event.
+        dp: the least and the greatest number of pipelines that `reparallelize` may make; None: near what it is.
+        pp: likewise of stages of a pipeline; None: any.
     """
 
     policy: Policy = "auto"
@@ -48,6 +60,8 @@ class Wishes:
     allow_dvfs: bool = False
     profile: Path | None = None
     slow_policy: SlowPolicy = "rebalance"
+    dp: tuple[int, int] | None = None
+    pp: tuple[int, int] | None = None
 
     def variables(self) -> dict[str, str]:
         """For the environment of workers; `from_environment` reads them."""
@@ -56,6 +70,7 @@ class Wishes:
             found[CONSISTENCY] = self.consistency
         if self.profile is not None:
             found[PROFILE] = str(self.profile)
+        found |= {name: "{}:{}".format(*given) for name, given in ((DP, self.dp), (PP, self.pp)) if given is not None}
         return found
 
 
@@ -65,17 +80,19 @@ def parse(
     allow_dvfs: bool,
     profile: str,
     slow_policy: str = "",
+    dp: str = "",
+    pp: str = "",
     names: Mapping[str, str] = NAMES,
 ) -> Wishes:
     """Read the settings; empty ones were not given.
 
     Args:
-        policy, consistency, profile, slow_policy: as given.
+        policy, consistency, profile, slow_policy, dp, pp: as given.
         allow_dvfs: likewise.
         names: what the variables are called in messages.
 
     Raises:
-        UsageError: a value is none of those there are.
+        UsageError: a value is none of those there are, or no range.
     """
     for name, value, known in (
         (POLICY, policy, POLICIES),
@@ -90,6 +107,7 @@ def parse(
         allow_dvfs,
         Path(os.path.abspath(profile)) if profile else None,
         slow_policy or "rebalance",  # type: ignore[arg-type]
+        *(parse_range(text, names.get(name, name)) if text else None for name, text in ((DP, dp), (PP, pp))),
     )
 
 
@@ -99,7 +117,7 @@ def from_environment(environment: Mapping[str, str]) -> Wishes:
     Raises:
         UsageError: as `parse`.
     """
-    policy, consistency, dvfs, profile, slow_policy = (
-        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE, SLOW_POLICY)
+    policy, consistency, dvfs, profile, slow_policy, dp, pp = (
+        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE, SLOW_POLICY, DP, PP)
     )
-    return parse(policy, consistency, dvfs not in ("", "0"), profile, slow_policy, {})
+    return parse(policy, consistency, dvfs not in ("", "0"), profile, slow_policy, dp, pp, {})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from elaunch.errors import RequestRefused
+from elaunch.ranges import parse_range
 from elaunch.rendezvous.membership import DrainRequest, JobSize, names_text
 from elaunch.rendezvous.observer import Documents, Observer, asking, check_runs
 from elaunch.rendezvous.store import Store
@@ -53,10 +54,8 @@ def limits_of(job: str, documents: Documents, text: str) -> tuple[int, int]:
         RequestRefused: the job has ended.
         UsageError: it is neither.
     """
-    from elaunch.config import parse_nnodes
-
     check_runs(job, documents)
-    least, most = parse_nnodes(text, "elaunch ctl resize")
+    least, most = parse_range(text, "elaunch ctl resize")
     now = documents.nnodes
     if ":" not in text and now is not None:
         least = min(now[0], most)

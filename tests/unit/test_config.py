@@ -19,11 +19,11 @@ from elaunch.config import (
     own_address,
     parse_conf,
     parse_endpoint,
-    parse_nnodes,
     parse_nproc,
 )
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
+from elaunch.ranges import parse_range
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,12 @@ class TestNnodes:
         ("text", "expected"), [("1", (1, 1)), ("4", (4, 4)), ("1:4", (1, 4)), ("2:2", (2, 2)), ("10:1000", (10, 1000))]
     )
     def test_a_number_or_a_range(self, text: str, expected: tuple[int, int]) -> None:
-        assert parse_nnodes(text) == expected
+        assert parse_range(text, "--nnodes") == expected
 
     @pytest.mark.parametrize("text", ["0", "-1", "3:1", "0:2", "1:2:3", "a", "1:b", "", ":", "1:", ":2", "1.5", "1-2"])
     def test_anything_else_is_refused_by_name(self, text: str) -> None:
         with pytest.raises(UsageError) as caught:
-            parse_nnodes(text)
+            parse_range(text, "--nnodes")
         assert str(caught.value) == f"--nnodes={text}: expected N or MIN:MAX with 1 <= MIN <= MAX"
 
 

@@ -283,12 +283,35 @@ def test_who_joins_takes_over_the_history() -> None:
 
 
 def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
-    for wishes in (Wishes(), Wishes("resize", "bitwise", True, tmp_path / "job.json")):
+    file = tmp_path / "job.json"
+    for wishes in (Wishes(), Wishes("resize", "bitwise", True, file), Wishes(dp=(1, 3), pp=(2, 2))):
         assert from_environment(wishes.variables()) == wishes
     with pytest.raises(UsageError, match="--policy=best: expected one of auto, reroute, resize, reparallelize"):
         parse("best", "", False, "")
     with pytest.raises(UsageError, match="ELAUNCH_CONSISTENCY=exact: expected one of bitwise, fast"):
         from_environment({"ELAUNCH_CONSISTENCY": "exact"})
+    with pytest.raises(UsageError, match="--pp=3:2: expected N or MIN:MAX with 1 <= MIN <= MAX"):
+        parse("", "", False, "", pp="3:2")
+    with pytest.raises(UsageError, match="ELAUNCH_DP=some: expected N or MIN:MAX"):
+        from_environment({"ELAUNCH_DP": "some"})
+
+
+@pytest.mark.parametrize(("dp", "pp"), [((1, 1), None), (None, (1, 1)), ((1, 2), (2, 2))])
+def test_pipelines_are_made_as_the_user_wants_them(
+    dp: tuple[int, int] | None, pp: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in Wishes("reparallelize", dp=dp, pp=pp).variables().items():
+        monkeypatch.setenv(name, value)
+    one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
+    for left in (W[:3], W[:2]):
+        choice = one.decide(HOME, HOME, left)
+        (candidate,) = [found for found in choice.candidates if found.policy == "reparallelize"]
+        assert choice.chosen is candidate
+        assert candidate.plan is not None
+        first = [tile for tile in candidate.plan.tiles if tile.layers.start == 0]
+        assert dp is None or dp[0] <= len(first) <= dp[1]
+        depth = len({tile.layers for tile in candidate.plan.tiles})
+        assert pp is None or pp[0] <= depth <= pp[1]
 
 
 def test_a_profile_is_read_and_kept_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from elaunch.workers.policy.dvfs import Clocking, ClockRange, upclocked
 from elaunch.workers.policy.matching import prepare
 from elaunch.workers.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.workers.policy.profile import LayerProfile, Profile
+from elaunch.workers.policy.reparallelize import Degrees
 from elaunch.workers.policy.select import Candidate, Choice, Settings, choose
 from elaunch.workers.policy.slow import Excuse, Remedies
 from elaunch.workers.policy.structure import NotPossible
@@ -493,7 +494,9 @@ def make_selector(
                 f"--profile={wishes.profile} has {len(prior.layers)} layers and the model {len(layers)}; give the file "
                 "of this model, or the name of a new one"
             )
-    settings = Settings(wishes.policy, wishes.consistency or "fast", slot_samples=slot_samples)
+    any_degrees = Degrees()
+    degrees = Degrees(wishes.dp or any_degrees.dp, wishes.pp or any_degrees.pp)
+    settings = Settings(wishes.policy, wishes.consistency or "fast", degrees, slot_samples=slot_samples)
     measured = Measured(name, layers, elements, prior)
     return Selector(worker, measured, settings, wishes.profile, wishes.slow_policy, min_nodes)
 
