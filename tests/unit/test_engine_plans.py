@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from elaunch.workers.engine.engine import StepReport
 from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
 from tests.helpers import ROOT
 from tests.unit.engine_crew import train
@@ -181,15 +182,21 @@ def test_bfloat16_with_master_weights_is_bitwise_the_same_too(gpt: dict[str, Any
     assert train(even(dp=2, pp=2), 10, dtype=torch.bfloat16, **gpt)[0] == reference
 
 
+DESCENT: dict[str, Any] = {"optimizer": lambda named: torch.optim.SGD(named, lr=1.0), "clip_norm": 1e9}
+
+
+@cache
+def descended_alone(*sizes: int) -> tuple[list[StepReport], dict[str, Tensor]]:
+    return train(symmetric(["alone"], *sizes), 2, **DESCENT)
+
+
 @pytest.mark.timeout(300)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(valid_plans(max_layers=4, max_units=4, max_workers=5, tp=(1, 2)))
 def test_no_random_plan_deadlocks_and_all_give_the_same_gradients(plan: Plan) -> None:
     """Plain gradient descent with rate 1: the parameters after a step show the gradient of the whole batch."""
-    alone = symmetric(["alone"], plan.n_layers, plan.global_batch_size, plan.micro_batch_size)
-    settings: dict[str, Any] = {"optimizer": lambda named: torch.optim.SGD(named, lr=1.0), "clip_norm": 1e9}
-    reports, parameters = train(plan, 2, **settings)
-    expected, reference = train(alone, 2, **settings)
+    reports, parameters = train(plan, 2, **DESCENT)
+    expected, reference = descended_alone(plan.n_layers, plan.global_batch_size, plan.micro_batch_size)
     assert [one.loss for one in reports] == pytest.approx([one.loss for one in expected], rel=1e-12)
     assert reports[0].gradient_norm == pytest.approx(expected[0].gradient_norm, rel=1e-12)
     for name, value in reference.items():
