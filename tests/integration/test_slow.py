@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults.test_hybrid import SCRIPT, reference
 from tests.helpers import Spawner
 from tests.jobs.watch import SCRIPT as OBJECTS
@@ -98,6 +99,34 @@ def test_who_is_so_slow_that_the_others_are_faster_alone_is_left_out(spawn: Spaw
     assert [event["worker"] for event in node.events("worker_started") if "node0/1" in event["worker"]] == ["node0/1#0"]
     assert "its slot is not used again" in node.agent.text()
     stop(node)
+
+
+def test_a_node_whose_workers_are_all_slow_is_left_out_as_a_whole(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    script = (SCRIPT, "--dp=2", "--pp=2", *ROWS, "--slow", "b/0:30:20", "--slow", "b/1:30:20")
+    # Both are there before the first step.
+    conf = "--rdzv-conf=last_call_timeout=120"
+    job = ("--nnodes=1:2", "--nproc-per-node=2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf)
+    flags = (*job, "--slow-policy=exclude")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
+
+    def left_out() -> list[Event]:
+        slow = [event for node in nodes for event in node.events("slow")]
+        return [event for event in slow if event["action"] == "exclude"]
+
+    (found,) = wait_for(nodes, left_out, FOUND_S, "the slow node")
+    assert found["slow_node"] == "b"
+    assert sorted(found["workers"]) == ["b/0#0", "b/1#0"]
+    fast, slow = nodes
+    wait_for(nodes, lambda: len(slow.events("worker_exited")) == 2, FOUND_S, "their end")
+    assert [event["exitcode"] for event in slow.events("worker_exited")] == [0, 0]
+    wait_for_step(fast, fast.last_step() + 20, FOUND_S)
+    assert fast.members() == ["a/0#0", "a/1#0"]
+    assert "no slot of this node is used any more; its agent stays until the job ends" in slow.agent.text()
+    assert len(slow.events("worker_started")) == 2
+    for node in (slow, fast):
+        stop(node)
 
 
 def test_who_is_not_so_slow_stays_and_has_less_to_do(spawn: Spawner, tmp_path: Path) -> None:
