@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dp", default="", metavar="MIN:MAX", help="pipelines that reparallelize may make")
     p.add_argument("--pp", default="", metavar="MIN:MAX", help="stages of a pipeline that reparallelize makes")
     p.add_argument(
+        "--tp", default="", metavar="N,…", help="other numbers of workers that expand may give a tensor-parallel tuple"
+    )
+    p.add_argument(
         "--memory", type=float, metavar="GB", help="1e9 bytes that a worker may use, whatever the profile says"
     )
     p.add_argument("--next", type=float, default=NEXT_S, metavar="S", dest="next_s", help="seconds to the next change")
@@ -173,7 +176,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     if not args.next_s > 0:
         raise UsageError(f"--next={args.next_s:g}: expected a number of seconds above 0")
     given = {name: parse_range(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
-    return Settings(args.policy, args.consistency, Degrees(**given), next_s=args.next_s)
+    widths = tuple(_width(text) for text in _names(args.tp))
+    return Settings(args.policy, args.consistency, Degrees(**given), widths, next_s=args.next_s)
+
+
+def _width(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--tp {text}: expected numbers of workers, 1 or more, with commas between them")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:

@@ -72,6 +72,20 @@ def test_memory_degrees_and_the_expected_time_are_the_users(
     assert json.loads(capsys.readouterr().out)["candidates"][0]["score"] == 0
 
 
+def test_newcomers_become_partners_if_tuples_may_be_wider(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One micro-batch in a step: neither replicas nor stages make it faster.
+    lone = tmp_path / "lone.plan"
+    lone.write_text(f"{symmetric(WORKERS[:1], 12, 2, 2)}\nidle {WORKERS[1]}\n")
+    widths = []
+    for more in ([], ["--tp=2"]):
+        assert cli.main([*flags, f"--plan={lone}", *more, "--json"]) == 0
+        plan = Plan.parse(json.loads(capsys.readouterr().out)["plan"])
+        widths.append({len(tile.workers) for tile in plan.tiles})
+    assert widths == [{1}, {2}]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -81,6 +95,7 @@ def test_memory_degrees_and_the_expected_time_are_the_users(
         (["--slow=n1/0"], "--slow n1/0: expected WORKER=SPEED with a number above 0"),
         (["--slow=n1/0=0"], "--slow n1/0=0: expected WORKER=SPEED with a number above 0"),
         (["--dp=4:2"], "--dp=4:2: expected N or MIN:MAX with 1 <= MIN <= MAX"),
+        (["--tp=2,half"], "--tp half: expected numbers of workers, 1 or more, with commas between them"),
         (["--memory=-1"], "--memory=-1: expected a number of 1e9 bytes above 0"),
         (["--next=0"], "--next=0: expected a number of seconds above 0"),
         (["--profile=/nowhere"], "No such file or directory: '/nowhere'"),
