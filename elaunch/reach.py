@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
-from elaunch.rendezvous.membership import Cut
+from elaunch.rendezvous.membership import Cut, split_address
 
 ANSWER_S = 1.0
 """How long a machine may take to answer."""
@@ -117,14 +117,8 @@ class Reach:
             changed = self._cut.take(asked, silent, time.monotonic())
             if changed or suspects:
                 cut = self._cut.nodes
-                cuts = tuple(Cut(node, split(self._addresses[node])[0]) for node in sorted(cut))
+                cuts = tuple(Cut(node, split_address(self._addresses[node])[0]) for node in sorted(cut))
                 self._found(cuts, frozenset(suspects & asked.keys() - cut))
-
-
-def split(address: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of a worker's address."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
@@ -145,7 +139,7 @@ def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
     with ExitStack() as stack:
         poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
         for name, address in addresses.items():
-            host, port = split(address)
+            host, port = split_address(address)
             sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             sock.setblocking(False)
             try:

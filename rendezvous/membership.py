@@ -86,6 +86,14 @@ def node_of(worker: str) -> str:
     return worker.partition("/")[0]
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """The address of a worker, `host:port` or `[v6]:port`, as a pair; raises `ValueError` when it is neither."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit()):
+        raise ValueError(f"{address!r} is not an address: expected host:port")
+    return host.strip("[]"), int(port)
+
+
 def names_text(names: Sequence[str]) -> str:
     """The names, or the first of them and how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""

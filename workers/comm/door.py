@@ -17,20 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.membership import split_address
 from elaunch.workers.comm import wire
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
 
 _CROSSED = "crossed: this worker dials as well"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` as a pair; raises `ValueError` when it is neither."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdigit()):
-        raise ValueError(f"{address!r} is not an address: expected host:port")
-    return host.strip("[]"), int(port)
 
 
 @dataclass(eq=False)

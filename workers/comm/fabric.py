@@ -26,10 +26,11 @@ from math import inf
 from typing import Literal
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import pulse
 from elaunch.workers.comm import wire
-from elaunch.workers.comm.door import Door, read_line, split_address
+from elaunch.workers.comm.door import Door, read_line
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Destination, Link
 from elaunch.workers.comm.stream import Flow, Messages
