@@ -1,4 +1,4 @@
-"""Numbers and ranges of numbers, as flags give them."""
+"""Ranges of numbers, as flags give them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from elaunch.workers.plan.parts import parts
 from elaunch.workers.plan.tiling import Order, Plan
-from elaunch.workers.plan.views import once_per_plan, outputs, rows_of, sources, takers
+from elaunch.workers.plan.views import once_per_plan, rows_of, sources, takers
 
 Kind = Literal["F", "B"]
 
@@ -60,26 +60,26 @@ def in_flight_limits(plan: Plan) -> tuple[int, ...]:
     1 for the last stage, and one more per stage before it, as in 1F1B. Where micro-batches of neighbouring tiles differ
     in number, a tile needs as many more as make up one of its consumer's.
     """
-    feeds, limits = outputs(plan), [1] * len(plan.tiles)
+    taken, limits = takers(plan), [1] * len(plan.tiles)
     for tile in sorted(range(len(plan.tiles)), key=lambda tile: -plan.tiles[tile].layers.stop):
-        pairs = {(feed.tile, here, feed.micro_batch) for here, takers in enumerate(feeds[tile]) for feed in takers}
+        pairs = {(other, here, number) for here, ends in enumerate(taken[tile]) for other, number, _ in ends}
         for consumer in {pair[0] for pair in pairs}:
             mine = {pair[1] for pair in pairs if pair[0] == consumer}
             theirs = {pair[2] for pair in pairs if pair[0] == consumer}
             # To have n in flight for this consumer, n times as many as it takes, and those for others between them.
-            rate = Fraction(len(mine), len(theirs)) * Fraction(len(feeds[tile]), len(mine))
+            rate = Fraction(len(mine), len(theirs)) * Fraction(len(taken[tile]), len(mine))
             limits[tile] = max(limits[tile], 1 + math.ceil(limits[consumer] * rate))
     return tuple(limits)
 
 
 @dataclass(slots=True)
 class _TileState:
-    """What can be done in a tile now."""
+    """What can be done in a tile now, as heaps, and how many others each micro-batch still waits for."""
 
-    forward: list[int] = field(default_factory=list)
-    backward: list[int] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    owed: list[int] = field(default_factory=list)
+    forward: list[int]
+    backward: list[int]
+    missing: list[int]
+    owed: list[int]
 
 
 class _Run:
@@ -109,11 +109,14 @@ class _Run:
         self.free = [True for _ in numbers]
         # The loss of the last layer stands for a consumer whose gradient comes with the forward.
         self.states = [
-            _TileState([], [], [len(some) for some in given], [len(some) for some in taken])
+            _TileState(
+                [number for number, some in enumerate(given) if not some],
+                [],
+                [len(some) for some in given],
+                [len(some) for some in taken],
+            )
             for given, taken in zip(self.sources, self.takers, strict=True)
         ]
-        for state in self.states:
-            state.forward += [number for number, missing in enumerate(state.missing) if not missing]
         self.under_way: list[tuple[int, int, Action]] = []
         self.sequence: list[Action] = []
 
@@ -183,23 +186,19 @@ class _Run:
         here = list(self.crews[tile])
         for worker in here:
             self.free[worker] = True
-        if kind == "F":
-            if not self.takers[tile][micro_batch]:
-                heapq.heappush(self.states[tile].backward, micro_batch)
-            for other, number, _ in self.takers[tile][micro_batch]:
-                state = self.states[other]
-                state.missing[number] -= 1
-                if not state.missing[number]:
-                    heapq.heappush(state.forward, number)
-                    here += self.crews[other]
-        else:
+        forward = kind == "F"
+        waiting = (self.takers if forward else self.sources)[tile][micro_batch]
+        if not forward:
             self.in_flight[self.lane_of[tile]] -= 1
-            for other, number, _ in self.sources[tile][micro_batch]:
-                state = self.states[other]
-                state.owed[number] -= 1
-                if not state.owed[number]:
-                    heapq.heappush(state.backward, number)
-                    here += self.crews[other]
+        elif not waiting:
+            heapq.heappush(self.states[tile].backward, micro_batch)
+        for other, number, _ in waiting:
+            state = self.states[other]
+            left, ready = (state.missing, state.forward) if forward else (state.owed, state.backward)
+            left[number] -= 1
+            if not left[number]:
+                heapq.heappush(ready, number)
+                here += self.crews[other]
         if self.in_crews:
             # Somebody else's tensor-parallel partner may have waited for this worker.
             here += [member for worker in here for other in self.tiles_of[worker] for member in self.crews[other]]

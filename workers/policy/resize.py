@@ -97,14 +97,15 @@ def balanced(
     for number, bounds in enumerate(ranked[:MOST_REFUSED]):
         if best is not None and number >= most:
             break
-        if most == 1 and not bounded:
-            best = value(bounds), bounds
-            break
-        # The beginning of a long step tells which cut is better, and what memory it takes.
-        short = made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members)
-        found = estimate_step(replace(short, costs=profile.costs), profile)
-        if not found.over(profile):
-            best = min(best or (math.inf, ()), (value(bounds) if most == 1 else found.step_s, bounds))
+        step_s = value(bounds)
+        if most > 1 or bounded:
+            # The beginning of a long step tells which cut is better, and what memory it takes.
+            short = made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members)
+            found = estimate_step(replace(short, costs=profile.costs), profile)
+            if found.over(profile):
+                continue
+            step_s = found.step_s if most > 1 else step_s
+        best = min(best or (math.inf, ()), (step_s, bounds))
     if best is None:
         raise NotPossible(_does_not_fit(given, profile))
     return replace(made(plan, _with_bounds(given, best[1]), members), costs=profile.costs)

@@ -430,7 +430,8 @@ class Selector:
         if (event := self._remedies.entered(members)) is not None and self._is_first():
             self._events.append(event)
         self._since_change, self._asked, self._speeds_then, self.due = 0, False, self._speeds, False
-        if self._is_first():
+        if not before and self._is_first():
+            # When the job begins, and never while it waits to go on after a change.
             prepare(len({tile.workers for tile in plan.tiles}))
 
     def told_history(self) -> dict[str, Any]:
@@ -494,8 +495,7 @@ def make_selector(
                 f"--profile={wishes.profile} has {len(prior.layers)} layers and the model {len(layers)}; give the file "
                 "of this model, or the name of a new one"
             )
-    any_degrees = Degrees()
-    degrees = Degrees(wishes.dp or any_degrees.dp, wishes.pp or any_degrees.pp)
+    degrees = Degrees(wishes.dp, wishes.pp or Degrees.pp)
     settings = Settings(wishes.policy, wishes.consistency or "fast", degrees, slot_samples=slot_samples)
     measured = Measured(name, layers, elements, prior)
     return Selector(worker, measured, settings, wishes.profile, wishes.slow_policy, min_nodes)
