@@ -151,7 +151,7 @@ class _Seen:
     step: int
     step_since_s: float
     still_s: float = 0.0
-    still_from_s: float = 0.0
+    still_from_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -218,18 +218,20 @@ class HangDetector:
             mean_s = (pulse.step_since_s - before.step_since_s) / n_steps
             self._steps_s.extend([mean_s] * min(n_steps, STEPS_KEPT))
             self._counted = pulse.step
-        from_s = self._still_from(now_s, sight)
-        still_s = 0.0
+        shown_s, from_s = _shown_still(now_s, pulse), self._still_from(now_s, sight)
+        # One and the same stillness, whatever its threads were about when it was looked at.
+        same = shown_s is not None and shown_s == before.still_from_s
+        still_s = before.still_s if same else 0.0
         if from_s is not None and pulse.steps_here and pulse.phase in _ROUTINE:
-            still_s = now_s - from_s
-        if before.still_s > BEAT_S and (still_s == 0.0 or from_s != before.still_from_s):
+            still_s = max(still_s, now_s - from_s)
+        if before.still_s > BEAT_S and not same:
             # It went on by itself, so this is usual here. What is older and shorter does not matter any more.
             while self._stills and self._stills[-1][1] <= before.still_s:
                 self._stills.pop()
             self._stills.append((before.step, before.still_s))
         while self._stills and self._stills[0][0] < pulse.step - MEMORY_STEPS:
             self._stills.popleft()
-        self._seen[worker] = _Seen(pulse.step, pulse.step_since_s, still_s, from_s or 0.0)
+        self._seen[worker] = _Seen(pulse.step, pulse.step_since_s, still_s, shown_s)
 
     def _still_from(self, now_s: float, sight: Sight) -> float | None:
         """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
@@ -335,6 +337,19 @@ def victim(waiting: Mapping[str, Pulse]) -> str:
     left = [one for one in left if operations[waiting[one].epoch, waiting[one].operation] == fewest]
     named = {peer for pulse in waiting.values() for peer in pulse.waits_for}
     return ([worker for worker in left if worker not in named] or left)[-1]
+
+
+def _shown_still(now_s: float, pulse: Pulse) -> float | None:
+    """Since when a worker that does not wait has shown nothing, as it shows it itself; None: it moves.
+
+    As long as this is the same it has not gone on: a thread that only tries to get the interpreter's lock, or wakes up
+    and sleeps again, runs at some looks too.
+    """
+    if pulse.waits:
+        return None
+    if pulse.still is not Still.MOVES:
+        return max(pulse.still_since_s, pulse.since_s)
+    return max(pulse.beat_s, pulse.since_s) if now_s - pulse.beat_s > LATE_BEAT_S else None
 
 
 def _how(now_s: float, pulse: Pulse) -> str:

@@ -346,6 +346,27 @@ def test_a_beat_that_lacks_a_processor_is_no_lock_that_is_held() -> None:
     assert "interpreter's lock" in found.doing
 
 
+@pytest.mark.parametrize("every", [2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("shown", "runs"),
+    [
+        pytest.param({"beat_s": BEGIN_S, "since_s": BEGIN_S}, {"beating": "R"}, id="tries to get the lock"),
+        pytest.param(ASLEEP, {"training": "R"}, id="wakes up and sleeps again"),
+    ],
+)
+def test_threads_that_run_at_some_looks_are_no_sign_that_a_worker_went_on(
+    shown: dict[str, object], runs: dict[str, str], every: int
+) -> None:
+    def sight(now_s: float) -> Sight:
+        found = Sight(a_pulse(now_s, **shown))
+        return replace(found, **runs) if round((now_s - BEGIN_S) / LOOK_S) % every == 0 else found  # type: ignore[arg-type]
+
+    found = watch(beside_a_witness(sight), 10)
+    assert found is not None
+    assert found.limit_s == pytest.approx(FLOOR_S + 3 * 0.2, abs=0.1)
+    assert found.since_s < found.limit_s + 3 * LOOK_S
+
+
 def test_what_a_worker_does_before_it_is_a_member_and_after_the_end_is_its_own_matter() -> None:
     for phase in (Phase.LOADING, Phase.AGREEING, Phase.ENDED):
         changes = {**ASLEEP, "phase": phase}
