@@ -178,6 +178,12 @@ def parser() -> argparse.ArgumentParser:
             help=f"{what} that reparallelize may make",
         )
     p.add_argument(
+        "--tp",
+        metavar="N,...",
+        default=os.environ.get(policies.TP, ""),
+        help="numbers of workers that a tensor-parallel tuple may get besides its own",
+    )
+    p.add_argument(
         "--profile",
         default=os.environ.get(policies.PROFILE, ""),
         help="file with what the model's layers cost: read at the start, if it is there, and kept up to date",
@@ -285,7 +291,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         notices=notices.parse(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
         wishes=policies.parse(
-            args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy, args.dp, args.pp
+            args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy, args.dp, args.pp, args.tp
         ),
         node_check=args.node_check,
         health=parse_health(args.health_policy, args.health_interval),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policies import CONSISTENCIES, POLICIES
-from elaunch.ranges import parse_range
+from elaunch.ranges import parse_numbers, parse_range
 from elaunch.rendezvous.membership import names_text, node_of, slot_of
 from elaunch.workers.plan.tiling import Plan, PlanError
 from elaunch.workers.policy.estimate import StepEstimate, estimate_step
@@ -49,7 +49,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dp", default="", metavar="MIN:MAX", help="pipelines that reparallelize may make")
     p.add_argument("--pp", default="", metavar="MIN:MAX", help="stages of a pipeline that reparallelize makes")
     p.add_argument(
-        "--tp", default="", metavar="N,…", help="other numbers of workers that expand may give a tensor-parallel tuple"
+        "--tp",
+        default="",
+        metavar="N,…",
+        help="numbers of workers that a tensor-parallel tuple may get besides its own",
     )
     p.add_argument(
         "--memory", type=float, metavar="GB", help="1e9 bytes that a worker may use, whatever the profile says"
@@ -176,14 +179,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     if not args.next_s > 0:
         raise UsageError(f"--next={args.next_s:g}: expected a number of seconds above 0")
     given = {name: parse_range(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
-    widths = tuple(_width(text) for text in _names(args.tp))
+    widths = parse_numbers(args.tp, "--tp", "workers")
     return Settings(args.policy, args.consistency, Degrees(**given), widths, next_s=args.next_s)
-
-
-def _width(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--tp {text}: expected numbers of workers, 1 or more, with commas between them")
-    return int(text)
 
 
 def _names(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from elaunch.errors import UsageError
-from elaunch.ranges import parse_range
+from elaunch.ranges import parse_numbers, parse_range
 
 POLICY = "ELAUNCH_POLICY"
 CONSISTENCY = "ELAUNCH_CONSISTENCY"
@@ -18,6 +18,7 @@ PROFILE = "ELAUNCH_PROFILE"
 SLOW_POLICY = "ELAUNCH_SLOW_POLICY"
 DP = "ELAUNCH_DP"
 PP = "ELAUNCH_PP"
+TP = "ELAUNCH_TP"
 
 Policy = Literal["auto", "reroute", "resize", "reparallelize"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -35,6 +36,7 @@ NAMES = {
     SLOW_POLICY: "--slow-policy",
     DP: "--dp",
     PP: "--pp",
+    TP: "--tp",
 }
 """Of the variables, as flags."""
 
@@ -53,6 +55,7 @@ class Wishes:
             without it, or nothing but an event.
         dp: the least and the greatest number of pipelines that `reparallelize` may make; None: near what it is.
         pp: likewise of stages of a pipeline; None: any.
+        tp: numbers of workers that tensor-parallel tuples may get, beside those of the given plan.
     """
 
     policy: Policy = "auto"
@@ -62,6 +65,7 @@ class Wishes:
     slow_policy: SlowPolicy = "rebalance"
     dp: tuple[int, int] | None = None
     pp: tuple[int, int] | None = None
+    tp: tuple[int, ...] = ()
 
     def variables(self) -> dict[str, str]:
         """For the environment of workers; `from_environment` reads them."""
@@ -71,6 +75,8 @@ class Wishes:
         if self.profile is not None:
             found[PROFILE] = str(self.profile)
         found |= {name: "{}:{}".format(*given) for name, given in ((DP, self.dp), (PP, self.pp)) if given is not None}
+        if self.tp:
+            found[TP] = ",".join(map(str, self.tp))
         return found
 
 
@@ -82,17 +88,18 @@ def parse(
     slow_policy: str = "",
     dp: str = "",
     pp: str = "",
+    tp: str = "",
     names: Mapping[str, str] = NAMES,
 ) -> Wishes:
     """Read the settings; empty ones were not given.
 
     Args:
-        policy, consistency, profile, slow_policy, dp, pp: as given.
+        policy, consistency, profile, slow_policy, dp, pp, tp: as given.
         allow_dvfs: likewise.
         names: what the variables are called in messages.
 
     Raises:
-        UsageError: a value is none of those there are, or no range.
+        UsageError: a value is none of those there are, or no range or list of numbers.
     """
     for name, value, known in (
         (POLICY, policy, POLICIES),
@@ -107,7 +114,9 @@ def parse(
         allow_dvfs,
         Path(os.path.abspath(profile)) if profile else None,
         slow_policy or "rebalance",  # type: ignore[arg-type]
-        *(parse_range(text, names.get(name, name)) if text else None for name, text in ((DP, dp), (PP, pp))),
+        parse_range(dp, names.get(DP, DP)) if dp else None,
+        parse_range(pp, names.get(PP, PP)) if pp else None,
+        parse_numbers(tp, names.get(TP, TP), "workers"),
     )
 
 
@@ -117,7 +126,7 @@ def from_environment(environment: Mapping[str, str]) -> Wishes:
     Raises:
         UsageError: as `parse`.
     """
-    policy, consistency, dvfs, profile, slow_policy, dp, pp = (
-        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE, SLOW_POLICY, DP, PP)
+    policy, consistency, dvfs, profile, slow_policy, dp, pp, tp = (
+        environment.get(name, "") for name in (POLICY, CONSISTENCY, ALLOW_DVFS, PROFILE, SLOW_POLICY, DP, PP, TP)
     )
-    return parse(policy, consistency, dvfs not in ("", "0"), profile, slow_policy, dp, pp, {})
+    return parse(policy, consistency, dvfs not in ("", "0"), profile, slow_policy, dp, pp, tp, {})

@@ -146,8 +146,12 @@ class HybridJob:
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
         if self._client.elastic:
             self._memory_bytes = _memory_bytes(self.device)
+            self._engine.check_widths(wishes.tp)
+            widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
             described, least = self._engine.described(), self._client.min_nodes
-            self._selector = make_selector(self.worker, *described, "this job", min_nodes=least)
+            self._selector = make_selector(
+                self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
+            )
         self._client.ready(self._fabric.address, takes_plans=True)
         self._settle()
         self._commit_s = time.monotonic()

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from elaunch.detect.track import LEARN, NOISE, PAST, Change, Look, State, Track, spread
 from elaunch.rendezvous.membership import node_of, slot_of
@@ -32,6 +33,14 @@ Link = tuple[str, str]
 """From a slot to a slot."""
 
 
+class Slower(NamedTuple):
+    """A link that is far off its own past: how many times as slow, bytes per second now, and as a rule."""
+
+    factor: float
+    bytes_per_s: float
+    usual_bytes_per_s: float
+
+
 class LinkWatch:
     """One worker's own links: how fast each is now, beside how fast it was. O(links of this worker) a look."""
 
@@ -46,7 +55,7 @@ class LinkWatch:
         self._rates.clear()
         self._latencies.clear()
 
-    def look(self, carried: Mapping[str, tuple[int, float, float]]) -> dict[str, tuple[float, float]]:
+    def look(self, carried: Mapping[str, tuple[int, float, float]]) -> dict[str, Slower]:
         """Take what the links have carried so far.
 
         Args:
@@ -54,7 +63,7 @@ class LinkWatch:
                 made, and the seconds of a round trip now.
 
         Returns:
-            The links that are far off their own past: how many times as slow (LINK_OWN or more), and bytes per second.
+            The links that are far off their own past, LINK_OWN times as slow or more.
         """
         found = {}
         for slot, (sent_bytes, busy_s, latency_s) in carried.items():
@@ -65,22 +74,19 @@ class LinkWatch:
                 continue
             self._carried[slot] = bytes_now
             rate = math.log(bytes_now / seconds)
-            slower = self._off(self._rates.setdefault(slot, deque(maxlen=PAST)), -rate, LINK_OWN)
+            rates = self._rates.setdefault(slot, deque(maxlen=PAST))
+            slower = self._off(rates, -rate, LINK_OWN)
             latency = math.log(max(latency_s, 1e-9))
             past = self._latencies.setdefault(slot, deque(maxlen=PAST))
             far = latency_s > LATENCY_FLOOR_S + math.exp(statistics.median(past)) if len(past) >= LEARN else True
             later = self._off(past, latency, LATENCY) if far else 0.0
             if max(slower, later) > 0:
-                found[slot] = math.exp(max(slower, later)), bytes_now / seconds
+                found[slot] = Slower(math.exp(max(slower, later)), bytes_now / seconds, _usual(rates))
         return found
 
     def usual(self) -> dict[str, tuple[float, int]]:
         """Of the links that were looked at often enough: bytes per second, and bytes from one look to the next."""
-        return {
-            slot: (math.exp(-statistics.median(past)), self._carried[slot])
-            for slot, past in self._rates.items()
-            if len(past) >= LEARN
-        }
+        return {slot: (_usual(past), self._carried[slot]) for slot, past in self._rates.items() if len(past) >= LEARN}
 
     def _off(self, past: deque[float], value: float, limit: float) -> float:
         """By how much a value is above its past, if by more than the limit and than NOISE deviations; else 0.
@@ -93,6 +99,11 @@ class LinkWatch:
                 return above
         past.append(value)
         return 0.0
+
+
+def _usual(past: Collection[float]) -> float:
+    """Bytes per second."""
+    return math.exp(-statistics.median(past))
 
 
 class LinkDetector:
@@ -123,7 +134,7 @@ class LinkDetector:
         step: int,
         time_s: float,
         lookers: Collection[str],
-        slower: Mapping[Link, tuple[float, float]],
+        slower: Mapping[Link, Slower],
         slow: Callable[[str], bool],
     ) -> list[Change]:
         """Take a look at all links.
@@ -131,7 +142,7 @@ class LinkDetector:
         Args:
             step, time_s: as for `Detector.look`.
             lookers: the slots whose workers have looked at their links.
-            slower: links that are far off their own past: how many times as slow, bytes per second.
+            slower: links that are far off their own past.
             slow: whether a slot is slow, or may be: then nothing is said of its links.
 
         Returns:
@@ -141,7 +152,7 @@ class LinkDetector:
         for link in {*slower, *self._odd, *(link for link, track in self._tracks.items() if track.looks)}:
             if link[0] not in lookers or any(map(slow, link)):
                 continue
-            factor = slower[link][0] if link in slower else 1.0
+            factor = slower[link].factor if link in slower else 1.0
             # In the units of the limits, so that either makes a vote.
             score = max(math.log(factor) / LINK_OWN, self._odd.get(link, 0.0) / LINK_LIKE)
             track = self._tracks.setdefault(link, Track(threshold=0.99))
@@ -165,14 +176,15 @@ class LinkDetector:
         like = self._odd.get(link, 0.0) / LINK_LIKE
         return math.exp(level * (LINK_LIKE if like >= level else LINK_OWN))
 
-    def _change(self, link: Link, track: Track, step: int, now: tuple[float, float] | None) -> Change:
+    def _change(self, link: Link, track: Track, step: int, now: Slower | None) -> Change:
         agreeing, since_step = track.agreeing
         ends = tuple(self._workers[slot] for slot in link)
-        usual = self._rates.get(link)
+        # Who says that a link is slow knows what is usual; that may not have been told before.
+        usual = now.usual_bytes_per_s if now is not None else self._rates[link][0] if link in self._rates else None
         evidence = {
             "basis": "past" if now is not None or link not in self._odd else "peers",
-            "bytes_per_s": None if now is None else round(now[1]),
-            "usual_bytes_per_s": None if usual is None else round(usual[0]),
+            "bytes_per_s": None if now is None else round(now.bytes_per_s),
+            "usual_bytes_per_s": None if usual is None else round(usual),
             "looks": len(track.looks),
             "agreeing": agreeing,
         }

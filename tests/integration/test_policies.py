@@ -89,6 +89,43 @@ def test_when_everybody_is_back_the_job_returns_to_its_plan(spawn: Spawner, tmp_
     stop(node)
 
 
+def test_a_newcomer_becomes_the_partner_of_one_on_its_node_if_the_user_allows_it(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    # One micro-batch in a step, so neither replicas nor stages make it faster.
+    model = ("--units", "1", "--steps", "100000", "--row-seconds", "0.01")
+    script = (SCRIPT, "--pp=1", "--idle=1", *model)
+    # What only ties with `expand` here is not taken.
+    flags = ("--standalone", "--nproc-per-node=2", "--tp=2", "--policy=resize")
+    node = elaunch(spawn, tmp_path, *flags, script=script)
+
+    def killed(worker: str, *plans: tuple[str, tuple[str, ...]]) -> None:
+        """Kill a worker of the last plan when it has been used for a while; others with these tuples follow."""
+        wait_for_step(node, node.last_step() + 15)
+        before = len(decisions(node))
+        os.kill(node.pids()[worker], signal.SIGKILL)
+        wait_for(node, lambda: len(decisions(node)) >= before + len(plans), 60, "a plan")
+        found = decisions(node)[before : before + len(plans)]
+        assert [(one["policy"], Plan.parse(one["plan"]).tiles[0].workers) for one in found] == [*plans]
+
+    one, two = ("node0/0#0",), ("node0/0#0", "node0/1#1")
+    killed("node0/1#0", ("stay", one), ("expand", two))
+    # Who is left of a tuple does all of it again, from what it has of the other's part.
+    killed("node0/1#1", ("reparallelize", one), ("stay", ("node0/0#0", "node0/1#2")))
+    step = node.last_step() + 5
+    wait_for_step(node, step)
+    found, _, _ = reference(spawn, tmp_path, *model, "--stop", str(step))
+    assert_same({number: loss for number, loss in losses(node).items() if number < step}, found, 1e-9)
+    stop(node)
+
+
+def test_layers_that_cannot_be_cut_so_are_named_at_the_start(spawn: Spawner, tmp_path: Path) -> None:
+    script = (SCRIPT, "--pp=1", *STEPS)
+    node = elaunch(spawn, tmp_path, "--standalone", "--tp=2,5", "--max-restarts=0", script=script)
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+    assert "--tp=5: layer 0 (Layer): up.weight (24, 12) cannot be cut into 5" in node.agent.text()
+
+
 def test_a_slow_worker_gets_less_to_do_and_the_others_more(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.002", "--slow", "1:12:3")
     node = elaunch(spawn, tmp_path, *FOUR, script=script)

@@ -26,6 +26,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,6 +43,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.engine.engine import Engine
 from elaunch.workers.engine.snapshots import Snapshots
+from elaunch.workers.engine.tensor_parallel import current
 from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.hybrid import HybridJob
 from elaunch.workers.plan import symmetric
@@ -136,7 +138,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta:
-            time.sleep(len(x) * type(self).row_s())
+            time.sleep(len(x) * type(self).row_s() / current().size)
         if self.raise_at == (self.number, self.step) and not x.is_meta:
             raise RuntimeError("the layer that breaks the script")
         self.before()
@@ -153,6 +155,8 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--idle", type=int, default=0, help="workers to which the plan gives nothing")
+    parser.add_argument("--units", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--snapshots", type=int, default=1)
     parser.add_argument("--max-extra-bytes", type=int)
@@ -198,12 +202,14 @@ def main() -> None:
     faults = LayerFaults(job, args.die)
     hangs = Hangs(args.hang, args.busy, args.pause, job.worker)
     pace = Pace(job, args.steps, 0.0, args.crew, 0, "")
-    workers = [f"w{rank}" for rank in range(args.dp * args.pp * args.tp)]
+    busy = args.dp * args.pp * args.tp
+    workers = [f"w{rank}" for rank in range(busy + args.idle)]
+    plan = symmetric(workers[:busy], 4, 3 * args.units, 3, dp=args.dp, pp=args.pp, tp=args.tp)
     engine = job.engine(
         [partial(Layer, number, raise_at) for number in range(4)],
         loss_fn,
         partial(torch.optim.AdamW, lr=3e-3),
-        symmetric(workers, 4, 24, 3, dp=args.dp, pp=args.pp, tp=args.tp),
+        replace(plan, idle=tuple(workers[busy:])),
         dataset=Samples(torch.float64),
         dtype=torch.float64,
         clip_norm=1.0,

@@ -29,6 +29,10 @@ class Plain(nn.Module):
         return self.linear(x)
 
 
+class Whole(Words):
+    placements: ClassVar = {}
+
+
 class Summed(Plain):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).sum()
@@ -133,6 +137,15 @@ def test_a_layer_that_behaves_otherwise_when_it_runs_is_named(layer: Any, messag
 def test_a_dimension_that_cannot_be_cut_is_named() -> None:
     with pytest.raises(StateError, match=r"layer 1 \(Odd\): up.weight \(3, 16\) .* into 2 along dimension 0"):
         train(symmetric(["a", "b"], 3, 8, 2, tp=2), 1, layers=[Words, Odd, Head])
+
+
+def test_widths_that_tuples_may_get_are_tried_when_the_job_begins() -> None:
+    made = engine([Words, Odd])
+    made.check_widths([1, 3])
+    with pytest.raises(StateError, match=r"--tp=2: layer 1 \(Odd\): up.weight \(3, 16\) cannot be cut into 2"):
+        made.check_widths([3, 2])
+    with pytest.raises(StateError, match=r"--tp=2: no layer says how it is cut, .* attribute `placements`"):
+        engine([Whole, Plain]).check_widths([2])
 
 
 def test_the_number_of_layers_must_be_that_of_the_plan() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import symmetric
+from elaunch.workers.plan import Stage, stages, symmetric
 from elaunch.workers.policy.estimate import estimate_step
 from elaunch.workers.policy.measure import RECENT, Measured, Recorder, Sample
 from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
@@ -26,6 +26,7 @@ class Took:
     forward_s: float
     backward_s: float
     waited_s: float = 0.0
+    width: int = 1
 
 
 def measured(n_layers: int = 2, prior: Profile | None = None) -> Measured:
@@ -33,7 +34,9 @@ def measured(n_layers: int = 2, prior: Profile | None = None) -> Measured:
 
 
 def told(*turns: Took, times: int = 1, **more: object) -> Sample:
-    spent = {(one.layer, one.rows): (times * one.forward_s, times * one.backward_s, one.waited_s) for one in turns}
+    spent = {
+        (one.layer, one.rows, one.width): (times * one.forward_s, times * one.backward_s, one.waited_s) for one in turns
+    }
     return Sample(spent, **more)  # type: ignore[arg-type]
 
 
@@ -149,12 +152,29 @@ def test_who_waits_in_a_tuple_is_not_who_is_slow() -> None:
 
 def test_the_figures_of_layers_are_for_tuples_as_wide_as_those_that_were_measured() -> None:
     known = measured(1)
-    sample = told(Took(0, 1, 2.0, 4.0))
+    sample = told(Took(0, 1, 2.0, 4.0, width=2))
     tell(known, {"a/0": sample, "a/1": sample})
     plan = symmetric(W[:2], 1, 8, 1, tp=2)
     found = known.profile(plan)
     assert (found.width, found.tensor_parallel) == (2, 2)
     assert found.forward_s(range(1), 1, 2) == 2.0
+
+
+def test_layers_of_different_width_are_each_measured_on_their_own() -> None:
+    known = measured(3)
+    wide, lone = Took(0, 2, 2.0, 4.0, width=2), Took(1, 2, 1.0, 2.0)
+    tell(known, {"a/0": told(wide), "a/1": told(wide), "b/0": told(lone, replace(lone, layer=2))})
+    given = [Stage(range(1), ((W[0], W[1]),)), Stage(range(1, 2), ((W[2],),)), Stage(range(2, 3), ((W[3],),))]
+    found = known.profile(stages(3, 8, 2, given))
+    assert found.width == 1
+    assert not found.workers, "who has half of a layer is not twice as fast"
+    for layer, width, seconds in ((0, 2, 2.0), (1, 1, 1.0), (2, 1, 1.0)):
+        assert found.forward_s(range(layer, layer + 1), 2, width) == pytest.approx(seconds)
+        assert found.backward_s(range(layer, layer + 1), 2, width) == pytest.approx(2 * seconds)
+    assert found.forward_s(range(1), 2, 1) == pytest.approx(4.0, rel=1e-5)
+    # What was measured before the tuple was made counts until the tuple has told.
+    tell(known, {"a/0": told(Took(0, 2, 5.0, 10.0))})
+    assert known.profile(stages(3, 8, 2, given)).forward_s(range(1), 2, 2) == pytest.approx(2.0)
 
 
 def test_speeds_are_kept_for_who_comes_back() -> None:
@@ -242,7 +262,7 @@ def test_a_recorder_tells_the_first_figures_and_then_what_has_changed() -> None:
         step(1.0)
         sample = news()
         assert sample is not None
-        assert sample.turns == {(0, 1): (1.0, 2.0, 0.0)}
+        assert sample.turns == {(0, 1, 1): (1.0, 2.0, 0.0)}
         assert (sample.kept_bytes, sample.update_s, dict(sample.links)) == ({0: 12.0}, 0.005, {"b/0": (1e9, 1e-6)})
         assert news() is None
     step(1.01)
@@ -252,12 +272,12 @@ def test_a_recorder_tells_the_first_figures_and_then_what_has_changed() -> None:
     step(2.0)
     sample = news()
     assert sample is not None
-    assert sample.turns == {(0, 1): (2.0, 4.0, 0.0)}
+    assert sample.turns == {(0, 1, 1): (2.0, 4.0, 0.0)}
     for _ in range(2):
         recorder.add([Took(3, 1, 1.0, 1.0)], {}, 0.0, 0)
     sample = news()
     assert sample is not None
-    assert list(sample.turns) == [(3, 1)]
+    assert list(sample.turns) == [(3, 1, 1)]
 
 
 def test_a_pace_is_of_the_last_step_beside_what_was_told_without_waiting_and_told_once() -> None:

@@ -95,7 +95,7 @@ def test_newcomers_become_partners_if_tuples_may_be_wider(
         (["--slow=n1/0"], "--slow n1/0: expected WORKER=SPEED with a number above 0"),
         (["--slow=n1/0=0"], "--slow n1/0=0: expected WORKER=SPEED with a number above 0"),
         (["--dp=4:2"], "--dp=4:2: expected N or MIN:MAX with 1 <= MIN <= MAX"),
-        (["--tp=2,half"], "--tp half: expected numbers of workers, 1 or more, with commas between them"),
+        (["--tp=2,half"], "--tp=half: expected numbers of workers, 1 or more, with commas between them"),
         (["--memory=-1"], "--memory=-1: expected a number of 1e9 bytes above 0"),
         (["--next=0"], "--next=0: expected a number of seconds above 0"),
         (["--profile=/nowhere"], "No such file or directory: '/nowhere'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
 EVEN = Profile("even", (LAYER,) * 12, 1, 1e9, 0.0)
-Policy = Callable[[Plan, Sequence[str], Profile], Plan]
+Policy = Callable[..., Plan]
 POLICIES: dict[str, Policy] = {
     "reroute": rerouted,
     "resize": resized,
@@ -62,9 +63,11 @@ def test_a_candidate_is_a_plan_for_the_members_or_a_reason(policy: str, data: Da
         memory_bytes=cap,
         workers={worker.partition("#")[0]: WorkerProfile(speed) for worker, speed in speeds.items()},
     )
-    before = str(plan)
+    before, make = str(plan), POLICIES[policy]
+    if policy in ("reparallelize", "expand"):
+        make = partial(make, widths=data.draw(st.sampled_from([(), (1, 2), (2, 3)])))
     try:
-        found = POLICIES[policy](plan, members, profile)
+        found = make(plan, members, profile)
     except NotPossible as error:
         reason = str(error)
     else:
@@ -79,7 +82,7 @@ def test_a_candidate_is_a_plan_for_the_members_or_a_reason(policy: str, data: Da
         plan.micro_batch_size,
         plan.zero,
     )
-    assert found == POLICIES[policy](Plan.parse(before), members, profile), "not the same everywhere"
+    assert found == make(Plan.parse(before), members, profile), "not the same everywhere"
     if policy != "reroute":
         assert not estimate_step(found, profile).over(profile)
 
@@ -316,13 +319,50 @@ def test_several_predecessors_find_what_one_at_a_time_does_not() -> None:
     assert many <= one
 
 
+def tuples(plan: Plan) -> set[tuple[str, ...]]:
+    return {tile.workers for tile in plan.tiles}
+
+
 def test_partners_join_tuples_on_their_node() -> None:
     workers = ["a/0#0", "b/0#0"]
-    plan = symmetric(workers, 4, 2, 1, pp=2)
-    members = [*workers, "a/1#0", "b/1#0"]
-    few = replace(of(4), bandwidth_bytes_per_s=1e6)
-    found = expanded(replace(plan, n_layers=4), members, replace(few, layers=few.layers), widths=[2])
+    plan = symmetric(workers, 4, 1, 1, pp=2)  # one micro-batch: nothing else makes it faster
+    members = [*workers, "a/1#0", "b/1#0", "c/0#0"]
+    found = expanded(plan, members, of(4), widths=[2])
+    assert tuples(found) == {("a/0#0", "a/1#0"), ("b/0#0", "b/1#0")}
+    assert found.idle == ("c/0#0",)
     found.validate(members)
+    assert {1} == set(map(len, tuples(expanded(plan, members, of(4)))))
+
+
+def test_wide_tuples_get_replicas_as_wide_as_they_are() -> None:
+    wide = stages(4, 8, 1, [Stage(range(3), (("a/0#0", "a/1#0"),)), Stage(range(3, 4), (("a/2#0",),))])
+    alone, pair = ["b/0#0"], ["b/0#0", "b/1#0"]
+    for come in (alone, pair):
+        found = expanded(wide, [*wide.workers, *come], of(4), widths=[2])
+        found.validate([*wide.workers, *come])
+        of_layer = [{len(tile.workers) for tile in found.tiles if layer in tile.layers} for layer in range(4)]
+        assert all(len(widths) == 1 for widths in of_layer)
+        assert ("a/0#0", "a/1#0") in tuples(found)
+        assert tuple(come) in tuples(found)
+
+
+def test_a_tuple_that_is_left_with_one_member_goes_on_as_that_if_it_may() -> None:
+    plan = symmetric(["a/0#0", "a/1#0"], 4, 1, 1, tp=2)
+    with pytest.raises(NotPossible, match="1 members make no tensor-parallel tuple of 2 on a node"):
+        reparallelized(plan, ["a/0#0"], of(4))
+    found = reparallelized(plan, ["a/0#0"], of(4), widths=[1, 2])
+    assert tuples(found) == {("a/0#0",)}
+    # Of those that are possible the fastest: a wide tuple, for a single micro-batch.
+    assert tuples(reparallelized(plan, plan.workers, of(4), widths=[1])) == {plan.workers}
+    assert tuples(reparallelized(found, plan.workers, of(4), widths=[2])) == {plan.workers}
+
+
+def test_tuples_keep_their_width_where_no_bit_may_change() -> None:
+    plan = replace(symmetric(["a/0#0"], 4, 1, 1), idle=("a/1#0",))
+    members = ["a/0#0", "a/1#1"]
+    for consistency, widths in (("fast", {2}), ("bitwise", {1})):
+        chosen = choose(plan, plan, members, of(4), Settings("auto", consistency, widths=(2,)))  # type: ignore[arg-type]
+        assert {len(workers) for workers in tuples(chosen.plan)} == widths
 
 
 def test_the_best_candidate_is_chosen_and_the_reason_names_the_next() -> None:

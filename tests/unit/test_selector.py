@@ -284,7 +284,7 @@ def test_who_joins_takes_over_the_history() -> None:
 
 def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
-    for wishes in (Wishes(), Wishes("resize", "bitwise", True, file), Wishes(dp=(1, 3), pp=(2, 2))):
+    for wishes in (Wishes(), Wishes("resize", "bitwise", True, file), Wishes(dp=(1, 3), pp=(2, 2)), Wishes(tp=(2, 4))):
         assert from_environment(wishes.variables()) == wishes
     with pytest.raises(UsageError, match="--policy=best: expected one of auto, reroute, resize, reparallelize"):
         parse("best", "", False, "")
@@ -294,6 +294,8 @@ def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
         parse("", "", False, "", pp="3:2")
     with pytest.raises(UsageError, match="ELAUNCH_DP=some: expected N or MIN:MAX"):
         from_environment({"ELAUNCH_DP": "some"})
+    with pytest.raises(UsageError, match="--tp=0: expected numbers of workers, 1 or more, with commas between them"):
+        parse("", "", False, "", tp="2, 0")
 
 
 @pytest.mark.parametrize(("dp", "pp"), [((1, 1), None), (None, (1, 1)), ((1, 2), (2, 2))])

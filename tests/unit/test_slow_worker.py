@@ -50,7 +50,7 @@ def steps_until_noticed(monkeypatch: pytest.MonkeyPatch, factor: float, noise: f
             took_s = (factor if name == "n1/0#0" and step >= SLOW_FROM else 1.0) * (1 + noise * draw.random())
             if one.measures():
                 layers = [layer for tile in PLAN.tiles_of(name) for layer in PLAN.tiles[tile].layers]
-                one.add([Step(layer, 1, took_s, 2 * took_s, 0.0) for layer in layers], {}, 0.1, 10)
+                one.add([Step(layer, 1, 1, took_s, 2 * took_s, 0.0) for layer in layers], {}, 0.1, 10)
     return None
 
 

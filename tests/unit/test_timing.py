@@ -84,20 +84,24 @@ def run(layers: Chain, watch: Stopwatch | None, rows: int) -> None:
 def test_each_layer_has_its_own_seconds() -> None:
     watch = Stopwatch(CPU)
     run(chain((1.0, 2.0), (3.0, 5.0), (7.0, 11.0)), watch, 2)
-    assert watch.turns() == [Turn(0, 2, 1.0, 2.0, 0.0, 1), Turn(1, 2, 3.0, 5.0, 0.0, 1), Turn(2, 2, 7.0, 11.0, 0.0, 1)]
+    assert watch.turns() == [
+        Turn(0, 2, 1, 1.0, 2.0, 0.0, 1),
+        Turn(1, 2, 1, 3.0, 5.0, 0.0, 1),
+        Turn(2, 2, 1, 7.0, 11.0, 0.0, 1),
+    ]
 
 
 def test_of_several_micro_batches_of_a_size_the_median_counts() -> None:
     watch = Stopwatch(CPU)
     for seconds, rows in ((1.0, 2), (9.0, 2), (2.0, 2), (4.0, 1)):
         run(chain((seconds, 2 * seconds)), watch, rows)
-    assert watch.turns() == [Turn(0, 2, 2.0, 4.0, 0.0, 3), Turn(0, 1, 4.0, 8.0, 0.0, 1)]
+    assert watch.turns() == [Turn(0, 2, 1, 2.0, 4.0, 0.0, 3), Turn(0, 1, 1, 4.0, 8.0, 0.0, 1)]
 
 
 def test_what_is_computed_again_is_of_the_backward() -> None:
     watch = Stopwatch(CPU, meter=True)
     run(chain((1.0, 2.0), (3.0, 5.0), recompute=(0, 1)), watch, 2)
-    assert watch.turns() == [Turn(0, 2, 1.0, 3.0, 0.0, 1), Turn(1, 2, 3.0, 8.0, 0.0, 1)]
+    assert watch.turns() == [Turn(0, 2, 1, 1.0, 3.0, 0.0, 1), Turn(1, 2, 1, 3.0, 8.0, 0.0, 1)]
     assert watch.kept_bytes == {}
 
 
@@ -113,7 +117,7 @@ def test_waiting_for_a_tuple_is_told_apart() -> None:
     watch.waited_s += 0.25
     clock.now_s += 3.0
     span.end("B")
-    assert watch.turns() == [Turn(0, 1, 2.0, 3.0, 0.75, 1)]
+    assert watch.turns() == [Turn(0, 1, 1, 2.0, 3.0, 0.75, 1)]
 
 
 def test_kept_bytes_are_counted_once_for_each_layer() -> None:
@@ -123,6 +127,13 @@ def test_kept_bytes_are_counted_once_for_each_layer() -> None:
     # The linear layer keeps its input: six numbers a row.
     assert watch.kept_bytes == {0: 24.0, 1: 24.0}
     assert not watch.counts(0)
+
+
+def test_a_member_of_a_tuple_tells_what_all_of_it_keep() -> None:
+    watch = Stopwatch(CPU, meter=True)
+    weight = torch.ones(3, requires_grad=True)
+    watch.span(0, 2, width=2).forward(lambda: (weight * torch.ones(2, 3)).sum(), [weight])
+    assert watch.kept_bytes == {0: 2 * 3 * 4.0}
 
 
 def test_a_step_that_is_not_over_has_no_figures() -> None:

@@ -20,7 +20,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
 from elaunch.workers.engine.assembly import Assembly
 from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
-from elaunch.workers.engine.layers import Factory, Layer, build, describe
+from elaunch.workers.engine.layers import Factory, Layer, build, check_cuts, describe
 from elaunch.workers.engine.layout import Piece, StateLayout
 from elaunch.workers.engine.migration import Migration, Under, keys_of
 from elaunch.workers.engine.samples import Samples
@@ -603,6 +603,18 @@ class Engine:
             )
             elements.append(sum(sizes.values()))
         return tuple(layers), tuple(elements)
+
+    def check_widths(self, widths: Collection[int]) -> None:
+        """That the layers can be cut over tensor-parallel tuples of so many workers.
+
+        Raises:
+            StateError: a layer cannot, or none says how.
+        """
+        for width in widths:
+            try:
+                check_cuts(self.specs, self._factories, self._dtype, width)
+            except StateError as error:
+                raise StateError(f"--tp={width}: {error}") from error
 
     def memory_bytes(self) -> dict[str, int]:
         """What this worker keeps from step to step: parameters, master weights and optimizer states."""

@@ -90,6 +90,23 @@ def describe(
     return tuple(specs)
 
 
+def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: torch.dtype | None, width: int) -> None:
+    """That the layers can be cut over tensor-parallel tuples of `width` workers.
+
+    Raises:
+        StateError: one cannot, or none says how.
+    """
+    if width > 1 and not any(spec.cuts for spec in specs):
+        raise StateError(
+            "no layer says how it is cut, so each member of a tuple would do all of the work; "
+            "give the layers an attribute `placements`"
+        )
+    for spec, factory in zip(specs, factories, strict=True):
+        with torch.device("meta"):
+            layer = _made(spec.index, factory, dtype)
+        tensor_parallel.cut(layer, tensor_parallel.cuts_of(layer, spec.name), 0, width, spec.name)
+
+
 def layer_name(index: int, layer: nn.Module) -> str:
     return f"layer {index} ({type(layer).__name__})"
 
@@ -245,7 +262,7 @@ class Chain:
         """
         kept = []
         for piece in self._pieces:
-            spans = [] if watch is None else [watch.span(layer.spec.index, x.shape[0]) for layer in piece]
+            spans = [] if watch is None else [_span(watch, layer, x.shape[0]) for layer in piece]
             if piece[0].recompute:
                 with torch.no_grad():
                     y = _run(piece, x, draw, spans)
@@ -291,6 +308,10 @@ class Chain:
             for layer in reversed(piece):
                 layer.settle()
         return dx
+
+
+def _span(watch: Stopwatch, layer: Layer, rows: int) -> Span:
+    return watch.span(layer.spec.index, rows, layer.membership.size)
 
 
 def _run(piece: Sequence[Layer], x: Tensor, draw: Draw, spans: Sequence[Span] = ()) -> Tensor:

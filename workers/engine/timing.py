@@ -28,6 +28,7 @@ class Turn:
     Attributes:
         layer: its number.
         rows: of a micro-batch.
+        width: workers of the tensor-parallel tuple that has the layer.
         forward_s: seconds, those in which its tensor-parallel tuple was waited for included.
         backward_s: likewise.
         waited_s: of both, in which the tuple was waited for.
@@ -36,6 +37,7 @@ class Turn:
 
     layer: int
     rows: int
+    width: int
     forward_s: float
     backward_s: float
     waited_s: float
@@ -50,7 +52,7 @@ class Stopwatch:
         meter: whether the bytes that are kept for backward are counted too; that takes longer.
 
     Attributes:
-        kept_bytes: for backward, of a row of each layer, where they were counted.
+        kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its tuple.
         waited_s: so long this worker has waited for members of a tensor-parallel tuple; whoever waits adds to it.
     """
 
@@ -72,27 +74,26 @@ class Stopwatch:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def span(self, layer: int, rows: int) -> Span:
-        """Of a layer on a micro-batch, whose forward follows."""
-        self._spans.append(Span(self, layer, rows))
+    def span(self, layer: int, rows: int, width: int = 1) -> Span:
+        """Of a layer, or this member's part of it, on a micro-batch; its forward follows."""
+        self._spans.append(Span(self, layer, rows, width))
         return self._spans[-1]
 
     def turns(self) -> list[Turn]:
         """All of the step, whose actions are over."""
-        found: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        found: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
         for span in self._spans:
             if len(span.ends) == 2:
-                found[span.layer, span.rows].append(span)
+                found[span.layer, span.rows, span.width].append(span)
         return [
             Turn(
-                layer,
-                rows,
+                *point,
                 statistics.median(self._seconds(one, "F") for one in spans),
                 statistics.median(self._seconds(one, "B") for one in spans),
                 statistics.median(sum(one.waited_s.values()) for one in spans),
                 len(spans),
             )
-            for (layer, rows), spans in found.items()
+            for point, spans in found.items()
         ]
 
     def _seconds(self, span: Span, kind: str) -> float:
@@ -110,6 +111,7 @@ class Span:
     watch: Stopwatch
     layer: int
     rows: int
+    width: int
     begins: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=dict)
     waited_s: dict[str, float] = field(default_factory=dict)
@@ -133,5 +135,5 @@ class Span:
             y = run()
             self.end("F")
         if meter is not None and torch.is_grad_enabled():
-            self.watch.kept_bytes[self.layer] = meter.now_bytes / self.rows
+            self.watch.kept_bytes[self.layer] = self.width * meter.now_bytes / self.rows
         return y

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.membership import node_of
 from elaunch.workers.plan.build import Stage
-from elaunch.workers.plan.tiling import Plan, Tile
+from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.policy.balance import shared_out
 from elaunch.workers.policy.estimate import stage_bytes
 from elaunch.workers.policy.profile import Profile
@@ -59,8 +59,7 @@ def expanded(
     if not all(any(stage.replicas) for stage in base):
         raise NotPossible("a stage has lost all its replicas")
     busy = {worker for stage in base for workers in stage.replicas for worker in workers}
-    new, _ = tuples_of(replace(plan, tiles=_kept(plan, busy)), members)
-    new = [workers for workers in new if not busy.intersection(workers)]
+    new, _ = tuples_of(plan, [worker for worker in members if worker not in busy])
     if not new:
         raise NotPossible(
             f"no {width_of(plan)} members are free on a node for another tuple"
@@ -87,11 +86,6 @@ def expanded(
         except NotPossible as error:
             reason = error
     raise NotPossible(str(reason) if ranked else "there are no more micro-batches or layers for newcomers")
-
-
-def _kept(plan: Plan, busy: set[str]) -> tuple[Tile, ...]:
-    """The tiles whose workers are all there."""
-    return tuple(tile for tile in plan.tiles if busy.issuperset(tile.workers))
 
 
 def _whole(stage: Stage) -> Stage:
@@ -138,8 +132,10 @@ def _ways(
         end = before[-1].layers.stop
         skeletons.append((*before, Stage(range(end, end), tuple(joining))))
     for place, stage in enumerate(before):
-        wider = Stage(stage.layers, (*stage.replicas, *joining))
-        skeletons.append((*before[:place], wider, *before[place + 1 :]))
+        more = _as_wide(joining, len(stage.replicas[0]))
+        if more is not None:
+            wider = Stage(stage.layers, (*stage.replicas, *more))
+            skeletons.append((*before[:place], wider, *before[place + 1 :]))
         partners = _partners(stage, joining, widths) if widths else None
         if partners is not None:
             skeletons.append((*before[:place], partners, *before[place + 1 :]))
@@ -147,6 +143,18 @@ def _ways(
         grown = _grown(plan, skeleton, profile)
         if grown is not None:
             yield grown
+
+
+def _as_wide(joining: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ...]] | None:
+    """The newcomers in tuples of this width, each on one node; None: some are left over."""
+    if len(joining[0]) == width:
+        return list(joining)
+    by_node: dict[str, list[str]] = {}
+    for worker in (worker for workers in joining for worker in workers):
+        by_node.setdefault(node_of(worker), []).append(worker)
+    if any(len(some) % width for some in by_node.values()):
+        return None
+    return [tuple(some[at : at + width]) for some in by_node.values() for at in range(0, len(some), width)]
 
 
 def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Stage | None:

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 from elaunch.detect.slow import Detector
-from elaunch.detect.slow_links import LinkDetector
+from elaunch.detect.slow_links import LinkDetector, Slower
 from elaunch.detect.track import Change
 from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.plan.tiling import Plan
@@ -43,8 +43,8 @@ take longer."""
 LINK = LinkProfile(1e9, 1e-4)
 """Where none was measured."""
 
-Point = tuple[int, int]
-"""A layer and a number of rows."""
+Point = tuple[int, int, int]
+"""A layer, a number of rows, and the workers of the tensor-parallel tuple that does them."""
 
 
 class Turn(Protocol):
@@ -54,6 +54,8 @@ class Turn(Protocol):
     def layer(self) -> int: ...
     @property
     def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
     @property
     def forward_s(self) -> float: ...
     @property
@@ -68,6 +70,7 @@ class Step:
 
     layer: int
     rows: int
+    width: int
     forward_s: float
     backward_s: float
     waited_s: float
@@ -75,7 +78,7 @@ class Step:
     @classmethod
     def of(cls, seconds: float, rows: int) -> Step:
         """Both ways together."""
-        return cls(0, rows, seconds / 3, 2 * seconds / 3, 0.0)
+        return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class Sample:
     """What one worker has measured.
 
     Attributes:
-        turns: by layer and rows: seconds of forward and backward, and those of both in which it waited for others of
-            its tensor-parallel tuple.
+        turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
+            others of its tensor-parallel tuple.
         kept_bytes: by layer, for backward, of a row.
         update_s: of the optimizer, per element that this worker owns.
         links: by the slot of the receiver: bytes per second, seconds.
@@ -115,8 +118,8 @@ class Sample:
         """The inverse of `to_json`, but for rounding."""
         return cls(
             {
-                (layer, rows): (forward_s, backward_s, wait_s)
-                for layer, rows, forward_s, backward_s, wait_s in said["turns"]
+                (layer, rows, width): (forward_s, backward_s, wait_s)
+                for layer, rows, width, forward_s, backward_s, wait_s in said["turns"]
             },
             {int(layer): n for layer, n in said["kept"].items()},
             said["update"],
@@ -156,7 +159,7 @@ class Recorder:
         """
         now: dict[Point, deque[tuple[float, float, float]]] = {}
         for one in turns:
-            point = one.layer, one.rows
+            point = one.layer, one.rows, one.width
             now[point] = self._turns.get(point, deque(maxlen=RECENT))
             now[point].append((one.forward_s, one.backward_s, one.waited_s))
         self._fresh, self._looked = True, False
@@ -257,7 +260,7 @@ class Measured:
         step: int,
         time_s: float,
         paces: Mapping[str, float],
-        links: Mapping[tuple[str, str], tuple[float, float]],
+        links: Mapping[tuple[str, str], Slower],
     ) -> list[Change]:
         """Take what a measured step has shown; see `Detector.look` and `LinkDetector.look`.
 
@@ -327,7 +330,6 @@ class Measured:
         width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
         self._find_usual()
         speeds, prior = self.speeds(), self._prior
-        layers = tuple(self._layer(index, known) for index, known in enumerate(self._layers))
         links = {
             (slot, other): LinkProfile(*found)
             for slot, sample in self._samples.items()
@@ -337,6 +339,11 @@ class Measured:
         for ends, factor in self._links.factors().items():
             link = links.get(ends, anywhere)
             links[ends] = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
+        widths = {} if plan is None else {index: len(tile.workers) for tile in plan.tiles for index in tile.layers}
+        layers = tuple(
+            self._layer(index, known, widths.get(index, width), width, anywhere.bandwidth_bytes_per_s)
+            for index, known in enumerate(self._layers)
+        )
         caps = {slot: one.memory_bytes for slot, one in self._samples.items() if one.memory_bytes is not None}
         most = statistics.mode(caps.values()) if caps else None
         special = {} if prior is None else {slot: replace(one, speed=1.0) for slot, one in prior.workers.items()}
@@ -389,29 +396,40 @@ class Measured:
         part = seconds / (forward_s + backward_s)
         return part * forward_s, part * backward_s
 
-    def _layer(self, index: int, known: LayerProfile) -> LayerProfile:
-        points = {rows: spent for (layer, rows), spent in self._usual.items() if layer == index}
+    def _layer(self, index: int, known: LayerProfile, here: int, width: int, rate: float) -> LayerProfile:
+        """As on a tuple of `width`, from what was measured on one as wide as it has now (`here`), or had before."""
+        points: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+        for (layer, rows, of), spent in self._usual.items():
+            if layer == index:
+                points[of][rows] = spent
         kept = [sample.kept_bytes[index] for sample in self._samples.values() if index in sample.kept_bytes]
         updates = [sample.update_s for sample in self._samples.values() if sample.update_s]
         if not points:
-            return self._unmeasured(index, known)
-        fixed_forward_s, forward_s = _line({rows: one[0] for rows, one in points.items()})
-        fixed_backward_s, backward_s = _line({rows: one[1] for rows, one in points.items()})
-        return replace(
+            return self._unmeasured(index, known, width)
+        of = min(points, key=lambda one: (one != here, one != width, one))
+        fixed_forward_s, forward_s = _line({rows: one[0] for rows, one in points[of].items()})
+        fixed_backward_s, backward_s = _line({rows: one[1] for rows, one in points[of].items()})
+        found = replace(
             known,
             forward_s_per_row=forward_s,
             backward_s_per_row=backward_s,
             fixed_forward_s=fixed_forward_s,
             fixed_backward_s=fixed_backward_s,
+        )
+        return replace(
+            found.on_width(of, width, rate),
             activation_bytes_per_row=round(max(kept)) if kept else known.activation_bytes_per_row,
             update_s=statistics.median(updates) * self._elements[index] if updates else 0.0,
         )
 
-    def _unmeasured(self, index: int, known: LayerProfile) -> LayerProfile:
+    def _unmeasured(self, index: int, known: LayerProfile, width: int) -> LayerProfile:
         if self._prior is not None:
             return self._prior.layers[index]
         # As long as measured ones of its size are, if there are such.
-        rates = [sum(spent) / rows / max(1, self._elements[layer]) for (layer, rows), spent in self._usual.items()]
+        rates = [
+            sum(spent) * of / width / rows / max(1, self._elements[layer])
+            for (layer, rows, of), spent in self._usual.items()
+        ]
         rate = statistics.median(rates) / 3 if rates else NOMINAL_S
         seconds = rate * max(1, self._elements[index])
         return replace(known, forward_s_per_row=seconds, backward_s_per_row=2 * seconds)
@@ -422,7 +440,7 @@ class Measured:
 
     def _unstable(self) -> tuple[str, ...]:
         """The layers whose seconds have moved lately, or are not known, and the step if its own do."""
-        known = {layer for layer, _ in self._usual}
+        known = {layer for layer, *_ in self._usual}
         moving = [
             f"layers[{layer}]"
             for layer in range(len(self._layers))

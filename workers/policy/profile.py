@@ -66,6 +66,23 @@ class LayerProfile:
         """Seconds of the backward of `rows` rows."""
         return self.fixed_backward_s + rows * self.backward_s_per_row
 
+    def on_width(self, of: int, width: int, bandwidth_bytes_per_s: float) -> LayerProfile:
+        """The same layer on a tensor-parallel tuple of `width` workers, if these are its seconds on one of `of`."""
+        if of == width:
+            return self
+        n_bytes = self.output_bytes_per_row
+
+        def on(seconds: float, n_bytes: float) -> float:
+            return _on_width(seconds, n_bytes / bandwidth_bytes_per_s, of, width)
+
+        return dataclasses.replace(
+            self,
+            forward_s_per_row=on(self.forward_s_per_row, n_bytes),
+            backward_s_per_row=on(self.backward_s_per_row, n_bytes),
+            fixed_forward_s=on(self.fixed_forward_s, 0),
+            fixed_backward_s=on(self.fixed_backward_s, 0),
+        )
+
     def scaled(self, factor: float) -> LayerProfile:
         """The same layer, taking `factor` times as long."""
         return dataclasses.replace(
@@ -239,14 +256,8 @@ class Profile:
         seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])
         if width in (0, self.width):
             return seconds
-        # The computing is cut; what the members tell each other grows with the degree (Suika A.2).
         output_bytes = rows * (self._outputs[layers.stop] - self._outputs[layers.start])
-        told_s = [self._all_reduces_s(output_bytes, some) for some in (self.width, width)]
-        return max(0.0, seconds - told_s[0]) * self.width / width + told_s[1]
-
-    def _all_reduces_s(self, output_bytes: float, width: int) -> float:
-        """Of two rings over a tuple for each layer."""
-        return 2 * 2 * (width - 1) / width * output_bytes / self.bandwidth_bytes_per_s
+        return _on_width(seconds, output_bytes / self.bandwidth_bytes_per_s, self.width, width)
 
     def _of(self, worker: str) -> WorkerProfile | None:
         return self.workers.get(slot_of(worker)) if self.workers else None
@@ -383,6 +394,16 @@ def action_s(profile: Profile, plan: Plan) -> ActionPrice:
         return price(here.layers, rows, len(here.workers)) / profile.tile_speed(here)
 
     return seconds
+
+
+def _on_width(seconds: float, output_s: float, of: int, width: int) -> float:
+    """What takes so long on a tensor-parallel tuple of `of` workers, on one of `width`.
+
+    The computing is cut; what the members tell each other grows with the degree (Suika A.2): two all-reduces in rings
+    of the output, which takes `output_s` from one member to another.
+    """
+    told_s = [2 * 2 * (some - 1) / some * output_s for some in (of, width)]
+    return max(0.0, seconds - told_s[0]) * of / width + told_s[1]
 
 
 def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:

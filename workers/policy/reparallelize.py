@@ -22,7 +22,7 @@ from elaunch.workers.policy.matching import matched
 from elaunch.workers.policy.partition import minimax
 from elaunch.workers.policy.profile import Profile
 from elaunch.workers.policy.resize import balanced, with_rows
-from elaunch.workers.policy.structure import NotPossible, tuples_of
+from elaunch.workers.policy.structure import NotPossible, tuples_of, width_of
 
 NEAR = 2
 """The number of pipelines changes by at most so many (Chameleon IV-A)."""
@@ -62,7 +62,9 @@ class _Shape:
     step_s: float
 
 
-def reparallelized(plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees = Degrees()) -> Plan:
+def reparallelized(
+    plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees = Degrees(), widths: Sequence[int] = ()
+) -> Plan:
     """The fastest plan for the members, of pipelines or of stages.
 
     Args:
@@ -70,17 +72,34 @@ def reparallelized(plan: Plan, members: Sequence[str], profile: Profile, degrees
         members: who there is.
         profile: of the model.
         degrees: what is looked at.
+        widths: of tensor-parallel tuples, beside that of the plan, that the layers can be cut for.
 
     Raises:
         NotPossible: says why.
     """
     profile.check(plan)
-    tuples, rest = tuples_of(plan, members)
+    found: list[tuple[StepEstimate, Plan]] = []
+    reasons: list[str] = []
+    for width in dict.fromkeys((width_of(plan), *widths)):
+        try:
+            found.append(_of_width(width, plan, members, profile, degrees))
+        except NotPossible as error:
+            reasons.append(str(error))
+    if not found:
+        raise NotPossible(", ".join(reasons))
+    return min(found, key=lambda one: one[0].step_s)[1]
+
+
+def _of_width(
+    width: int, plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees
+) -> tuple[StepEstimate, Plan]:
+    """The fastest plan whose tensor-parallel tuples have so many workers."""
+    tuples, rest = tuples_of(plan, members, width)
     if not tuples:
-        raise NotPossible(f"{len(members)} members make no tensor-parallel tuple of the plan's width")
+        raise NotPossible(f"{len(members)} members make no tensor-parallel tuple of {width} on a node")
     # The slow ones last: they are in the deeper pipelines then, with fewer layers.
     tuples.sort(key=lambda workers: -min(map(profile.speed, workers)))
-    shapes = sorted(_shapes(plan, len(tuples), profile, degrees), key=lambda shape: shape.step_s)
+    shapes = sorted(_shapes(plan, tuples, profile, degrees), key=lambda shape: shape.step_s)
     made = [_with_workers(plan, shape, tuples, rest, profile) for shape in shapes[:MOST_PLAYED]]
     made += _staged(plan, tuples, members, profile, degrees)
     if not any(made):
@@ -93,7 +112,7 @@ def reparallelized(plan: Plan, members: Sequence[str], profile: Profile, degrees
     if best is None:
         caps = [profile.cap_bytes(worker) for worker in members]
         raise NotPossible(f"no pipelines of {len(tuples)} tuples fit into {min(caps):,.0f} bytes of each worker")
-    return best[1]
+    return best
 
 
 def partitions(total: int, parts: int, low: int, high: int, spread: int) -> Iterator[tuple[int, ...]]:
@@ -178,7 +197,8 @@ def _near(plan: Plan, degrees: Degrees) -> tuple[int, int]:
     return degrees.dp or (max(1, now - NEAR), now + NEAR)
 
 
-def _shapes(plan: Plan, n_tuples: int, profile: Profile, degrees: Degrees) -> Iterator[_Shape]:
+def _shapes(plan: Plan, tuples: Sequence[tuple[str, ...]], profile: Profile, degrees: Degrees) -> Iterator[_Shape]:
+    n_tuples, width = len(tuples), len(tuples[0])
     low, high = _near(plan, degrees)
     deepest = min(degrees.pp[1], plan.n_layers)
     cuts: dict[int, tuple[tuple[range, ...], float, float] | None] = {}
@@ -192,7 +212,7 @@ def _shapes(plan: Plan, n_tuples: int, profile: Profile, degrees: Degrees) -> It
                     break
                 for depth in depths:
                     if depth not in cuts:
-                        cuts[depth] = _cut(plan, depth, dp, profile)
+                        cuts[depth] = _cut(plan, depth, dp, width, profile)
                 found = [cuts[depth] for depth in depths]
                 if all(one is not None for one in found):
                     yield _shape(plan, [one for one in found if one is not None], profile)
@@ -200,20 +220,22 @@ def _shapes(plan: Plan, n_tuples: int, profile: Profile, degrees: Degrees) -> It
                 break
 
 
-def _cut(plan: Plan, depth: int, dp: int, profile: Profile) -> tuple[tuple[range, ...], float, float] | None:
+def _cut(
+    plan: Plan, depth: int, dp: int, width: int, profile: Profile
+) -> tuple[tuple[range, ...], float, float] | None:
     """The layers of each stage, the seconds of a unit through all of them, and through the slowest."""
     size = plan.micro_batch_size
     turns = math.ceil(plan.n_units / dp)
     caps = profile.memory_bytes
 
     def cost(_: int, start: int, stop: int) -> float:
-        return profile.turn_s(range(start, stop), size)
+        return profile.turn_s(range(start, stop), size, width)
 
     def fits(stage: int, start: int, stop: int) -> bool:
         if caps is None:
             return True
         kept_rows = min(depth - stage, turns) * size
-        return stage_bytes(profile, range(start, stop), dp, kept_rows) <= caps * len(plan.tiles[0].workers)
+        return stage_bytes(profile, range(start, stop), dp, kept_rows) <= caps * width
 
     found = minimax(plan.n_layers, depth, cost, fits)
     if found is None:
@@ -246,7 +268,7 @@ def _with_workers(
             speeds = [min(map(profile.speed, some)) for some in mine]
 
             def cost(stage: int, start: int, stop: int, speeds: Sequence[float] = speeds) -> float:
-                return profile.turn_s(range(start, stop), size) / speeds[stage]
+                return profile.turn_s(range(start, stop), size, len(tuples[0])) / speeds[stage]
 
             if len(set(speeds)) > 1:
                 found = minimax(plan.n_layers, len(mine), cost)

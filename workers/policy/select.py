@@ -45,7 +45,7 @@ class Settings:
         policy: the only one that may be chosen, as long as it has a plan.
         consistency: "bitwise": micro-batches are not cut and tuples keep their width, so that all sums are the same.
         degrees: of `reparallelize`.
-        widths: of tensor-parallel tuples, beside the present one, that the layers can be cut for.
+        widths: of tensor-parallel tuples, beside the present ones, that `expand` and `reparallelize` may make.
         next_s: expected seconds from one change to the next.
         slot_samples: samples that a slot of the plan stands for.
     """
@@ -259,9 +259,10 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
             ("reroute", partial(rerouted, base, members, profile)),
             ("resize", partial(resized, base, members, profile)),
         ]
+    widths = () if settings.consistency == "bitwise" else settings.widths
     makers += [
-        ("reparallelize", partial(reparallelized, now, members, profile, settings.degrees)),
-        ("expand", partial(expanded, now, members, profile, widths=settings.widths)),
+        ("reparallelize", partial(reparallelized, now, members, profile, settings.degrees, widths)),
+        ("expand", partial(expanded, now, members, profile, widths=widths)),
     ]
     found = [_candidate(policy, make, now, lost, profile, settings) for policy, make in makers]
     at_home = None

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elaunch.detect.slow_links import LinkWatch
+from elaunch.detect.slow_links import LinkWatch, Slower
 from elaunch.detect.track import SPAN_STEPS, Change
 from elaunch.errors import ProtocolError, StateError
 from elaunch.policies import SlowPolicy, from_environment
@@ -239,7 +239,7 @@ class Selector:
         if pace is not None:
             note["pace"] = round(pace, 4)
             if slower := self._own_links.look(carried()):
-                note["slower"] = {slot: [round(factor, 3), round(rate)] for slot, (factor, rate) in slower.items()}
+                note["slower"] = {slot: [round(figure, 3) for figure in one] for slot, one in slower.items()}
             if "news" in note and (usual := self._own_links.usual()):
                 note["links"] = {slot: [round(rate), carried_bytes] for slot, (rate, carried_bytes) in usual.items()}
         if self._is_first():
@@ -320,9 +320,9 @@ class Selector:
         if not paces:
             return
         slower = {
-            (slot_of(worker), slot): (factor, rate)
+            (slot_of(worker), slot): Slower(*one)
             for worker, note in notes.items()
-            for slot, (factor, rate) in note.get("slower", {}).items()
+            for slot, one in note.get("slower", {}).items()
         }
         changes = self.measured.look(step, self._clock_s, paces, slower)
         if not self._is_first():
@@ -476,8 +476,9 @@ def make_selector(
     name: str,
     slot_samples: float = 1.0,
     min_nodes: int = 1,
+    widths: tuple[int, ...] = (),
 ) -> Selector:
-    """For a worker of a job, with the settings of its environment; see `Measured`, and `Settings.slot_samples`.
+    """For a worker of a job, with the settings of its environment; see `Measured`, and `Settings`.
 
     Raises:
         UsageError: a setting is none.
@@ -496,7 +497,7 @@ def make_selector(
                 "of this model, or the name of a new one"
             )
     degrees = Degrees(wishes.dp, wishes.pp or Degrees.pp)
-    settings = Settings(wishes.policy, wishes.consistency or "fast", degrees, slot_samples=slot_samples)
+    settings = Settings(wishes.policy, wishes.consistency or "fast", degrees, widths, slot_samples=slot_samples)
     measured = Measured(name, layers, elements, prior)
     return Selector(worker, measured, settings, wishes.profile, wishes.slow_policy, min_nodes)
 

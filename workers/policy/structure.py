@@ -68,27 +68,17 @@ def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tupl
 
 
 def width_of(plan: Plan) -> int:
-    """The number of workers of its tensor-parallel tuples.
+    """The number of workers of its tensor-parallel tuples; of different ones the least, which `expand` began with."""
+    return min(len(tile.workers) for tile in plan.tiles)
 
-    Raises:
-        NotPossible: they differ.
+
+def tuples_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The members in tensor-parallel tuples of one width (0: that of the plan's), and those who are left over.
+
+    Tuples of that width that are whole stay as they are; of the others' members new ones are made, each on one node.
     """
-    widths = {len(tile.workers) for tile in plan.tiles}
-    if len(widths) > 1:
-        raise NotPossible(f"its tensor-parallel tuples have {' and '.join(map(str, sorted(widths)))} workers")
-    return widths.pop()
-
-
-def tuples_of(plan: Plan, members: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The members in tensor-parallel tuples of the width of the plan's, and those who are left over.
-
-    Tuples that are whole stay as they are; of the others' members new ones are made, each on one node.
-
-    Raises:
-        NotPossible: tuples of different width.
-    """
-    width, here = width_of(plan), set(members)
-    whole = [tile.workers for tile in plan.tiles if here.issuperset(tile.workers)]
+    width, here = width or width_of(plan), set(members)
+    whole = [tile.workers for tile in plan.tiles if len(tile.workers) == width and here.issuperset(tile.workers)]
     found = list(dict.fromkeys(whole))
     taken = {worker for workers in found for worker in workers}
     by_node: dict[str, list[str]] = {}
