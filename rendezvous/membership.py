@@ -20,7 +20,7 @@ import enum
 import functools
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import quote
@@ -84,6 +84,14 @@ def slot_of(worker: str) -> str:
 def node_of(worker: str) -> str:
     """Return the node of a worker's identity."""
     return worker.partition("/")[0]
+
+
+def by_node(workers: Iterable[str]) -> dict[str, list[str]]:
+    """The workers of each node; nodes and workers in the order in which they are given."""
+    nodes: dict[str, list[str]] = {}
+    for worker in workers:
+        nodes.setdefault(node_of(worker), []).append(worker)
+    return nodes
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -96,7 +96,9 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
     Raises:
         StateError: one cannot, or none says how.
     """
-    if width > 1 and not any(spec.cuts for spec in specs):
+    if width == 1:
+        return
+    if not any(spec.cuts for spec in specs):
         raise StateError(
             "no layer says how it is cut, so each member of a tuple would do all of the work; "
             "give the layers an attribute `placements`"
@@ -262,7 +264,9 @@ class Chain:
         """
         kept = []
         for piece in self._pieces:
-            spans = [] if watch is None else [_span(watch, layer, x.shape[0]) for layer in piece]
+            spans = []
+            if watch is not None:
+                spans = [watch.span(layer.spec.index, x.shape[0], layer.membership.size) for layer in piece]
             if piece[0].recompute:
                 with torch.no_grad():
                     y = _run(piece, x, draw, spans)
@@ -308,10 +312,6 @@ class Chain:
             for layer in reversed(piece):
                 layer.settle()
         return dx
-
-
-def _span(watch: Stopwatch, layer: Layer, rows: int) -> Span:
-    return watch.span(layer.spec.index, rows, layer.membership.size)
 
 
 def _run(piece: Sequence[Layer], x: Tensor, draw: Draw, spans: Sequence[Span] = ()) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.rendezvous.membership import node_of
+from elaunch.rendezvous.membership import by_node, node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.layout import Owned, Piece, StateLayout
@@ -42,9 +42,7 @@ def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
     The j-th worker of a node is copied by the j-th of the next ones, so that the load is even.
     """
-    nodes: dict[str, list[str]] = {}
-    for worker in workers:
-        nodes.setdefault(node_of(worker), []).append(worker)
+    nodes = by_node(workers)
     names = list(nodes)
     found = {}
     for place, worker in enumerate(workers):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from elaunch.errors import ProtocolError
-from elaunch.rendezvous.membership import incarnation, node_of, slot_of
+from elaunch.rendezvous.membership import by_node, incarnation, slot_of
 from elaunch.workers.plan.tiling import Plan, PlanError
 from elaunch.workers.policy.ahead_process import Answer, Event, Job, Process
 from elaunch.workers.policy.profile import Profile
@@ -48,13 +48,10 @@ def events(
     assert not isinstance(last_lost, str), "a list of workers"
     slots = set(map(slot_of, members))
     back = [f"{slot_of(one)}#{incarnation(one) + 1}" for one in last_lost if slot_of(one) not in slots]
-    nodes: dict[str, list[str]] = {}
-    for worker in members:
-        nodes.setdefault(node_of(worker), []).append(worker)
     found = [Event()] if again else []
     found += [Event(joined=tuple(back)), *(Event(joined=(one,)) for one in back)] if back else []
     found += [Event(lost=(worker,)) for worker in members]
-    found += [Event(lost=tuple(some)) for some in nodes.values()]
+    found += [Event(lost=tuple(some)) for some in by_node(members).values()]
     wanted = [Event(lost=tuple(without))] if without else []
     likely = [event for event in dict.fromkeys(found) if _first(event, members) == me]
     return list(dict.fromkeys([*likely[: int(again)], *wanted, *likely[int(again) :]]))

@@ -132,7 +132,7 @@ def _ways(
         end = before[-1].layers.stop
         skeletons.append((*before, Stage(range(end, end), tuple(joining))))
     for place, stage in enumerate(before):
-        more = _as_wide(joining, len(stage.replicas[0]))
+        more = _as_wide(plan, joining, len(stage.replicas[0]))
         if more is not None:
             wider = Stage(stage.layers, (*stage.replicas, *more))
             skeletons.append((*before[:place], wider, *before[place + 1 :]))
@@ -145,16 +145,12 @@ def _ways(
             yield grown
 
 
-def _as_wide(joining: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ...]] | None:
+def _as_wide(plan: Plan, joining: Sequence[tuple[str, ...]], width: int) -> Sequence[tuple[str, ...]] | None:
     """The newcomers in tuples of this width, each on one node; None: some are left over."""
     if len(joining[0]) == width:
-        return list(joining)
-    by_node: dict[str, list[str]] = {}
-    for worker in (worker for workers in joining for worker in workers):
-        by_node.setdefault(node_of(worker), []).append(worker)
-    if any(len(some) % width for some in by_node.values()):
-        return None
-    return [tuple(some[at : at + width]) for some in by_node.values() for at in range(0, len(some), width)]
+        return joining
+    found, rest = tuples_of(plan, [worker for workers in joining for worker in workers], width)
+    return None if rest else found
 
 
 def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Stage | None:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from elaunch.rendezvous.membership import node_of
+from elaunch.rendezvous.membership import by_node
 from elaunch.workers.plan.build import Stage
 from elaunch.workers.plan.shares import share
 from elaunch.workers.plan.tiling import Plan, PlanError, Tile
@@ -81,12 +81,8 @@ def tuples_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[
     whole = [tile.workers for tile in plan.tiles if len(tile.workers) == width and here.issuperset(tile.workers)]
     found = list(dict.fromkeys(whole))
     taken = {worker for workers in found for worker in workers}
-    by_node: dict[str, list[str]] = {}
-    for worker in members:
-        if worker not in taken:
-            by_node.setdefault(node_of(worker), []).append(worker)
     rest: list[str] = []
-    for some in by_node.values():
+    for some in by_node(worker for worker in members if worker not in taken).values():
         end = len(some) - len(some) % width
         found += [tuple(some[place : place + width]) for place in range(0, end, width)]
         rest += some[end:]
