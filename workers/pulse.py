@@ -132,6 +132,10 @@ class Pulse:
             numbers[form.AT_WAITS] = 1 if self._n_waiting else 0
             numbers[form.AT_SEQUENCE] += 1
 
+    def moved(self) -> None:
+        """Bytes have come from a peer: whoever waits does not do so in vain."""
+        self._numbers[form.AT_MOVED] = time.monotonic_ns()
+
     def close(self) -> None:
         """The job is over for this worker; what its process does from now on is its own matter."""
         self.enter(Phase.ENDED)
@@ -257,6 +261,13 @@ def committed(step: int) -> None:
     """A step has committed, and `step` is the next one."""
     if _current is not None:
         _current.committed(step)
+
+
+def moved() -> None:
+    """Bytes have come from a peer. For any thread."""
+    pulse = _current
+    if pulse is not None:
+        pulse.moved()
 
 
 def close() -> None:

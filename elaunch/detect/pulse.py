@@ -10,6 +10,7 @@ nanoseconds, which all processes of a machine share.
                   beat, still, still since                        written by the thread that beats
                   sequence, step, step since, steps here, phase,  written by the threads that train; the sequence is odd
                   since, waits, epoch, operation, others, length  while it is being done
+                  moved                                           written by the threads that receive
     then          the first peers that are waited for, as text
 
 Each number is stored by one aligned store of 8 bytes. What belongs together is told by the sequence: a reader that
@@ -23,7 +24,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 FILE_BYTES = 1024
 TEXT_AT = 256
 TEXT_BYTES = FILE_BYTES - TEXT_AT
@@ -38,7 +39,8 @@ AT_BEAT, AT_STILL, AT_STILL_SINCE = range(5, 8)
 AT_SEQUENCE = 8
 AT_STEP, AT_STEP_SINCE, AT_STEPS_HERE, AT_PHASE, AT_SINCE, AT_WAITS = range(9, 15)
 AT_EPOCH, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
-COUNT = 19
+AT_MOVED = 19
+COUNT = 20
 _NUMBERS = struct.Struct(f"={COUNT}Q")
 
 
@@ -76,7 +78,8 @@ class Pulse:
         step_since_s: when it began.
         steps_here: that have committed here since the members or the plan changed.
         phase: what the training thread is about.
-        since_s: since when it has been at that, without a sign of progress (a wait that ended, the next micro-batch).
+        since_s: since when it has been at that, without a sign of progress (a wait that ended, the next micro-batch; in
+            a wait, bytes that came from a peer).
         waits: whether a thread that trains waits for peers.
         waits_for: the first of them.
         others: how many more there are.
@@ -144,6 +147,7 @@ def parse(data: bytes, sequence: bytes) -> Pulse | None:
         phase, still = Phase(numbers[AT_PHASE]), Still(numbers[AT_STILL])
     except ValueError:
         return None
+    waits, since = bool(numbers[AT_WAITS]), numbers[AT_SINCE]
     return Pulse(
         pid=numbers[AT_PID],
         thread=numbers[AT_THREAD],
@@ -156,8 +160,8 @@ def parse(data: bytes, sequence: bytes) -> Pulse | None:
         step_since_s=numbers[AT_STEP_SINCE] / 1e9,
         steps_here=numbers[AT_STEPS_HERE],
         phase=phase,
-        since_s=numbers[AT_SINCE] / 1e9,
-        waits=bool(numbers[AT_WAITS]),
+        since_s=(max(since, numbers[AT_MOVED]) if waits else since) / 1e9,
+        waits=waits,
         waits_for=tuple(text.split("\n")) if text else (),
         others=numbers[AT_OTHERS],
         epoch=numbers[AT_EPOCH],

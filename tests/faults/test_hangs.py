@@ -135,6 +135,15 @@ def test_of_workers_that_wait_for_each_other_one_is_taken_out(spawn: Spawner, tm
     ]
 
 
+def test_as_long_as_bytes_come_nobody_hangs(spawn: Spawner, tmp_path: Path) -> None:
+    """All workers wait in one operation, which a slow link makes last far longer than the limit."""
+    script = (SCRIPT, "--steps=26", "--width=512", "--dtype=float32", "--throttle", f"1:{AT}:100000")
+    node = elaunch(spawn, tmp_path, *THREE, "--hang-timeout=2", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    assert node.events("hang") == []
+    assert node.events("step")[-1]["seconds"] > 4
+
+
 def test_a_collective_that_one_worker_leaves_out_is_no_hang(spawn: Spawner, tmp_path: Path) -> None:
     """What the others expect does not come, and the links say so: the step is done again."""
     expected = reference(spawn, tmp_path, SCRIPT)

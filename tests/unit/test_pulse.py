@@ -13,7 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.detect.pulse import AT_SEQUENCE, BEAT_S, COUNT, FILE_BYTES, TEXT_BYTES, Phase, Pulse, Reader, Still, parse
+from elaunch.detect.pulse import (
+    AT_SEQUENCE,
+    BEAT_S,
+    COUNT,
+    FILE_BYTES,
+    TEXT_BYTES,
+    VERSION,
+    Phase,
+    Pulse,
+    Reader,
+    Still,
+    parse,
+)
 from elaunch.hangs import children_cpu_s, thread_state
 from elaunch.workers import pulse as worker_pulse
 from tests.helpers import Spawned, Spawner, wait_until
@@ -118,7 +130,7 @@ def test_anything_may_stand_in_the_file(data: bytes, sequence: bytes) -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=COUNT, max_size=COUNT), st.booleans())
 def test_numbers_that_mean_nothing_are_no_pulse(numbers: list[int], is_version: bool) -> None:
-    numbers[0] = 1 if is_version else 2
+    numbers[0] = VERSION if is_version else VERSION + 1
     data = b"".join(number.to_bytes(8, "little") for number in numbers).ljust(FILE_BYTES, b"x")
     found = parse(data, numbers[AT_SEQUENCE].to_bytes(8, "little"))
     if found is not None:
@@ -164,6 +176,20 @@ def test_a_wait_that_ends_is_a_sign_of_progress(shown: Reader) -> None:
     assert look(shown).step_since_s == before.step_since_s
 
 
+def test_in_a_wait_bytes_that_come_are_a_sign_of_progress_too(shown: Reader) -> None:
+    worker_pulse.enter(Phase.STEP, 7)
+    begun_s = look(shown).since_s
+    worker_pulse.moved()
+    assert look(shown).since_s == begun_s, "who computes does not go on by what another thread receives"
+    with worker_pulse.waiting(["a/1#0"]):
+        waits_s = look(shown).since_s
+        thread = threading.Thread(target=worker_pulse.moved)
+        thread.start()
+        thread.join()
+        moved_s = look(shown).since_s
+    assert begun_s < waits_s < moved_s < time.monotonic()
+
+
 def test_a_thread_that_works_in_the_background_waits_for_nobody(shown: Reader) -> None:
     seen: list[bool] = []
 
@@ -205,6 +231,7 @@ def test_after_the_end_nothing_is_shown_any_more(shown: Reader) -> None:
 def test_without_an_agent_all_of_it_does_nothing() -> None:
     worker_pulse.enter(Phase.STEP, 1)
     worker_pulse.committed(2)
+    worker_pulse.moved()
     with worker_pulse.waiting(["a/1#0"]):
         pass
     worker_pulse.close()
