@@ -12,7 +12,8 @@ layers sleep, so that the cores are free. Each fault is made again and again in 
 - *SIGSTOP*; *loop*: Python that calls nothing and holds the interpreter's lock; *deadlock*: each worker waits in a
   collective for a message that its neighbour does not send. Until the event `hang`.
 - *agent*: a node's agent is killed; *cable*: a host loses all its network; *cut*: two of three hosts lose each other,
-  while both reach the store. Until another node has heard of the generation without it.
+  while both reach the store. Until another node has heard of the generation without it. *Deadlock over three hosts*: as
+  above, until the event `hang` of one of them.
 - *slow*: a worker takes longer for its work, in a job that only reports it; *link*: what it sends is throttled. Until
   the event `slow`; steps from the first slow one to the one that tells.
 - *XID*, *ECC*: of a stand-in for NVIDIA's library (`tests/nvml_stub.c`). Until the event `health`.
@@ -40,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -184,12 +185,12 @@ class Node(Job):
     def worker(self, slot: int) -> str:
         return next(one for one in self.members() if f"/{slot}#" in one)
 
-    def order(self, slot: int, text: str, in_steps: int = 2) -> Callable[[], Line]:
-        """Have the worker of a slot do this; what is returned waits for its beginning."""
+    def order(self, slot: int, text: str, in_steps: int = 2, at: int | None = None) -> Callable[[], Line]:
+        """Have the worker of a slot do this, in so many steps or at one; what is returned waits for its beginning."""
         began = self.orders / f"{slot}.began"
         began.unlink(missing_ok=True)
         new = self.orders / f"{slot}.order"
-        new.write_text(f"{self.step() + in_steps} {text}")
+        new.write_text(f"{self.step() + in_steps if at is None else at} {text}")
         new.rename(self.orders / str(slot))
 
         def wait() -> Line:
@@ -320,11 +321,17 @@ def left_out(node: Node, names: str, after: int, t: float, found: Found) -> None
     found.add(since(seen, t), left == sorted(names))
 
 
+def hangs_of(nodes: Mapping[str, Node]) -> list[Line]:
+    """Those that the agents of these nodes have told of until now."""
+    return sorted((line for node in nodes.values() for line in node.of("hang")), key=lambda line: float(line["t"]))
+
+
 def nodes_lost(folder: Path, repeat: int) -> Iterator[Found]:
-    """Agents killed, hosts without a network, hosts that lose each other."""
+    """Agents killed, hosts without a network, hosts that lose each other, workers of all of them in a deadlock."""
     agent = Found("agent killed", f"< {LEASE_S:g} + 0.5 s")
     cable = Found("whole host cut off", f"< {LEASE_S:g} + 0.5 s")
     cut = Found("two hosts lose each other")
+    deadlock = Found("deadlock over three hosts")
     with three_hosts(folder) as (wires, nodes, start):
         watcher = nodes["a"]
         for _ in range(repeat):
@@ -346,7 +353,16 @@ def nodes_lost(folder: Path, repeat: int) -> Iterator[Found]:
             wires.cut("a", "c")
             left_out(watcher, "ab", after, t, cut)
             wires.mend("a", "c")
-    yield from (agent, cable, cut)
+        for _ in range(repeat):
+            watcher.await_members(3, 15)
+            n_before, step = len(hangs_of(nodes)), watcher.step() + 20
+            begun = [node.order(0, "cross", at=step) for node in nodes.values()]
+            t = max(one()["t"] for one in begun)
+            watcher.wait(lambda known=n_before: len(hangs_of(nodes)) > known, "an event hang", LIMIT_S)  # type: ignore[misc]
+            hang = hangs_of(nodes)[n_before]
+            watcher.await_members(3, 5, without=hang["worker"])
+            deadlock.add(since(hang, t), len(hang["waits"]) == 3 and len(hangs_of(nodes)) == n_before + 1)
+    yield from (agent, cable, cut, deadlock)
 
 
 def slow(folder: Path, repeat: int) -> Iterator[Found]:

@@ -30,7 +30,7 @@ from elaunch.notices import Announcement, Notices
 from elaunch.outputs import Folders, Outputs
 from elaunch.reach import Reach
 from elaunch.rendezvous.decide import Settings
-from elaunch.rendezvous.membership import Cut, DrainRequest, Generation, JobConfig, Result, node_of, to_json
+from elaunch.rendezvous.membership import Cut, Deadlock, DrainRequest, Generation, JobConfig, Result, node_of, to_json
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 from elaunch.supervisor import Supervisor, command, fill, free_port, listen, worker_cpus, worker_devices, worker_env
@@ -403,6 +403,12 @@ class Agent:
             why = ", without its stacks: a stopped process shows none" if one.state == "T" else ""
             self.say(f"worker {one.worker} has been {what} for {one.stopped_s:.1f} s; it is killed{why}")
             self._act([Signal(one.worker, signal.SIGKILL)])
+        self._life.stalled = self._hangs.stalled
+
+    def take_out(self, found: Deadlock) -> list[Action]:
+        """The leader says that all members wait for each other, and which one of this node is to go."""
+        self._hangs.take_out(found, self._outputs.stacks_path)
+        return []
 
     def _found(self, found: Found) -> None:
         """In another thread: a worker hangs, and its stacks have been taken."""
@@ -538,6 +544,9 @@ class _Listener:
 
     def drains(self, request: DrainRequest) -> None:
         self._agent.post(lambda life: life.drain(request.reason, time.monotonic()))
+
+    def deadlocked(self, found: Deadlock) -> None:
+        self._agent.post(lambda _: self._agent.take_out(found))
 
     def ended(self, result: Result) -> None:
         self._agent.post(lambda life: life.on_result(result, time.monotonic()))

@@ -200,6 +200,8 @@ def _mark(doc: NodeDoc, generation: Generation | None) -> str:
         return " (leaves)"
     if doc.cut:
         return f" (does not reach {', '.join(one.node for one in doc.cut)})"
+    if doc.stalled:
+        return " (all its workers wait for others)"
     return "" if generation is None or doc.node in generation.nodes else " (waits)"
 
 

@@ -18,6 +18,7 @@ from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
 from elaunch.detect.host import family
 from elaunch.detect.pulse import Reader
 from elaunch.detect.stacks import Stacks, collect, save
+from elaunch.rendezvous.membership import Deadlock, Stalled
 
 LOOK_S = 0.25
 """From one look at the workers to the next."""
@@ -139,11 +140,24 @@ class HangWatch:
                     sights[worker] = sight
         hang = self._detector.look(now_s, sights, epoch, members)
         if hang is not None:
-            watched = self._watched[hang.worker]
-            watched.busy = True
-            path = path_of(hang.worker)
-            threading.Thread(target=self._take, args=(hang, watched, path), name="elaunch-stacks", daemon=True).start()
+            self._blame(hang, path_of(hang.worker))
         return stopped
+
+    @property
+    def stalled(self) -> tuple[Stalled, ...]:
+        """The members on this node, if all of them wait for longer than they may and there are others elsewhere."""
+        return self._detector.stalled
+
+    def take_out(self, found: Deadlock, path_of: Callable[[str], str]) -> None:
+        """All members of the job wait for each other: begin to take the stacks of the one to go, if it still waits."""
+        hang = self._detector.take_out(time.monotonic(), found)
+        if hang is not None:
+            self._blame(hang, path_of(hang.worker))
+
+    def _blame(self, hang: Hang, path: str) -> None:
+        watched = self._watched[hang.worker]
+        watched.busy = True
+        threading.Thread(target=self._take, args=(hang, watched, path), name="elaunch-stacks", daemon=True).start()
 
     def done(self, worker: str) -> None:
         """The agent has heard of a worker that hangs and has acted on it."""

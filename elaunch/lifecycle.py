@@ -24,6 +24,7 @@ from elaunch.rendezvous.membership import (
     NodeWorker,
     Result,
     Stage,
+    Stalled,
     WorkerState,
     incarnation,
     names_text,
@@ -177,6 +178,7 @@ class Lifecycle:
     gone: tuple[str, ...] = ()
     reset_epoch: int = 0
     cut: tuple[Cut, ...] = ()
+    stalled: tuple[Stalled, ...] = ()  # members, while all of this node wait for longer than they may
     result: Result | None = None
     warmed: bool = False
     took_part: bool = False
@@ -250,6 +252,7 @@ class Lifecycle:
             saved=self.saved,
             excused=tuple(slot.worker for slot in self.slots if slot.excused and slot.phase is not None),
             cut=self.cut,
+            stalled=self.stalled,
             role=self.settings.role,
             rank=self.settings.rank,
         )
@@ -277,6 +280,7 @@ class Lifecycle:
         if self.generation is None or generation.plan_request != self.generation.plan_request:
             self.plan_epoch = generation.epoch
         self.generation = generation
+        self.stalled = ()
         known = {*generation.ids, *generation.leaving}
         self.gone = tuple(worker for worker in self.gone if worker in known)
         if self.stopping:

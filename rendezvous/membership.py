@@ -2,16 +2,17 @@
 
 Each is a frozen value with a JSON form that carries a version. Keys, under ``/elaunch/<job>/``:
 
-    config                  created once by the first node        JobConfig
-    nodes/<node>            leased; written by its own node only  NodeDoc
-    leader                  leased; name of the leading node
-    generation              compare-and-swap by the leader        Generation
-    size                    leased; written by the leader         JobSize
-    checks/<node>           leased; figures of its --node-check   elaunch.nodecheck.Figures
-    requests/plan           leased; written by who asks for it    PlanRequest
-    requests/size           the same                              JobSize
-    requests/drain/<node>   the same; `node` is to leave          DrainRequest
-    result                  written once, when the job is over    Result
+    config                    created once by the first node        JobConfig
+    nodes/<node>              leased; written by its own node only  NodeDoc
+    leader                    leased; name of the leading node
+    generation                compare-and-swap by the leader        Generation
+    size                      leased; written by the leader         JobSize
+    checks/<node>             leased; figures of its --node-check   elaunch.nodecheck.Figures
+    requests/plan             leased; written by who asks for it    PlanRequest
+    requests/size             the same                              JobSize
+    requests/drain/<node>     the same; `node` is to leave          DrainRequest
+    requests/deadlock/<node>  leased; written by the leader         Deadlock
+    result                    written once, when the job is over    Result
 """
 
 from __future__ import annotations
@@ -138,6 +139,22 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """A member that waits for peers, like all members of its node, for longer than it may.
+
+    `doing` says what it is about in `step`. It waits in `operation` of `epoch` for `peers` and `others` more.
+    """
+
+    worker: str
+    step: int
+    doing: str
+    epoch: int
+    operation: int
+    peers: tuple[str, ...] = ()
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDoc:
     """One node's report. `order` is the store's revision at which it joined; it is not written.
 
@@ -146,7 +163,8 @@ class NodeDoc:
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
     that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
     checkpoint that it knows of. `excused` are workers that are to leave although the node stays. `cut` are nodes which
-    it cannot reach although they may be well.
+    it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for longer than
+    they may.
     """
 
     node: str
@@ -171,6 +189,7 @@ class NodeDoc:
     saved: int | None = None
     excused: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)
@@ -253,6 +272,15 @@ class DrainRequest:
 
     reason: str
     t: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """All `members` of the job wait for each other, as `waits` says; `worker`, of the node asked, is to go."""
+
+    worker: str
+    members: int
+    waits: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.rendezvous import deadlock
 from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
 from elaunch.rendezvous.membership import (
+    Deadlock,
+    Document,
     DrainRequest,
     Generation,
     JobConfig,
@@ -34,6 +37,7 @@ from elaunch.rendezvous.membership import (
     from_json,
     job_prefix,
     names_text,
+    node_of,
     to_json,
     with_order,
 )
@@ -52,6 +56,7 @@ class Listener(Protocol):
     def announced(self, generation: Generation) -> None: ...
     def resized(self, min_nodes: int, max_nodes: int) -> None: ...
     def drains(self, request: DrainRequest) -> None: ...
+    def deadlocked(self, found: Deadlock) -> None: ...
     def ended(self, result: Result) -> None: ...
     def waits(self, text: str) -> None: ...
     def outage(self, why: str) -> None: ...
@@ -114,9 +119,10 @@ class Participant:
         self._all_read = 0  # the revision at which all nodes, and what is asked of the job, were read
         self._node_revisions: dict[str, int] = {}
         self._request_revision = 0
-        self._drain_revision = 0
+        self._asked_revisions: dict[str, int] = {}
         self._size: JobSize | None = None
         self._told_to_drain: set[str] = set()
+        self._told_deadlock: Deadlock | None = None
         self._token = ""
         self._generation_revision = 0
         self._wake_s: float | None = None
@@ -299,7 +305,8 @@ class Participant:
             self._away_since_s = None
         self._read(entries, revision)
         leader = next((entry.value.decode() for entry in entries if entry.key == self._prefix + "leader"), None)
-        for name in ("generation", "result", "leader", "size", f"requests/drain/{self._node}"):
+        asked = [f"requests/{what}/{self._node}" for what in ("drain", "deadlock")]
+        for name in ("generation", "result", "leader", "size", *asked):
             self._watch(self._prefix + name, revision + 1)
         if leader is None:
             self._try_to_lead()
@@ -455,11 +462,12 @@ class Participant:
                 self._take_request(event)
             elif name in ("size", "requests/size"):
                 self._take_size(event, asked=name != "size")
-            elif name == f"requests/drain/{self._node}" and event.revision > self._drain_revision:
-                self._drain_revision = event.revision
-                if event.value is not None:
-                    with suppress(ProtocolError):  # must not end the node; who has written it waits in vain
-                        self._listener.drains(from_json(DrainRequest, event.value))
+            elif name == f"requests/drain/{self._node}":
+                if (request := self._asked(DrainRequest, event)) is not None:
+                    self._listener.drains(request)
+            elif name == f"requests/deadlock/{self._node}":
+                if (found := self._asked(Deadlock, event)) is not None:
+                    self._listener.deadlocked(found)
             elif name == "result" and event.value is not None:
                 result = from_json(Result, event.value)
                 self._view = replace(self._view, result=result)
@@ -468,6 +476,16 @@ class Participant:
                     self._listener.ended(result)
             elif name == "leader" and event.value is None:
                 self._lead_due = True
+
+    def _asked(self, kind: type[Document], event: Event) -> Document | None:
+        """What is asked of this node, once: who leads hears of it twice."""
+        if event.revision <= self._asked_revisions.get(event.key, 0):
+            return None
+        self._asked_revisions[event.key] = event.revision
+        if event.value is not None:
+            with suppress(ProtocolError):  # must not end the node; who has written it waits in vain
+                return from_json(kind, event.value)
+        return None
 
     def _read(self, entries: list[Entry], revision: int) -> None:
         """Take all documents of the job as they stand at a revision."""
@@ -556,6 +574,7 @@ class Participant:
         for name in ("nodes/", "requests/"):
             self._watch(self._prefix + name, revision + 1)
         self._view = replace(self._view, led_s=self._clock(), pending_s=None)
+        self._told_deadlock = None
         self._leading = True
         if self._view.generation is not None and not self._generation_revision:
             # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
@@ -582,10 +601,24 @@ class Participant:
         for node in self._told_to_drain.difference(too_many):
             self._store.delete(f"{self._prefix}requests/drain/{node}")  # its name is free for a later one
         self._told_to_drain = set(too_many)
+        self._tell_of_deadlock()
         if decision.generation is not None:
             self._announce(decision)
         if decision.result is not None:
             self._end_job(decision.result)
+
+    def _tell_of_deadlock(self) -> None:
+        """Ask the victim's node to end it, for as long as all members say that they wait for each other."""
+        assert self._store is not None
+        found, told = deadlock.find(self._view), self._told_deadlock
+        if found == told:
+            return
+        if told is not None:
+            self._store.delete(f"{self._prefix}requests/deadlock/{node_of(told.worker)}")
+        if found is not None:
+            with suppress(LeaseGone):  # then another node leads by now, and sees it too
+                self._store.put(f"{self._prefix}requests/deadlock/{node_of(found.worker)}", to_json(found), self._lease)
+        self._told_deadlock = found
 
     def _announce(self, decision: Decision) -> None:
         assert decision.generation is not None

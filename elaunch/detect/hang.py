@@ -21,11 +21,12 @@ members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` m
 two steps, where one worker saves, logs or evaluates for all; and a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
-If all wait for each other, that is a deadlock. Where all members are workers of this node that is known at once, and
-one of them is taken out, so that the others do the step again: who is in an earlier step; among equals, who is in an
-operation in which the fewest are; then one that nobody names; then the last one. Where there are other nodes their
-workers may be at fault, which their agents see, so one is taken out only after twice the long limit, by the first
-node, after three times by the second, and so on.
+If all wait for each other, that is a deadlock (`elaunch.rendezvous.deadlock`). Where all members are workers of this
+node that is known after the short limit, and one of them is taken out, so that the others do the step again. Where
+there are other nodes their workers may be at fault, which their agents see. So all that is found here is that those of
+this node are stalled, after CHANGE_S more: what holds them all up may be a network that is about to be well again, or
+whose failure the links are about to find. Bytes that arrive are a sign of progress. Whom it costs its place is found
+when all nodes say so.
 
 One worker is blamed at a time, and all clocks start anew with it. If it happens again in the same step, the script
 may do something there that looks like a hang: each time the limit is `AGAIN_FACTOR` times as long.
@@ -35,12 +36,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elaunch.detect.pulse import BEAT_S, Phase, Pulse, Still
 from elaunch.errors import UsageError
+from elaunch.rendezvous import deadlock
+from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 
 VARIABLE = "ELAUNCH_HANG_TIMEOUT"
 FLAG = "--hang-timeout"
@@ -154,6 +157,15 @@ class _Seen:
     still_from_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """All members on this node wait for others, since a moment, and may do so for so long."""
+
+    stalled: tuple[Stalled, ...]
+    from_s: float
+    limit_s: float
+
+
 @dataclass(slots=True)
 class HangDetector:
     """What one node has learnt, and its judgement.
@@ -172,6 +184,12 @@ class HangDetector:
     _epoch: int = 0
     _strikes: int = 0
     _struck_step: int = -1
+    _stall: _Wait | None = None
+
+    @property
+    def stalled(self) -> tuple[Stalled, ...]:
+        """The members on this node, if all of them wait for longer than they may and there are others elsewhere."""
+        return self._stall.stalled if self._stall is not None else ()
 
     @property
     def typical_step_s(self) -> float | None:
@@ -194,15 +212,30 @@ class HangDetector:
         if now_s - self._looked_s > GAP_S or epoch != self._epoch:
             self._from_s = now_s
         self._looked_s, self._epoch = now_s, epoch
+        self._stall = None
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
         for worker, sight in sights.items():
             self._learn(now_s, worker, sight)
         found = self._stuck(now_s, sights) or self._deadlock(now_s, sights, members)
         if found is not None:
-            again = self._struck_step <= found.step <= self._struck_step + 1
-            self._strikes, self._struck_step = self._strikes + 1 if again else 1, found.step
-            self._from_s = now_s
+            self._strike(found, now_s)
         return found
+
+    def take_out(self, now_s: float, found: Deadlock) -> Hang | None:
+        """Blame the worker that the leader has chosen of all members of the job; None: it is stalled no more."""
+        wait = self._stall
+        one = next((one for one in self.stalled if one.worker == found.worker), None)
+        if wait is None or one is None:
+            return None
+        hang = self._hang_of(now_s, one, wait, found.members, found.waits)
+        self._strike(hang, now_s)
+        return hang
+
+    def _strike(self, found: Hang, now_s: float) -> None:
+        again = self._struck_step <= found.step <= self._struck_step + 1
+        self._strikes, self._struck_step = self._strikes + 1 if again else 1, found.step
+        self._from_s = now_s
+        self._stall = None
 
     # -- learning -----------------------------------------------------------------------------------------------
 
@@ -302,41 +335,45 @@ class HangDetector:
         )
 
     def _deadlock(self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str]) -> Hang | None:
-        """Whom to take out of those that all wait for each other."""
-        mine = {worker: sights[worker].pulse for worker in members if worker in sights}
-        nodes = list(dict.fromkeys(member.partition("/")[0] for member in members))
-        if not mine or len(members) < 2:
+        """Whom to take out of those that all wait for each other; of members that are elsewhere too, only note it."""
+        wait = self._all_wait(sights, members)
+        if wait is None or now_s - wait.from_s <= wait.limit_s:
             return None
-        if any(not pulse.waits or pulse.phase in _QUIET for pulse in mine.values()):
+        if len(wait.stalled) < len(members):
+            self._stall = wait
             return None
-        alone = len(mine) == len(members)
+        worker = deadlock.victim(wait.stalled)
+        one = next(one for one in wait.stalled if one.worker == worker)
+        return self._hang_of(now_s, one, wait, len(members), tuple(map(deadlock.describe, wait.stalled)))
+
+    def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
+        """None: one of this node's members does not wait, or is not to be seen."""
+        nodes = {node_of(worker) for worker in sights}
+        mine = [worker for worker in members if node_of(worker) in nodes]
+        if not mine or len(members) < 2 or not sights.keys() >= set(mine):
+            return None
+        pulses = {worker: sights[worker].pulse for worker in mine}
+        if any(not pulse.waits or pulse.phase in _QUIET for pulse in pulses.values()):
+            return None
         limit_s = 0.0
-        for pulse in mine.values():
+        for pulse in pulses.values():
             short_s, long_s = self.limits(pulse)
+            if self.setting.fixed_s is None and len(mine) < len(members):
+                short_s = min(short_s + CHANGE_S, long_s)
             # Moving the state, or a checkpoint's last part, may be one long wait for all.
             limit_s = max(limit_s, short_s if pulse.phase in _ROUTINE else long_s)
-            if not alone:
-                node = next(iter(mine)).partition("/")[0]
-                limit_s = max(limit_s, long_s * (2 + nodes.index(node)))
-        from_s = max(self._from_s, *(pulse.since_s for pulse in mine.values()))
-        if now_s - from_s <= limit_s:
-            return None
-        worker = victim(mine)
-        pulse = mine[worker]
-        doing = f"{_doing(pulse)}, waits like all {len(mine)} workers of this node"
-        said = tuple(_waits(one, mine[one]) for one in mine)
-        return Hang(worker, pulse.step, doing, now_s - from_s, limit_s, self.typical_step_s, pulse.since_s, said)
+        from_s = max(self._from_s, *(pulse.since_s for pulse in pulses.values()))
+        return _Wait(tuple(_stalled(worker, pulse) for worker, pulse in pulses.items()), from_s, limit_s)
+
+    def _hang_of(self, now_s: float, one: Stalled, wait: _Wait, n_members: int, waits: tuple[str, ...]) -> Hang:
+        doing = f"{one.doing}, waits like all {n_members} members"
+        return Hang(
+            one.worker, one.step, doing, now_s - wait.from_s, wait.limit_s, self.typical_step_s, wait.from_s, waits
+        )
 
 
-def victim(waiting: Mapping[str, Pulse]) -> str:
-    """Whom to take out of workers that wait for each other, given in the order of their ranks (see above)."""
-    first = min(pulse.step for pulse in waiting.values())
-    left = [worker for worker, pulse in waiting.items() if pulse.step == first]
-    operations = Counter((waiting[worker].epoch, waiting[worker].operation) for worker in left)
-    fewest = min(operations.values())
-    left = [one for one in left if operations[waiting[one].epoch, waiting[one].operation] == fewest]
-    named = {peer for pulse in waiting.values() for peer in pulse.waits_for}
-    return ([worker for worker in left if worker not in named] or left)[-1]
+def _stalled(worker: str, pulse: Pulse) -> Stalled:
+    return Stalled(worker, pulse.step, _doing(pulse), pulse.epoch, pulse.operation, pulse.waits_for, pulse.others)
 
 
 def _shown_still(now_s: float, pulse: Pulse) -> float | None:
@@ -372,9 +409,3 @@ def _doing(pulse: Pulse) -> str:
         Phase.AGREEING: "waiting for a generation",
         Phase.ENDED: "ended",
     }[pulse.phase]
-
-
-def _waits(worker: str, pulse: Pulse) -> str:
-    more = f" and {pulse.others} more" if pulse.others else ""
-    peers = (", ".join(pulse.waits_for) or "its peers") + more
-    return f"{worker} for {peers}, {_doing(pulse)}, operation {pulse.operation}"

@@ -20,6 +20,7 @@ from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import (
+    Deadlock,
     DrainRequest,
     Generation,
     JobConfig,
@@ -29,6 +30,7 @@ from elaunch.rendezvous.membership import (
     PlanRequest,
     Result,
     Stage,
+    Stalled,
     Worker,
     WorkerState,
     from_json,
@@ -144,6 +146,7 @@ class Node:
         self.results: list[Result] = []
         self.sizes: list[tuple[int, int]] = []
         self.drain_reasons: list[str] = []
+        self.deadlocks: list[Deadlock] = []
         self.waiting: list[str] = []
         self.outages: list[str] = []
         self.returns: list[float] = []
@@ -161,6 +164,9 @@ class Node:
 
     def drains(self, request: DrainRequest) -> None:
         self.drain_reasons.append(request.reason)
+
+    def deadlocked(self, found: Deadlock) -> None:
+        self.deadlocks.append(found)
 
     def ended(self, result: Result) -> None:
         self.results.append(result)
@@ -307,6 +313,37 @@ class TestJoining:
         assert a.hears(ids("a/0#0", "c/0#0")).cause == "node b was lost"
         assert job.read("nodes/b") is None
         assert not c.outages
+
+    def test_when_all_wait_for_each_other_one_node_is_asked_to_end_it(self, job: Job) -> None:
+        a, b, c = job.three()
+
+        def waits(node: Node, peer: str) -> tuple[Stalled, ...]:
+            return (Stalled(f"{node.name}/0#0", 7, "in step 7", 2, 40, (peer,)),)
+
+        a.says(MEMBER, stalled=waits(a, "b/0#0"))
+        c.says(MEMBER, stalled=waits(c, "b/0#0"))
+        wait_until(lambda: b"in step 7" in (job.read("nodes/c") or b""), LIMIT_S, "c to have said so")
+        assert job.read("requests/deadlock/c") is None, "b may go on"
+        b.says(MEMBER, stalled=waits(b, "a/0#0"))
+        (found,) = wait_until(lambda: c.deadlocks, LIMIT_S, "the node of the victim to be asked")
+        assert (found.worker, found.members, len(found.waits)) == ("c/0#0", 3, 3)
+        c.says(MEMBER, stalled=())
+        wait_until(lambda: job.read("requests/deadlock/c") is None, LIMIT_S, "the request to be withdrawn")
+        c.says(MEMBER, stalled=waits(c, "b/0#0"))
+        wait_until(lambda: len(c.deadlocks) == 2, LIMIT_S, "it to be asked again")
+        assert not a.deadlocks + b.deadlocks
+
+    def test_who_leads_by_then_asks_again(self, job: Job) -> None:
+        a, b, c = job.three()
+        for node in (a, b, c):
+            node.says(MEMBER, stalled=(Stalled(f"{node.name}/0#0", 7, "in step 7", 2, 40),))
+        wait_until(lambda: len(c.deadlocks) == 1, LIMIT_S, "the node of the victim to be asked")
+        a.participant.stop()
+        for node in (b, c):
+            node.hears(ids("b/0#0", "c/0#0"))
+            node.says(MEMBER, stalled=(Stalled(f"{node.name}/0#0", 7, "in step 7", 3, 40),))
+        wait_until(lambda: len(c.deadlocks) == 2, LIMIT_S, "it to be asked again")
+        assert c.deadlocks[1].members == 2
 
     def test_the_result_is_told_once(self, job: Job) -> None:
         nodes = job.three()

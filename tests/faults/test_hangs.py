@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from elaunch.detect.hang import CHANGE_S
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import SCRIPT, Node, assert_same, digests, elaunch, losses
 
@@ -133,6 +135,38 @@ def test_of_workers_that_wait_for_each_other_one_is_taken_out(spawn: Spawner, tm
         f"node0/1#0 for node0/2#0, in step {AT}",
         f"node0/2#0 for node0/0#0, in step {AT}",
     ]
+
+
+@pytest.mark.parametrize("limit", ["auto", "3"])
+def test_of_workers_of_two_nodes_too(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, limit: str) -> None:
+    """No agent sees all of them: each says that its own wait, and the leader finds that nobody else is left."""
+    expected = reference(spawn, tmp_path, SCRIPT)
+    flags = (
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        f"--rdzv-endpoint={etcd.endpoint}",
+        "--rdzv-id=job",
+        "--rdzv-conf=attach_timeout=90",
+        f"--hang-timeout={limit}",
+    )
+    script = (SCRIPT, *DATA_PARALLEL, "--cross", str(AT))
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in ("a", "b")]
+    for node in nodes:
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    (event,) = [event for node in nodes for event in node.events("hang")]
+    members = next(one["workers"] for one in nodes[0].events("generation") if one["epoch"] == event["epoch"])
+    assert event["worker"] == members[3]
+    assert event["doing"] == f"in step {AT}, waits like all 4 members"
+    assert [re.sub(r", operation \d+$", "", one) for one in event["waits"]] == [
+        f"{worker} for {members[(rank + 1) % 4]}, in step {AT}" for rank, worker in enumerate(members)
+    ]
+    assert event["since_s"] > event["limit_s"] > (CHANGE_S if limit == "auto" else 2.9)
+    assert f"{event['worker']}, pid " in Path(event["stacks"]).read_text()
+    exits = {one["worker"]: one for node in nodes for one in node.events("worker_exited")}
+    assert exits.pop(event["worker"]).get("signal") == signal.SIGKILL
+    assert all(one.get("exitcode") == 0 for one in exits.values()), nodes[0].agent.tail()
+    assert_same(losses(nodes), expected[0], 1e-9)
+    assert digests(nodes) == expected[1]
 
 
 def test_as_long_as_bytes_come_nobody_hangs(spawn: Spawner, tmp_path: Path) -> None:

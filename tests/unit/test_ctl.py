@@ -24,6 +24,7 @@ from elaunch.rendezvous.membership import (
     PlanRequest,
     Result,
     Stage,
+    Stalled,
     Worker,
     WorkerState,
     from_json,
@@ -230,6 +231,10 @@ class TestStatus:
     def test_who_does_not_reach_whom_is_told(self) -> None:
         cut = replace(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))
         assert "nodes: a (does not reach b, c), b" in describe(Documents((cut, B), GENERATION))
+
+    def test_a_node_whose_workers_all_wait(self) -> None:
+        waits = replace(A, stalled=(Stalled("a/0#0", 7, "in step 7", 4, 12, ("b/0#0",)),))
+        assert "nodes: a (all its workers wait for others), b" in describe(Documents((waits, B), GENERATION))
 
     def test_a_plan_that_was_asked_for_is_mentioned(self) -> None:
         carrying = replace(GENERATION, plan="plan layers 4", plan_request="r1")

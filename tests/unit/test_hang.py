@@ -23,10 +23,10 @@ from elaunch.detect.hang import (
     HangTimeout,
     Sight,
     parse,
-    victim,
 )
 from elaunch.detect.pulse import BEAT_S, Phase, Pulse, Still
 from elaunch.errors import UsageError
+from elaunch.rendezvous.membership import Deadlock
 
 LOOK_S = 0.25
 SELDOM_S = 0.9
@@ -291,13 +291,18 @@ def learnt(step_s: float = 0.2) -> HangDetector:
     return world.detector
 
 
-def watch(sight: Callable[[float], dict[str, Sight]], seconds: float, **settings: object) -> Hang | None:
-    """Look at the same thing for so long, with a detector that knows of steps of 0.2 s."""
-    detector, now_s = learnt(), 5000.0
-    members = list(sight(now_s))
+def watch(
+    sight: Callable[[float], dict[str, Sight]],
+    seconds: float,
+    members: Sequence[str] = (),
+    detector: HangDetector | None = None,
+    begin_s: float = 5000.0,
+) -> Hang | None:
+    """Look at the same thing for so long; a detector that is not given knows of steps of 0.2 s."""
+    detector, now_s = detector or learnt(), begin_s
     look_s = SELDOM_S if seconds > 60 else LOOK_S
     for _ in range(int(seconds / look_s)):
-        found = detector.look(now_s, sight(now_s), 7, settings.get("members", members))  # type: ignore[arg-type]
+        found = detector.look(now_s, sight(now_s), 7, members or list(sight(now_s)))
         if found is not None:
             return found
         now_s += look_s
@@ -437,33 +442,61 @@ def test_the_state_may_move_for_long() -> None:
     assert watch(circle(**moving), LONG_S * 0.9) is None
 
 
-@pytest.mark.parametrize(("order", "node"), [(("n", "m"), 0), (("m", "n"), 1)])
-def test_other_nodes_have_their_time_first(order: tuple[str, str], node: int) -> None:
-    """What workers of other nodes do, this one does not see; the nodes give in one after the other."""
-    members = [f"{name}/{worker}#0" for name in order for worker in range(3)]
-    allowed_s = LONG_S * (2 + node)
-    assert watch(circle(), allowed_s * 0.99, members=members) is None
-    found = watch(circle(), allowed_s * 1.01, members=members)
-    assert found is not None
-    assert found.worker.startswith("n/")
+BOTH = tuple(f"{node}/{worker}#0" for node in "mn" for worker in range(3))
 
 
-@given(st.data())
-def test_the_victim_waits_and_nobody_is_further_behind(data: st.DataObject) -> None:
-    n_workers = data.draw(st.integers(2, 6))
-    names = [f"n/{worker}#0" for worker in range(n_workers)]
-    waiting = {
-        name: a_pulse(
-            waits=True,
-            step=data.draw(st.integers(3, 5)),
-            operation=data.draw(st.integers(1, 3)),
-            waits_for=tuple(data.draw(st.sets(st.sampled_from(names)))),
-        )
-        for name in names
-    }
-    worker = victim(waiting)
-    assert waiting[worker].step == min(pulse.step for pulse in waiting.values())
-    assert worker == victim(dict(waiting)), "it depends on nothing else"
+def stalled(
+    detector: HangDetector, sights: Callable[[float], dict[str, Sight]], seconds: float, begin_s: float = BEGIN_S
+) -> list[str]:
+    """Who of this node is stalled after so long, in a job of two nodes; nobody was blamed."""
+    assert watch(sights, seconds, BOTH, detector, begin_s) is None
+    return [one.worker for one in detector.stalled]
+
+
+def test_where_others_are_elsewhere_it_is_only_said_that_all_wait() -> None:
+    limit_s, detector = FLOOR_S + 3 * 0.2 + CHANGE_S, learnt()
+    assert stalled(detector, circle(), limit_s * 0.95) == []
+    assert stalled(detector, circle(), limit_s * 0.1, BEGIN_S + limit_s * 0.95) == list(BOTH[3:])
+    own = HangDetector(HangTimeout("seconds", 5.0))
+    assert stalled(own, circle(), 4.5) == []
+    assert stalled(own, circle(), 1.5, BEGIN_S + 4.5) == list(BOTH[3:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"waits": False, "waits_for": ()}, id="one computes"),
+        pytest.param({"phase": Phase.AGREEING}, id="one waits for its agent"),
+        pytest.param({"phase": Phase.CHANGING}, id="the state moves"),
+        pytest.param({"since_s": BEGIN_S + 50}, id="one got something"),
+    ],
+)
+def test_a_node_is_not_stalled_as_long_as_one_of_its_workers_may_go_on(changes: dict[str, object]) -> None:
+    assert stalled(learnt(), circle(w1=changes), 60) == []
+
+
+def test_nor_if_one_cannot_be_seen() -> None:
+    """It is stopped, or its stacks are being taken."""
+
+    def without(now_s: float) -> dict[str, Sight]:
+        return {worker: sight for worker, sight in circle()(now_s).items() if worker != "n/1#0"}
+
+    assert stalled(learnt(), without, 60) == []
+
+
+def test_the_worker_that_the_leader_names_is_taken_out_once() -> None:
+    detector, found = learnt(), Deadlock("n/2#0", 6, ("m/0#0 for n/2#0, in step 50, operation 8",))
+    assert detector.take_out(BEGIN_S, found) is None, "it waits for longer than it may"
+    assert stalled(detector, circle(), 40)
+    assert detector.take_out(BEGIN_S + 40, replace(found, worker="m/0#0")) is None, "it is of this node"
+    hang = detector.take_out(BEGIN_S + 40, found)
+    assert hang is not None
+    assert (hang.worker, hang.step, hang.waits) == ("n/2#0", 50, found.waits)
+    assert hang.doing == "in step 50, waits like all 6 members"
+    assert hang.since_s > hang.limit_s > CHANGE_S
+    assert detector.take_out(BEGIN_S + 40, found) is None, "it was not asked before"
+    assert stalled(detector, circle(), 35, BEGIN_S + 40) == [], "all clocks start anew, and the limit has grown"
+    assert stalled(detector, circle(), 10, BEGIN_S + 75) == list(BOTH[3:])
 
 
 # -- the setting ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from elaunch.lifecycle import (
     Tell,
     Warm,
 )
-from elaunch.rendezvous.membership import Cut, Generation, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import Cut, Generation, Result, Stage, Stalled, Worker, WorkerState
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -613,6 +613,14 @@ class TestWhatIsNamedAsTheCause:
         for worker, t in (("a/1#0", T), ("a/0#0", T + 0.1)):
             node.life.on_exit(worker, 1, None, t, NOW_S)
         assert (node.life.doc().failed, node.life.doc().cause_t) == ("worker a/1#0 exited with code 1", T)
+
+
+def test_what_is_said_of_workers_that_wait_is_of_one_generation() -> None:
+    node = member_node()
+    node.life.stalled = stalled = (Stalled("a/0#0", 7, "in step 7", 2, 40),)
+    assert node.life.doc().stalled == stalled
+    node.train("a/0#0", "b/0#0")
+    assert node.life.doc().stalled == (), "the new one may be what they waited for"
 
 
 class TestNodesOutOfReach:
