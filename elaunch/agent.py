@@ -560,6 +560,9 @@ class _Listener:
     def back(self, away_s: float) -> None:
         self._agent.say(f"the rendezvous store is back after {away_s:.1f} s")
 
+    def absent(self, text: str) -> None:
+        self._agent.say(text)
+
     def refused(self, error: ElaunchError) -> None:
         self._agent.post(lambda life: life.on_refused(str(error), time.monotonic()))
 

@@ -61,6 +61,7 @@ class Listener(Protocol):
     def waits(self, text: str) -> None: ...
     def outage(self, why: str) -> None: ...
     def back(self, away_s: float) -> None: ...
+    def absent(self, text: str) -> None: ...
     def refused(self, error: ElaunchError) -> None: ...
 
 
@@ -127,6 +128,7 @@ class Participant:
         self._generation_revision = 0
         self._wake_s: float | None = None
         self._renew_s = 0.0
+        self._renewed_s = 0.0
         self._connect_s = connect_s
         self._started_s = clock()
         self._joined = False
@@ -330,8 +332,17 @@ class Participant:
 
     def _keep_or_drop_lease(self, store: Store) -> None:
         """A short outage leaves the lease valid; then this node was never absent, and may still lead."""
-        if self._lease is not None and not store.keep_alive(self._lease):
+        begin_s = self._clock()
+        if self._lease is None:
+            return
+        if store.keep_alive(self._lease):
+            self._renewed_s = begin_s
+        else:
             self._lease = None
+
+    def _grant(self, store: Store) -> int:
+        self._renewed_s = self._clock()
+        return store.grant(self._settings.lease_s)
 
     def _claim_name(self, store: Store) -> None:
         """Two agents of one name would overwrite each other; one that was killed frees its name with its lease."""
@@ -339,7 +350,7 @@ class Participant:
         end_s = self._clock() + 2 * self._settings.lease_s
         while True:
             if self._lease is None:
-                self._lease = store.grant(self._settings.lease_s)
+                self._lease = self._grant(store)
             if store.create(key, to_json(self._doc), self._lease):
                 self._present = True
                 return
@@ -390,12 +401,13 @@ class Participant:
         key = f"{self._prefix}nodes/{self._node}"
         for _ in range(2):
             if self._lease is None:
-                self._lease = self._store.grant(self._settings.lease_s)
+                self._lease = self._grant(self._store)
             try:
                 self._store.put(key, to_json(doc), self._lease)
                 self._written = doc
                 return
             except LeaseGone:
+                self._tell_absent()
                 self._lease = None
         raise StoreUnavailable(f"{self._store.endpoint}: a new lease was gone at once")
 
@@ -412,14 +424,25 @@ class Participant:
 
     def _renew(self) -> None:
         assert self._store is not None
-        self._renew_s = self._clock() + self._settings.lease_s / 3
-        if self._lease is not None and not self._store.keep_alive(self._lease):
-            # The node was absent for the others: it joins again with a new lease, and leads no more.
-            self._lease = None
-            self._leading = False
-            self._lead_due = True
-            self._write(self._doc)
-            self._write_figures()
+        begin_s, due_s = self._clock(), self._renew_s
+        self._renew_s = begin_s + self._settings.lease_s / 3
+        if self._lease is None or self._store.keep_alive(self._lease):
+            self._renewed_s = begin_s
+            return
+        # The node was absent for the others: it joins again with a new lease, and leads no more.
+        took_s = self._clock() - begin_s
+        self._tell_absent(f"; renewing came {begin_s - due_s:.2f} s late, and took the store {took_s:.2f} s")
+        self._lease = None
+        self._leading = False
+        self._lead_due = True
+        self._write(self._doc)
+        self._write_figures()
+
+    def _tell_absent(self, why: str = "") -> None:
+        self._listener.absent(
+            f"this node was absent for the others: its lease of {self._settings.lease_s:g} s had ended, renewed "
+            f"{self._clock() - self._renewed_s:.2f} s before{why}; --rdzv-conf lease_ttl=SECONDS gives it more time"
+        )
 
     def _ask_all(self, request: DrainRequest) -> None:
         assert self._store is not None

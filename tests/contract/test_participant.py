@@ -150,6 +150,7 @@ class Node:
         self.waiting: list[str] = []
         self.outages: list[str] = []
         self.returns: list[float] = []
+        self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
         self.participant = Participant(open_store, "job", config, rules, self.doc, self, **settings)
 
@@ -179,6 +180,9 @@ class Node:
 
     def back(self, away_s: float) -> None:
         self.returns.append(away_s)
+
+    def absent(self, text: str) -> None:
+        self.absences.append(text)
 
     def refused(self, error: ElaunchError) -> None:
         self.refusals.append(error)
@@ -421,6 +425,14 @@ class TestLeading:
         c.says(draining=True)
         a.hears(lambda one: "c/0#0" not in one.ids and one.stage is Stage.TRAIN)
         assert not a.refusals
+        (said,) = a.absences
+        assert re.fullmatch(
+            r"this node was absent for the others: its lease of 1 s had ended, renewed \d\.\d\d s before"
+            r"(; renewing came \d\.\d\d s late, and took the store \d\.\d\d s)?; "
+            r"--rdzv-conf lease_ttl=SECONDS gives it more time",
+            said,
+        )
+        assert not c.absences
 
     def test_epochs_grow_whoever_leads(self, job: Job) -> None:
         a, b, c = job.three()
