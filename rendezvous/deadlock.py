@@ -27,19 +27,17 @@ def find(view: View) -> Deadlock | None:
     generation = view.generation
     if view.result is not None or generation is None or generation.stage is not Stage.TRAIN or generation.hold:
         return None
-    if len(generation.nodes) < 2:
-        return None
     # A node that has not heard of this generation may tell of the one before.
     stalled = {one.worker: one for doc in view.nodes if doc.epoch == generation.epoch for one in doc.stalled}
-    if not stalled.keys() >= set(generation.ids):
+    if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]
-    worker = victim(members)
-    shown = members if len(members) <= SHOWN else [stalled[worker], *members[: SHOWN - 1]]
-    return Deadlock(worker, len(members), tuple(dict.fromkeys(map(describe, shown))))
+    one = victim(members)
+    shown = members if len(members) <= SHOWN else [one, *members[: SHOWN - 1]]
+    return Deadlock(one.worker, len(members), tuple(dict.fromkeys(map(describe, shown))))
 
 
-def victim(stalled: Sequence[Stalled]) -> str:
+def victim(stalled: Sequence[Stalled]) -> Stalled:
     """Whom to take out of members that wait for each other, given in the order of their ranks.
 
     Who is in an earlier step; among equals, who is in an operation in which the fewest are; then one that nobody names;
@@ -51,7 +49,7 @@ def victim(stalled: Sequence[Stalled]) -> str:
     fewest = min(operations.values())
     left = [one for one in left if operations[one.epoch, one.operation] == fewest]
     named = {peer for one in stalled for peer in one.peers}
-    return ([one for one in left if one.worker not in named] or left)[-1].worker
+    return ([one for one in left if one.worker not in named] or left)[-1]
 
 
 def describe(stalled: Stalled) -> str:

@@ -448,12 +448,12 @@ class Participant:
         assert self._store is not None
         entries, _ = self._store.range(self._prefix + "nodes/")
         for node in [entry.key.removeprefix(self._prefix + "nodes/") for entry in entries]:
-            self._ask_to_drain(node, request)
+            self._ask("drain", node, request)
 
-    def _ask_to_drain(self, node: str, request: DrainRequest) -> None:
+    def _ask(self, what: str, node: str, request: DrainRequest | Deadlock) -> None:
         assert self._store is not None
         with suppress(LeaseGone):  # then this node was absent itself; who leads by then asks again
-            self._store.put(f"{self._prefix}requests/drain/{node}", to_json(request), self._lease)
+            self._store.put(f"{self._prefix}requests/{what}/{node}", to_json(request), self._lease)
 
     def _watch(self, prefix: str, revision: int) -> None:
         assert self._store is not None
@@ -620,13 +620,13 @@ class Participant:
         too_many = surplus(self._view, settings.max_nodes)
         for node in too_many:
             if node not in self._told_to_drain:
-                self._ask_to_drain(node, DrainRequest(_resized_text(settings), time.time()))
+                self._ask("drain", node, DrainRequest(_resized_text(settings), time.time()))
         for node in self._told_to_drain.difference(too_many):
             self._store.delete(f"{self._prefix}requests/drain/{node}")  # its name is free for a later one
         self._told_to_drain = set(too_many)
-        self._tell_of_deadlock()
         if decision.generation is not None:
             self._announce(decision)
+        self._tell_of_deadlock()
         if decision.result is not None:
             self._end_job(decision.result)
 
@@ -639,8 +639,7 @@ class Participant:
         if told is not None:
             self._store.delete(f"{self._prefix}requests/deadlock/{node_of(told.worker)}")
         if found is not None:
-            with suppress(LeaseGone):  # then another node leads by now, and sees it too
-                self._store.put(f"{self._prefix}requests/deadlock/{node_of(found.worker)}", to_json(found), self._lease)
+            self._ask("deadlock", node_of(found.worker), found)
         self._told_deadlock = found
 
     def _announce(self, decision: Decision) -> None:

@@ -342,9 +342,8 @@ class HangDetector:
         if len(wait.stalled) < len(members):
             self._stall = wait
             return None
-        worker = deadlock.victim(wait.stalled)
-        one = next(one for one in wait.stalled if one.worker == worker)
-        return self._hang_of(now_s, one, wait, len(members), tuple(map(deadlock.describe, wait.stalled)))
+        waits = tuple(map(deadlock.describe, wait.stalled))
+        return self._hang_of(now_s, deadlock.victim(wait.stalled), wait, len(members), waits)
 
     def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
         """None: one of this node's members does not wait, or is not to be seen."""
