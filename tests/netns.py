@@ -29,7 +29,9 @@ class Network:
         self._numbers = itertools.count(2)
         self._hosts: dict[str, int] = {}
         self.gateway = f"{subnet}.1"
-        ip("link", "add", tag, "type", "bridge")
+        # With an address of its own. Otherwise a bridge takes the lowest one of its ports: when a host with a lower one
+        # is added, what the others send to the gateway is lost until their neighbour tables know of it, for seconds.
+        ip("link", "add", tag, "address", "02:00:00:00:00:01", "type", "bridge")
         ip("addr", "add", f"{self.gateway}/24", "dev", tag)
         ip("link", "set", tag, "up")
 
