@@ -332,17 +332,19 @@ class Participant:
 
     def _keep_or_drop_lease(self, store: Store) -> None:
         """A short outage leaves the lease valid; then this node was never absent, and may still lead."""
-        begin_s = self._clock()
-        if self._lease is None:
-            return
-        if store.keep_alive(self._lease):
-            self._renewed_s = begin_s
-        else:
+        if self._lease is not None and not self._keep_alive(store, self._lease):
             self._lease = None
 
     def _grant(self, store: Store) -> int:
         self._renewed_s = self._clock()
         return store.grant(self._settings.lease_s)
+
+    def _keep_alive(self, store: Store, lease: int) -> bool:
+        begin_s = self._clock()
+        alive = store.keep_alive(lease)
+        if alive:
+            self._renewed_s = begin_s
+        return alive
 
     def _claim_name(self, store: Store) -> None:
         """Two agents of one name would overwrite each other; one that was killed frees its name with its lease."""
@@ -362,7 +364,7 @@ class Participant:
                 if self._stopping:
                     raise StoreUnavailable("this node leaves")
                 self._wake.wait(RETRY_S)
-            store.keep_alive(self._lease)
+            self._keep_alive(store, self._lease)
 
     def _enter_job(self, store: Store) -> None:
         """Agree on the job's fixed settings; the first node writes them."""
@@ -426,8 +428,7 @@ class Participant:
         assert self._store is not None
         begin_s, due_s = self._clock(), self._renew_s
         self._renew_s = begin_s + self._settings.lease_s / 3
-        if self._lease is None or self._store.keep_alive(self._lease):
-            self._renewed_s = begin_s
+        if self._lease is None or self._keep_alive(self._store, self._lease):
             return
         # The node was absent for the others: it joins again with a new lease, and leads no more.
         took_s = self._clock() - begin_s
