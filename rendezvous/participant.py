@@ -112,6 +112,7 @@ class Participant:
         # What follows belongs to the thread alone.
         self._store: Store | None = None
         self._lease: int | None = None
+        self._figures_lease: int | None = None
         self._written: NodeDoc | None = None
         self._watches: list[Watch] = []
         self._leading = False
@@ -297,7 +298,6 @@ class Participant:
             self._claim_name(store)
             self._enter_job(store)  # until then, a node of other settings could take this for a name that is free
         self._write(self._doc)
-        self._write_figures()
         entries, revision = store.range(self._prefix)
         self._leading = False
         self._generation_revision = 0
@@ -332,8 +332,12 @@ class Participant:
 
     def _keep_or_drop_lease(self, store: Store) -> None:
         """A short outage leaves the lease valid; then this node was never absent, and may still lead."""
-        if self._lease is not None and not self._keep_alive(store, self._lease):
-            self._lease = None
+        if self._lease is None or self._keep_alive(store, self._lease):
+            return
+        # A lease that had time left was lost with the store's data: then no node was missed.
+        if self._present and self._clock() > self._renewed_s + self._settings.lease_s:
+            self._tell_absent()
+        self._lease = None
 
     def _grant(self, store: Store) -> int:
         self._renewed_s = self._clock()
@@ -353,9 +357,10 @@ class Participant:
         while True:
             if self._lease is None:
                 self._lease = self._grant(store)
-            if store.create(key, to_json(self._doc), self._lease):
-                self._present = True
-                return
+            with suppress(LeaseGone):  # then the next one may claim it
+                if store.create(key, to_json(self._doc), self._lease):
+                    self._present = True
+                    return
             if self._clock() > end_s:
                 raise SettingsMismatch(
                     f"job {self._job!r} already has a live node named {self._node!r}: give this one another --node-name"
@@ -364,7 +369,7 @@ class Participant:
                 if self._stopping:
                     raise StoreUnavailable("this node leaves")
                 self._wake.wait(RETRY_S)
-            self._keep_alive(store, self._lease)
+            self._keep_or_drop_lease(store)
 
     def _enter_job(self, store: Store) -> None:
         """Agree on the job's fixed settings; the first node writes them."""
@@ -406,11 +411,12 @@ class Participant:
                 self._lease = self._grant(self._store)
             try:
                 self._store.put(key, to_json(doc), self._lease)
-                self._written = doc
-                return
             except LeaseGone:
-                self._tell_absent()
-                self._lease = None
+                self._lose_lease()
+                continue
+            self._written = doc
+            self._write_figures()
+            return
         raise StoreUnavailable(f"{self._store.endpoint}: a new lease was gone at once")
 
     def _write_profile(self, text: bytes) -> None:
@@ -419,10 +425,12 @@ class Participant:
             self._store.put(self._prefix + "profile", text, self._lease)
 
     def _write_figures(self) -> None:
+        """Write what the node's check has shown, once for each lease."""
         assert self._store is not None
-        if self._figures:
+        if self._figures and self._figures_lease != self._lease:
             with suppress(LeaseGone):  # then they come with the next lease
                 self._store.put(f"{self._prefix}checks/{self._node}", self._figures, self._lease)
+                self._figures_lease = self._lease
 
     def _renew(self) -> None:
         assert self._store is not None
@@ -430,14 +438,19 @@ class Participant:
         self._renew_s = begin_s + self._settings.lease_s / 3
         if self._lease is None or self._keep_alive(self._store, self._lease):
             return
-        # The node was absent for the others: it joins again with a new lease, and leads no more.
         took_s = self._clock() - begin_s
-        self._tell_absent(f"; renewing came {begin_s - due_s:.2f} s late, and took the store {took_s:.2f} s")
+        self._join_again(f"; renewing came {begin_s - due_s:.2f} s late, and took the store {took_s:.2f} s")
+
+    def _join_again(self, why: str = "") -> None:
+        self._lose_lease(why)
+        self._write(self._doc)
+
+    def _lose_lease(self, why: str = "") -> None:
+        """The lease has ended, and so this node was absent for the others: it leads no more."""
+        self._tell_absent(why)
         self._lease = None
         self._leading = False
         self._lead_due = True
-        self._write(self._doc)
-        self._write_figures()
 
     def _tell_absent(self, why: str = "") -> None:
         self._listener.absent(
@@ -573,9 +586,13 @@ class Participant:
 
     def _try_to_lead(self) -> None:
         assert self._store is not None
-        if not self._store.create(self._prefix + "leader", self._node.encode(), self._lease):
+        try:
+            created = self._store.create(self._prefix + "leader", self._node.encode(), self._lease)
+        except LeaseGone:
+            self._join_again()  # this node heard that nobody leads before it was to renew its lease
             return
-        self._start_to_lead()
+        if created:
+            self._start_to_lead()
 
     def _replace_dead_leader(self) -> None:
         assert self._store is not None
@@ -588,7 +605,11 @@ class Participant:
             return
         # Whoever wins the exchange has the key to itself; then the key goes over to the winner's own lease.
         if self._store.replace(key, self._node.encode(), entry.revision):
-            self._store.put(key, self._node.encode(), self._lease)
+            try:
+                self._store.put(key, self._node.encode(), self._lease)
+            except LeaseGone:
+                self._join_again()  # and the key goes with the dead leader's lease
+                return
             self._start_to_lead()
 
     def _start_to_lead(self) -> None:
@@ -609,6 +630,11 @@ class Participant:
     def _lead(self) -> None:
         """Apply the leader's rule, and write what it says."""
         assert self._store is not None
+        if self._node not in self._nodes:
+            # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
+            self._written = None
+            self._wake_s = self._clock() + 1.0
+            return
         settings = self._now()
         decision = decide(self._view, self._clock(), settings)
         self._wait_for = decision.reason, decision.wake_s

@@ -391,7 +391,9 @@ class TestSize:
         wait_until(lambda: job.read("requests/drain/c") is None, LIMIT_S, "the name c to be free again")
         assert c.drain_reasons == ["the job is to have 2 nodes from now on"]
         assert not a.drain_reasons + b.drain_reasons
-        assert [node.sizes for node in (a, b, c)] == [[(1, 2)]] * 3
+        for node in (a, b, c):
+            wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of the size")  # type: ignore[misc]
+            assert node.sizes == [(1, 2)]
 
     def test_a_size_outlives_who_asked_and_who_led(self, job: Job) -> None:
         a, b, c = job.three()
@@ -432,7 +434,74 @@ class TestLeading:
             r"--rdzv-conf lease_ttl=SECONDS gives it more time",
             said,
         )
+        assert not a.outages, "the store was there all the time"
         assert not c.absences
+
+    def test_a_leader_that_hears_of_its_end_before_it_renews_its_lease_joins_again_and_leads(self, site: Site) -> None:
+        job = Job(site, replace(PATIENT, max_nodes=1))
+        try:
+            a = job.node("a", JobConfig(1, 1, None))
+            a.hears(lambda one: one.stage is Stage.START)
+            assert a.participant._lease is not None
+            job.admin.revoke(a.participant._lease)
+            for key in ("nodes/a", "leader"):
+                wait_until(lambda key=key: job.read(key), LIMIT_S, f"{key} to be back")  # type: ignore[misc]
+            a.says(READY)
+            a.hears(lambda one: one.stage is Stage.TRAIN)
+            assert (len(a.absences), a.outages, a.refusals) == (1, [], [])
+        finally:
+            job.stop()
+
+    def test_a_leader_whose_own_report_is_gone_decides_nothing_until_it_is_back(self, site: Site) -> None:
+        job = Job(site, replace(PATIENT, max_nodes=1))
+        try:
+            a = job.node("a", JobConfig(1, 1, None))
+            a.hears(lambda one: one.stage is Stage.START)
+            assert job.admin.delete("/elaunch/job/nodes/a")
+            wait_until(lambda: job.read("nodes/a"), LIMIT_S, "the report to be back")
+            a.says(READY)
+            a.hears(lambda one: one.stage is Stage.TRAIN)
+            assert (a.absences, a.results, a.refusals) == ([], [], [])
+        finally:
+            job.stop()
+
+    def test_a_node_that_learns_from_a_write_that_its_lease_has_ended_writes_all_again(self, site: Site) -> None:
+        job = Job(site, PATIENT)
+        try:
+            a = job.node("a")
+            wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+            b = job.node("b", figures="of b's check")
+            wait_until(lambda: job.read("checks/b"), LIMIT_S, "b to join")
+            assert b.participant._lease is not None
+            job.admin.revoke(b.participant._lease)
+            assert job.read("checks/b") is None
+            b.says(READY)
+            wait_until(lambda: job.read("checks/b"), LIMIT_S, "b's figures to be back")
+            assert b'"ready"' in (job.read("nodes/b") or b"")
+            assert [(len(node.absences), node.outages) for node in (a, b)] == [(0, []), (1, [])]
+        finally:
+            job.stop()
+
+    def test_a_leader_that_learns_from_a_write_that_its_lease_has_ended_leads_no_more(self) -> None:
+        site = MemorySite()
+        job = Job(site, replace(PATIENT, max_nodes=1))
+        try:
+            a = job.node("a", JobConfig(1, 1, None))
+            a.hears(lambda one: one.stage is Stage.START)
+            lease = a.participant._lease
+            assert lease is not None
+            with site._root._data.lock:
+                job.admin.revoke(lease)
+                assert job.admin.create("/elaunch/job/leader", b"b", job.admin.grant(LIMIT_S))
+            a.says(READY)
+            wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join again")
+            assert not a.participant._leading
+            assert job.read("leader") == b"b"
+            job.admin.delete("/elaunch/job/leader")
+            a.hears(lambda one: one.stage is Stage.TRAIN)
+            assert (len(a.absences), a.outages, a.refusals) == (1, [], [])
+        finally:
+            job.stop()
 
     def test_epochs_grow_whoever_leads(self, job: Job) -> None:
         a, b, c = job.three()
@@ -581,8 +650,11 @@ class TestOutages:
             c.says()
             a.hears(lambda one: one.epoch == 3)
             assert b.generations[-1].epoch == 2
+            wait_until(lambda: job.read("nodes/b") is None, LIMIT_S, "b to be missed")
+            assert not b.absences
             cut_off = False
             b.hears(lambda one: one.epoch >= 3)
+            assert [len(node.absences) for node in (a, b, c)] == [0, 1, 0]
         finally:
             job.stop()
 
@@ -609,6 +681,7 @@ class TestOutages:
         assert after.epoch > 2
         c.hears(ids("a/0#0", "c/0#0"))
         written = from_json(JobConfig, job.read("config") or b"")
+        assert not a.absences + b.absences + c.absences, "nobody was missed"
         assert a.config is not None
         assert written.token == a.config.token, "nodes that join now can link with the others"
 
