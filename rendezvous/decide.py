@@ -66,7 +66,7 @@ class View:
         generation_s: when it first saw the present generation.
         begun: whether it ever saw a worker that holds state.
         pending_s: since when the rule has waited for the window to close, if it does.
-        outage_end_s: when the store last came back after an outage, if it ever did.
+        outage_end_s: when the store last came back after an outage, or went on after it stood still, if it ever did.
         request: for another plan, as long as it stands in the store.
     """
 

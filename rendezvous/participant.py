@@ -218,6 +218,7 @@ class Participant:
             drain_all, self._drain_all = self._drain_all, None
         if self._stopping:
             return
+        begin_s = self._clock()
         for item in news:
             if isinstance(item, StoreUnavailable):
                 raise item
@@ -239,6 +240,12 @@ class Participant:
         if self._leading and (news or self._wake_s is None or self._clock() >= self._wake_s):
             self._lead()
         self._tell_waiting()
+        if self._clock() > begin_s + self._settings.lease_s / 3:
+            self._doubt_absences()
+
+    def _doubt_absences(self) -> None:
+        """The store was away or has stood still: the leases of nodes that are alive may have ended by that."""
+        self._view = replace(self._view, outage_end_s=self._clock())
 
     def _tell_waiting(self) -> None:
         """While the job waits for nodes, say who is there, who is missing and how long still, ever more rarely.
@@ -302,7 +309,7 @@ class Participant:
         self._leading = False
         self._generation_revision = 0
         if self._away_since_s is not None:
-            self._view = replace(self._view, outage_end_s=self._clock())
+            self._doubt_absences()
             self._listener.back(self._clock() - self._away_since_s)
             self._away_since_s = None
         self._read(entries, revision)
@@ -448,6 +455,7 @@ class Participant:
     def _lose_lease(self, why: str = "") -> None:
         """The lease has ended, and so this node was absent for the others: it leads no more."""
         self._tell_absent(why)
+        self._doubt_absences()  # what has ended this lease may have ended others
         self._lease = None
         self._leading = False
         self._lead_due = True

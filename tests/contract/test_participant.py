@@ -385,15 +385,15 @@ class TestSize:
         a, b, c = job.three()
         self.ask(job, 1, 2)
         wait_until(lambda: c.drain_reasons, LIMIT_S, "the last node to be told")
+        for node in (a, b, c):
+            wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of the size")  # type: ignore[misc]
         c.says(MEMBER, draining=True)
         a.hears(ids("a/0#0", "b/0#0"))
         c.participant.stop()
         wait_until(lambda: job.read("requests/drain/c") is None, LIMIT_S, "the name c to be free again")
         assert c.drain_reasons == ["the job is to have 2 nodes from now on"]
         assert not a.drain_reasons + b.drain_reasons
-        for node in (a, b, c):
-            wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of the size")  # type: ignore[misc]
-            assert node.sizes == [(1, 2)]
+        assert [node.sizes for node in (a, b, c)] == [[(1, 2)]] * 3
 
     def test_a_size_outlives_who_asked_and_who_led(self, job: Job) -> None:
         a, b, c = job.three()
@@ -619,6 +619,37 @@ class TestOutages:
             node.hears(lambda one: one == after)
             assert (len(node.outages), len(node.returns)) == (1, 1)
             assert not node.refusals
+
+    @pytest.mark.parametrize("of", ["abc", "b"])
+    def test_nobody_is_expelled_whose_lease_has_ended_while_the_store_stood_still(self, of: str) -> None:
+        site = MemorySite()
+        job = Job(site, replace(SETTINGS, lease_s=4.0))
+        try:
+            nodes = a, b, c = job.three()
+
+            def absent(text: str) -> None:
+                b.absences.append(text)
+                time.sleep(0.3)  # it comes after the others
+
+            b.absent = absent  # type: ignore[method-assign]
+            for node in nodes:
+                wait_until(lambda node=node: b'"member"' in (job.read(f"nodes/{node.name}") or b""), LIMIT_S, "members")  # type: ignore[misc]
+            with site._root._data.lock:
+                a.says(MEMBER, saved=1)
+                time.sleep(job.rules.lease_s / 3 + 0.1)
+                for node in nodes:
+                    if node.name in of:
+                        assert node.participant._lease is not None
+                        job.admin.revoke(node.participant._lease)
+            for node in nodes:
+                wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
+            c.says(cause="worker c/0#0 died", cause_t=9.0)
+            for node in nodes:
+                after = node.hears(lambda one: one.epoch == 3)
+                assert (after.ids, after.cause) == (("a/0#0", "b/0#0"), "worker c/0#0 died")
+                assert (len(node.absences), node.outages, node.refusals) == (int(node.name in of), [], [])
+        finally:
+            job.stop()
 
     def test_a_node_that_could_not_hear_is_told_the_newest_generation_when_it_can(self) -> None:
         site = MemorySite()

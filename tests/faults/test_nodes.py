@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -135,6 +136,29 @@ def test_training_goes_on_while_the_store_is_away(etcd: EmbeddedEtcd, spawn: Spa
     b.agent.wait_for_text("the rendezvous store is back", 30)
     wait_for_step(cluster.nodes, max(node.last_step() for node in cluster.nodes) + 60)
     assert len(a.events("generation")) == generations, "somebody was expelled"
+    assert [node.pids() for node in cluster.nodes] == pids
+    for node in cluster.nodes:
+        node.agent.signal(signal.SIGINT)
+    for node in cluster.nodes:
+        assert node.agent.wait(40) == 1
+
+
+def test_training_goes_on_while_the_store_stands_still(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "4000", "--sleep", "0.02")
+    for name in "abc":
+        cluster.add(name)
+    wait_for_members(cluster.nodes, 3)
+    generations = len(cluster.nodes[0].events("generation"))
+    pids = [node.pids() for node in cluster.nodes]
+    assert etcd.pid is not None
+    os.kill(etcd.pid, signal.SIGSTOP)
+    # Longer than the lease of two seconds, shorter than what breaks a connection.
+    time.sleep(2.5)
+    os.kill(etcd.pid, signal.SIGCONT)
+    for node in cluster.nodes:
+        node.agent.wait_for_text("its lease of 2 s had ended", 30)
+    wait_for_step(cluster.nodes, max(node.last_step() for node in cluster.nodes) + 120)
+    assert len(cluster.nodes[0].events("generation")) == generations, "somebody was expelled"
     assert [node.pids() for node in cluster.nodes] == pids
     for node in cluster.nodes:
         node.agent.signal(signal.SIGINT)
