@@ -195,6 +195,7 @@ class Membership:
         self._heard_t: dict[int, float] = {}
         self._clock: _Clock | None = None
         self._noted: Generation | None = None
+        self._last_with_members: Generation | None = None  # the newest that has any members
         self._leaving: tuple[str, ...] = ()
         self._parted: tuple[int, tuple[str, ...]] = (0, ())
         client.listen(self._heard)
@@ -230,12 +231,21 @@ class Membership:
         """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
         with self._lock:
             self._heard_t[generation.epoch] = time.time()
+            if generation.ids:
+                self._last_with_members = generation
             active = self._active
-            must_leave = active is not None and (self._entering or generation.urgent > active.epoch)
+            must_leave = active is not None and self._overtakes(generation, active)
         if must_leave:
             self._fabric.interrupt(generation.epoch)
         if self._client.worker in generation.ids:
             self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
+
+    def _overtakes(self, newer: Generation, active: Generation) -> bool:
+        """Whether to go over to a newer generation at once.
+
+        Not to the planned end of the job, even on the way into a generation: at its next boundary the state is saved.
+        """
+        return newer.urgent > active.epoch or (self._entering and bool(newer.ids))
 
     def _peers(self, generation: Generation) -> dict[str, str]:
         """Addresses of those with whom the collectives go, itself included, in the generation's order."""
@@ -319,7 +329,7 @@ class Membership:
             begin_t = generation.cause_t or self._heard_t.get(generation.epoch, started_t)
             self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.epoch, started_t))
         newest = self._client.newest()
-        if newest is not None and newest.epoch > generation.epoch:
+        if newest is not None and newest.epoch > generation.epoch and self._overtakes(newest, generation):
             raise GenerationChanged(newest.epoch)
         if worker not in generation.ids:
             raise Left(generation)
@@ -409,7 +419,7 @@ class Membership:
             if newest is not None:
                 if self._client.worker not in newest.ids:
                     if active is not None:
-                        return newest
+                        return self._before_the_end(newest, active, error) or newest
                 elif not newest.hold and self._leads_out(newest, active, error):
                     return newest
                 past = newest.epoch
@@ -417,6 +427,20 @@ class Membership:
                 assert isinstance(error, LinkLost)
                 reported = self._report(error, active)
             timeout_s = PROBE_TIMEOUT_S
+
+    def _before_the_end(
+        self, newest: Generation, active: Generation, error: StepInterrupted | None
+    ) -> Generation | None:
+        """The generation to enter first, where all leave by a planned change that not all knew of at the boundary.
+
+        When the leader hears of the leaving nodes one after the other, those who stay longest have a generation of
+        their own, and on their way into it may hear that they leave too. The state is saved at its next boundary.
+        """
+        former = self._last_with_members
+        if newest.ids or self.all_leave or former is None or former.epoch <= active.epoch:
+            return None
+        stays = self._client.worker in former.ids and not former.hold and newest.urgent <= former.epoch
+        return former if stays and self._leads_out(former, active, error) else None
 
     def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
         """A planned change is no way out of a step that broke: other members may still wait in that step."""
