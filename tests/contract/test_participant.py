@@ -467,22 +467,18 @@ class TestLeading:
         finally:
             job.stop()
 
-    def test_a_node_that_learns_from_a_write_that_its_lease_has_ended_writes_all_again(self, site: Site) -> None:
-        job = Job(site, PATIENT)
-        try:
-            a = job.node("a")
-            wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
-            b = job.node("b", figures="of b's check")
-            wait_until(lambda: job.read("checks/b"), LIMIT_S, "b to join")
-            assert b.participant._lease is not None
-            job.admin.revoke(b.participant._lease)
-            assert job.read("checks/b") is None
-            b.says(READY)
-            wait_until(lambda: job.read("checks/b"), LIMIT_S, "b's figures to be back")
-            assert b'"ready"' in (job.read("nodes/b") or b"")
-            assert [(len(node.absences), node.outages) for node in (a, b)] == [(0, []), (1, [])]
-        finally:
-            job.stop()
+    def test_a_node_that_learns_from_a_write_that_its_lease_has_ended_writes_all_again(self, job: Job) -> None:
+        a = job.node("a")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b", figures="of b's check")
+        wait_until(lambda: job.read("checks/b"), LIMIT_S, "b to join")
+        assert b.participant._lease is not None
+        job.admin.revoke(b.participant._lease)
+        assert job.read("checks/b") is None
+        b.says(READY)
+        wait_until(lambda: job.read("checks/b"), LIMIT_S, "b's figures to be back")
+        assert b'"ready"' in (job.read("nodes/b") or b"")
+        assert [(len(node.absences), node.outages) for node in (a, b)] == [(0, []), (1, [])]
 
     def test_a_leader_that_learns_from_a_write_that_its_lease_has_ended_leads_no_more(self) -> None:
         site = MemorySite()
