@@ -250,6 +250,7 @@ class Lifecycle:
             takes_plans=self.takes_plans,
             plan_request=self._plan_request(),
             saved=self.saved,
+            settled=self._settled(),
             excused=tuple(slot.worker for slot in self.slots if slot.excused and slot.phase is not None),
             cut=self.cut,
             stalled=self.stalled,
@@ -265,6 +266,14 @@ class Lifecycle:
         members = [slot for slot in self.slots if slot.phase is not None and slot.worker in generation.ids]
         settled = all(slot.settled >= self.plan_epoch for slot in members)
         return generation.plan_request if members and settled else ""
+
+    def _settled(self) -> int:
+        """The newest epoch that all members of this node have entered, where some of them are to leave; else 0."""
+        generation = self.generation
+        if generation is None or not (self.draining or any(slot.excused for slot in self.slots)):
+            return 0
+        members = [slot for slot in self.slots if slot.phase is not None and slot.worker in generation.ids]
+        return min((slot.settled for slot in members), default=0)
 
     def find(self, worker: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.worker == worker and slot.phase is not None), None)

@@ -387,6 +387,17 @@ def _left_out(nodes: Sequence[str], holders: Collection[str], missing: Missing) 
     return out | apart([node for node in nodes if node not in holders and node not in out], missing)
 
 
+def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -> tuple[Worker, ...]:
+    """Those of `ids` that hold state, on nodes that all others reach."""
+    return tuple(
+        Worker(worker.id, doc.node, worker.slot, worker.address)
+        for doc in nodes
+        if not missing.get(doc.node)
+        for worker in doc.workers
+        if worker.id in ids and worker.state is WorkerState.MEMBER
+    )
+
+
 def _compare(
     view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
 ) -> _Change:
@@ -403,9 +414,11 @@ def _compare(
     lost, leaving, causes = [], list[str](), []
     heirs = False
     missed = False  # somebody still needs a collective with a worker that has finished and ended
+    entered = True
     for worker in generation.workers:
         doc = present.get(worker.node)
         state = next((w.state for w in doc.workers if w.id == worker.id), None) if doc else None
+        entered = entered and state is not WorkerState.READY
         if state is WorkerState.DONE:
             missed = missed or worker.id in gone
         elif worker.id in gone:
@@ -429,6 +442,14 @@ def _compare(
         else:
             survivors.append(worker)
             heirs = heirs or state is WorkerState.MEMBER
+    # Those told to leave by an earlier generation may still be members of the step in flight.
+    told = [worker for worker in generation.leaving if worker in listed or worker in gone]
+    dead = [worker for worker in told if worker in gone]
+    causes.extend((0.0, f"worker {worker} died before it could leave") for worker in dead)
+    reset = bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes)
+    urgent = bool(lost) or reset
+    back = _members(nodes, set(told).difference(dead), missing) if urgent else ()
+    draining.extend(back)
     joiners: list[Worker] = []
     admitted = {worker.node for worker in survivors}
     here = admitted | {worker.node for worker in draining}
@@ -444,7 +465,8 @@ def _compare(
             here.add(doc.node)
             joiners.extend(fresh)
             causes.append((0.0, f"{', '.join(worker.id for worker in fresh)} joins"))
-    if heirs or not (survivors or joiners):
+    settled = generation.hold or (entered and all(present[one.node].settled >= generation.urgent for one in draining))
+    if not urgent and ((heirs and settled) or not (survivors or joiners)):
         leaving.extend(worker.id for worker in draining)
         for worker in draining:
             doc = present[worker.node]
@@ -452,18 +474,15 @@ def _compare(
     else:
         # The state would leave with them: they stay until somebody else holds it.
         staying = {worker.id for worker in (*survivors, *draining)}
-        survivors = [worker for worker in generation.workers if worker.id in staying]
-    # Those told to leave by an earlier generation may still be members of the step in flight.
-    dead = [worker for worker in generation.leaving if worker in gone]
-    causes.extend((0.0, f"worker {worker} died before it could leave") for worker in dead)
-    leaving.extend(worker for worker in generation.leaving if worker in listed and worker not in gone)
+        survivors = [worker for worker in (*generation.workers, *back) if worker.id in staying]
+    leaving.extend(worker for worker in told if worker not in gone and worker not in {one.id for one in back})
     return _Change(
         survivors=tuple(survivors),
         lost=tuple(lost),
         leaving=tuple(leaving),
         joiners=tuple(joiners),
         done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
-        reset=bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes),
+        reset=reset,
         causes=tuple(dict.fromkeys(causes)),
         doubt=any(not present[node].cut and not of_generation.isdisjoint(missing.get(node, ())) for node in members),
     )

@@ -162,9 +162,10 @@ class NodeDoc:
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
     that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of. `excused` are workers that are to leave although the node stays. `cut` are nodes which
-    it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for longer than
-    they may.
+    checkpoint that it knows of. `settled` is the newest epoch that all its members have entered; only a node some of
+    whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
+    nodes which it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for
+    longer than they may.
     """
 
     node: str
@@ -187,6 +188,7 @@ class NodeDoc:
     takes_plans: bool = False
     plan_request: str = ""
     saved: int | None = None
+    settled: int = 0
     excused: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
     stalled: tuple[Stalled, ...] = ()

@@ -852,6 +852,23 @@ class TestSignals:
 
 
 class TestDraining:
+    def test_a_node_tells_what_its_members_have_entered_only_while_some_of_them_are_to_leave(self) -> None:
+        node = member_node(slots=2)
+        assert node.life.doc().settled == 0
+        node.life.drain("x", NOW_S)
+        entered = node.epoch
+        assert node.life.doc().settled == entered
+        node.train("a/0#0", "a/1#0", "b/0#0", urgent=entered + 1)
+        node.settled("a/0#0")
+        assert node.life.doc().settled == entered
+        node.settled("a/1#0")
+        assert node.life.doc().settled == entered + 1
+
+    def test_so_does_one_with_a_worker_that_is_excused(self) -> None:
+        node = member_node(slots=2)
+        node.life.excuse("a/1#0", again=False, why="x")
+        assert node.life.doc().settled == node.epoch
+
     """A node that is asked to leave."""
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
