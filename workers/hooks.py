@@ -195,6 +195,8 @@ class Membership:
         self._heard_t: dict[int, float] = {}
         self._clock: _Clock | None = None
         self._noted: Generation | None = None
+        self._due: Generation | None = None  # of which all members knew at the last boundary
+        self._firm = False  # all come to what is being entered: a planned change waits for the next boundary
         self._last_with_members: Generation | None = None  # the newest that has any members
         self._leaving: tuple[str, ...] = ()
         self._parted: tuple[int, tuple[str, ...]] = (0, ())
@@ -215,7 +217,9 @@ class Membership:
     def all_know(self, newest: Iterable[int]) -> bool:
         """Whether a planned change is due: all members, each with its newest epoch, have heard of the same one."""
         epochs = set(newest)
-        return len(epochs) == 1 and epochs.pop() > self.generation.epoch
+        know = len(epochs) == 1 and epochs.pop() > self.generation.epoch
+        self._due = self._noted if know else None
+        return know
 
     @property
     def all_leave(self) -> bool:
@@ -233,19 +237,20 @@ class Membership:
             self._heard_t[generation.epoch] = time.time()
             if generation.ids:
                 self._last_with_members = generation
-            active = self._active
-            must_leave = active is not None and self._overtakes(generation, active)
-        if must_leave:
-            self._fabric.interrupt(generation.epoch)
+            past = self._overtaken(generation, self._active) if self._active is not None else 0
+        if past:
+            self._fabric.interrupt(past)
         if self._client.worker in generation.ids:
             self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
 
-    def _overtakes(self, newer: Generation, active: Generation) -> bool:
-        """Whether to go over to a newer generation at once.
+    def _overtaken(self, newer: Generation, active: Generation) -> int:
+        """The epoch below which a newer generation ends what is under way at once; 0: it waits for the next boundary.
 
-        Not to the planned end of the job, even on the way into a generation: at its next boundary the state is saved.
+        Also on the way into a generation the planned end of the job waits: at the boundary the state is saved.
         """
-        return newer.urgent > active.epoch or (self._entering and bool(newer.ids))
+        if self._entering and not self._firm and newer.ids:
+            return newer.epoch
+        return newer.urgent if newer.urgent > active.epoch else 0
 
     def _peers(self, generation: Generation) -> dict[str, str]:
         """Addresses of those with whom the collectives go, itself included, in the generation's order."""
@@ -265,7 +270,7 @@ class Membership:
             generation = self._next_generation(error)
             pulse.enter(Phase.CHANGING)
             try:
-                self._enter(generation)
+                self._enter(generation, firm=self._is_due(generation) and self._all_are_here(generation))
                 assert self._verdict is not None
                 return self._verdict
             except StepInterrupted as again:
@@ -281,7 +286,7 @@ class Membership:
         pulse.enter(Phase.CHANGING)
         now_t = time.time()
         with self._lock:
-            self._entering, self._verdict = True, None
+            self._entering, self._firm, self._verdict = True, True, None
         self._clock = _Clock(cause, now_t, now_t)
         try:
             self._poll(self.generation, self._group, self._clock)
@@ -301,7 +306,7 @@ class Membership:
         leaving = () if noted is None else tuple(one for one in noted.leaving if one in ids and one not in noted.ids)
         if not leaving or len(leaving) == len(ids) or self._parted == (self.generation.epoch, leaving):
             return False
-        self._parted, self._leaving = (self.generation.epoch, leaving), leaving
+        self._parted, self._leaving, self._due = (self.generation.epoch, leaving), leaving, None
         self.reconsider(f"{names_text(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}")
         return True
 
@@ -317,11 +322,11 @@ class Membership:
                 self._verdict = None
                 self.agree(error)
 
-    def _enter(self, generation: Generation) -> None:
+    def _enter(self, generation: Generation, firm: bool) -> None:
         worker = self._client.worker
         started_t = time.time()
         with self._lock:
-            self._active, self._entering, self._verdict = generation, True, None
+            self._active, self._entering, self._firm, self._verdict = generation, True, firm, None
         self._leaving = ()
         self._fabric.interrupt(generation.epoch)
         self._hooks.pause()
@@ -329,7 +334,7 @@ class Membership:
             begin_t = generation.cause_t or self._heard_t.get(generation.epoch, started_t)
             self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.epoch, started_t))
         newest = self._client.newest()
-        if newest is not None and newest.epoch > generation.epoch and self._overtakes(newest, generation):
+        if newest is not None and newest.epoch > generation.epoch and self._overtaken(newest, generation):
             raise GenerationChanged(newest.epoch)
         if worker not in generation.ids:
             raise Left(generation)
@@ -359,6 +364,8 @@ class Membership:
         t1 = time.time()
         received_bytes = self._hooks.transfer(group, verdict)
         self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
+        with self._lock:
+            self._firm = True  # all have what the plan gives them
         t2 = time.time()
         self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
         self._hooks.resume(generation, group, verdict)
@@ -417,10 +424,12 @@ class Membership:
         while True:
             newest = self._client.wait_beyond(past, timeout_s)
             if newest is not None:
-                if self._client.worker not in newest.ids:
-                    if active is not None:
-                        return self._before_the_end(newest, active, error) or newest
-                elif not newest.hold and self._leads_out(newest, active, error):
+                sooner = self._sooner(newest, active, error)
+                if sooner is not None:
+                    return sooner
+                member = self._client.worker in newest.ids
+                enters = not newest.hold if member else active is not None
+                if enters and self._leads_out(newest, active, error):
                     return newest
                 past = newest.epoch
             if not reported:
@@ -428,23 +437,32 @@ class Membership:
                 reported = self._report(error, active)
             timeout_s = PROBE_TIMEOUT_S
 
-    def _before_the_end(
-        self, newest: Generation, active: Generation, error: StepInterrupted | None
+    def _sooner(
+        self, newest: Generation, active: Generation | None, error: StepInterrupted | None
     ) -> Generation | None:
-        """The generation to enter first, where all leave by a planned change that not all knew of at the boundary.
+        """The generation to enter before the newest one, if that is a planned change that came after the boundary.
 
-        When the leader hears of the leaving nodes one after the other, those who stay longest have a generation of
-        their own, and on their way into it may hear that they leave too. The state is saved at its next boundary.
+        Whom it lets go has given nothing away yet. Where it lets all go, at the next boundary the state is saved.
         """
-        former = self._last_with_members
-        if newest.ids or self.all_leave or former is None or former.epoch <= active.epoch:
+        sooner = self._due if newest.ids or self._due is not None else self._last_with_members
+        if active is None or sooner is None or not active.epoch < sooner.epoch < newest.epoch:
             return None
-        stays = self._client.worker in former.ids and not former.hold and newest.urgent <= former.epoch
-        return former if stays and self._leads_out(former, active, error) else None
+        if sooner.hold or newest.urgent > sooner.epoch or self._client.worker not in sooner.ids:
+            return None
+        # A joiner may be on its way to the newest one already.
+        comes = not newest.ids or self._all_are_here(sooner)
+        return sooner if comes and self._leads_out(sooner, active, error) else None
+
+    def _is_due(self, generation: Generation) -> bool:
+        return self._due is not None and generation.epoch == self._due.epoch
+
+    def _all_are_here(self, generation: Generation) -> bool:
+        """Whether nobody joins by it."""
+        return self._active is not None and set(generation.ids).issubset(self._active.ids)
 
     def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
         """A planned change is no way out of a step that broke: other members may still wait in that step."""
-        broke = isinstance(error, LinkLost) and not self._entering
+        broke = isinstance(error, LinkLost) and (self._firm or not self._entering)
         return active is None or not broke or newest.urgent > active.epoch
 
     def _report(self, error: LinkLost, active: Generation | None) -> bool:

@@ -13,28 +13,38 @@ from elaunch.workers.plan import Plan
 from tests.faults import test_dtensor as dtensor
 from tests.faults.test_hybrid import SCRIPT, reference, weights
 from tests.faults.test_nodes import Cluster
-from tests.helpers import Spawner
+from tests.helpers import Spawner, wait_until
 from tests.jobs import watch as train
-from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for_members, wait_for_step
+from tests.jobs.watch import (
+    Node,
+    assert_same,
+    digests,
+    elaunch,
+    kill_node,
+    losses,
+    wait_for_members,
+    wait_for_step,
+)
 
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def start(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, script: Path, *arguments: str) -> list[Node]:
-    """Two nodes of two workers each."""
+def start(
+    etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, script: Path, *arguments: str, nodes: str = "ab", workers: int = 2
+) -> list[Node]:
+    """Nodes with so many workers each."""
     flags = (
-        "--nnodes=1:2",
-        "--nproc-per-node=2",
+        f"--nnodes=1:{len(nodes)}",
+        f"--nproc-per-node={workers}",
         f"--rdzv-endpoint={etcd.endpoint}",
         "--rdzv-id=job",
         "--rdzv-conf=lease_ttl=2,attach_timeout=90,last_call_timeout=60",
         "--consistency=bitwise",
     )
     return [
-        elaunch(spawn, folder, *flags, f"--node-name={name}", script=(script, *arguments), name=name)
-        for name in ("a", "b")
+        elaunch(spawn, folder, *flags, f"--node-name={name}", script=(script, *arguments), name=name) for name in nodes
     ]
 
 
@@ -73,6 +83,59 @@ def test_a_node_that_drains_gives_away_what_only_it_has(
     moved = {event["cause"]: event["bytes_moved"] for event in staying.events("transition")}
     assert moved[f"node {name} leaves"] == 0
     assert all("died" not in event["cause"] and "lost" not in event["cause"] for event in staying.events("generation"))
+
+
+def test_nodes_that_drain_one_after_the_other_give_away_what_only_they_have(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    """The second is to leave while the state of the first one moves. There are no copies."""
+    steps = ("--steps", "60")
+    found, samples, ended = reference(spawn, tmp_path, *steps)
+    gate = tmp_path / "gate"
+    arguments = (*steps, "--snapshots=0", "--dp=1", "--pp=3", "--hold-change", f"10:{gate}")
+    nodes = start(etcd, spawn, tmp_path, SCRIPT, *arguments, nodes="abc", workers=1)
+    wait_for_members(nodes, 3)
+    wait_for_step(nodes, 10)
+    first, second, staying = nodes
+    first.agent.signal(signal.SIGTERM)
+    for node in nodes:
+        node.agent.wait_for_text("a change is held", 30)
+    second.agent.signal(signal.SIGTERM)
+    wait_until(lambda: len(staying.members()) == 1, 30, "a generation without the two")
+    gate.touch()
+    assert [node.agent.wait(LIMIT_S) for node in nodes] == [0, 0, 0], "".join(node.agent.tail() for node in nodes)
+    check_undisturbed(*nodes)
+    assert losses(nodes) == found
+    assert digests(nodes) == samples
+    assert weights(staying) == ended
+
+
+def test_a_node_that_is_to_leave_stays_when_another_one_dies_first(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    """It has the only copy of what the other one had, and its own layers are still to move."""
+    steps = ("--steps", "60")
+    found, samples, ended = reference(spawn, tmp_path, *steps)
+    gate = tmp_path / "gate"
+    arguments = (*steps, "--snapshots=1", "--dp=1", "--pp=3", "--hold", f"20:{gate}")
+    nodes = start(etcd, spawn, tmp_path, SCRIPT, *arguments, nodes="abc", workers=1)
+    wait_for_members(nodes, 3)
+    wait_for_step(nodes, 19)
+    names = [worker.partition("/")[0] for worker in nodes[0].members()]
+    staying, dying, leaving = (nodes["abc".index(name)] for name in names)
+    leaving.agent.signal(signal.SIGTERM)
+    wait_until(lambda: len(staying.members()) == 2, 30, "a generation without who leaves")
+    kill_node(dying)
+    wait_until(lambda: f"{names[1]}/0#0" not in staying.members(), 30, "a generation without who died")
+    assert f"{names[2]}/0#0" in staying.members()
+    gate.touch()
+    assert leaving.agent.wait(60) == 0, leaving.agent.tail()
+    assert [event.get("exitcode") for event in leaving.events("worker_exited")] == [0]
+    assert staying.agent.wait(LIMIT_S) == 0, staying.agent.tail()
+    both = (staying, leaving)
+    assert losses([*both, dying]) == found
+    assert digests([*both, dying]) == samples
+    assert weights(staying) == ended
 
 
 def test_a_runtime_of_ones_own_is_told_who_leaves(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from elaunch.workers.engine.engine import Engine
 from elaunch.workers.engine.snapshots import Snapshots
 from elaunch.workers.engine.tensor_parallel import current
 from elaunch.workers.engine.zero import ZeroOptimizer
+from elaunch.workers.hooks import Verdict
 from elaunch.workers.hybrid import HybridJob
 from elaunch.workers.plan import symmetric
 from elaunch.workers.state import checkpoint
@@ -145,6 +146,20 @@ class Layer(nn.Module):
         return x + torch.dropout(self.down(torch.tanh(self.up(x))), 0.1, True)
 
 
+def hold_changes(step: int, gate: Path) -> None:
+    """From a step on, when state is about to move, say so and wait for the test."""
+    original = HybridJob.transfer
+
+    def transfer(self: HybridJob, group: Group, verdict: Verdict) -> int:
+        if verdict.step >= step and not gate.exists():
+            say("a change is held")
+            while not gate.exists():
+                time.sleep(0.005)
+        return original(self, group, verdict)
+
+    HybridJob.transfer = transfer  # type: ignore[method-assign]
+
+
 def loss_fn(y: Tensor, target: Tensor) -> Tensor:
     return (y.mean(1, keepdim=True) - target).square().mean()
 
@@ -164,6 +179,7 @@ def main() -> None:
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
+    parser.add_argument("--hold-change", default="", help="STEP:FILE: from this step on, wait for the file in a change")
     parser.add_argument("--row-seconds", type=float, default=0.0, help="that each layer takes for a row")
     parser.add_argument(
         "--slow",
@@ -182,6 +198,9 @@ def main() -> None:
     layer, _, step = args.raise_at.partition(":")
     raise_at = (int(layer), int(step)) if args.raise_at else None
     hold, _, gate = args.hold.partition(":")
+    if args.hold_change:
+        step, _, file = args.hold_change.partition(":")
+        hold_changes(int(step), Path(file))
 
     job = elaunch.hybrid()
     clocks = SimulatedClocks((1000, 1200, 1400, 1600, 1800, 2000), 1000)

@@ -1,4 +1,4 @@
-"""A worker on its way into a generation hears that all leave: it enters first, and saves at the next boundary."""
+"""A worker that is told to leave while it enters a generation enters it: what it has is to be given away or saved."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.rendezvous.membership import Generation, Stage, Worker
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.hooks import Left, Membership, Verdict, Vote
 from tests.unit.comm_crew import crew
 
 ME = "a/0#0"
+OTHER = Worker("b/0#0", "b", 0, "127.0.0.1:1")
 
 
 class Agent:
@@ -23,6 +25,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._newest: Generation | None = None
+        self.when_waited: Callable[[], None] = lambda: None
         self._heard: Callable[[Generation], None] = lambda generation: None
 
     def listen(self, heard: Callable[[Generation], None]) -> None:
@@ -32,6 +35,8 @@ class Agent:
         return self._newest
 
     def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
+        if self._newest is None or self._newest.epoch <= epoch:
+            self.when_waited()
         newest = self._newest
         return newest if newest is not None and newest.epoch > epoch else None
 
@@ -44,11 +49,15 @@ class Agent:
 
 
 class Runtime:
-    """Counts the generations that it goes on in. `on_the_way` is called in the middle of entering one."""
+    """Counts the generations that it goes on in.
+
+    `on_the_way` is called in the middle of entering one, `at_the_end` when the state has moved.
+    """
 
     def __init__(self) -> None:
         self.entered: list[int] = []
         self.on_the_way: Callable[[], None] = lambda: None
+        self.at_the_end: Callable[[], None] = lambda: None
 
     def vote(self) -> Vote:
         self.on_the_way()
@@ -68,6 +77,7 @@ class Runtime:
 
     def resume(self, generation: Generation, group: Any, verdict: Verdict) -> None:
         self.entered.append(generation.epoch)
+        self.at_the_end()
 
 
 @pytest.fixture
@@ -80,15 +90,15 @@ def _job(fabric: Fabric) -> SimpleNamespace:
     agent, runtime = Agent(), Runtime()
     here = Worker(ME, "a", 0, fabric.address)
 
-    def tell(epoch: int, member: bool = True, urgent: int = 2, hold: bool = False) -> None:
-        workers, leaving = ((here,), ("b/0#0",)) if member else ((), (ME, "b/0#0"))
+    def tell(epoch: int, *workers: Worker, urgent: int = 2, hold: bool = False) -> None:
+        leaving = tuple(one.id for one in (here, OTHER) if one not in workers)
         agent.tells(Generation(epoch, Stage.TRAIN, workers, urgent=urgent, begun=True, leaving=leaving, hold=hold))
 
     membership = Membership(agent, fabric, runtime)  # type: ignore[arg-type]
-    tell(2)
+    tell(2, here)
     membership.settle()
     assert runtime.entered == [2]
-    return SimpleNamespace(tell=tell, membership=membership, runtime=runtime)
+    return SimpleNamespace(tell=tell, here=here, membership=membership, runtime=runtime, agent=agent, fabric=fabric)
 
 
 def at_a_boundary(membership: Membership) -> bool:
@@ -98,10 +108,10 @@ def at_a_boundary(membership: Membership) -> bool:
 
 def test_told_after_the_boundary_it_enters_the_generation_of_those_who_stay(job: SimpleNamespace) -> None:
     membership = job.membership
-    job.tell(3)
+    job.tell(3, job.here)
     assert at_a_boundary(membership)
     assert not membership.all_leave
-    job.tell(4, member=False)
+    job.tell(4)
     membership.agree()
     membership.settle()
     assert job.runtime.entered == [2, 3]
@@ -114,9 +124,9 @@ def test_told_after_the_boundary_it_enters_the_generation_of_those_who_stay(job:
 
 def test_told_while_it_enters_it_goes_on(job: SimpleNamespace) -> None:
     membership = job.membership
-    job.tell(3)
+    job.tell(3, job.here)
     assert at_a_boundary(membership)
-    job.runtime.on_the_way = lambda: job.tell(4, member=False)
+    job.runtime.on_the_way = lambda: job.tell(4)
     membership.agree()
     membership.settle()
     assert job.runtime.entered == [2, 3]
@@ -126,8 +136,8 @@ def test_told_while_it_enters_it_goes_on(job: SimpleNamespace) -> None:
 
 def test_told_at_the_boundary_it_leaves_from_where_it_is(job: SimpleNamespace) -> None:
     membership = job.membership
-    job.tell(3)
-    job.tell(4, member=False)
+    job.tell(3, job.here)
+    job.tell(4)
     assert at_a_boundary(membership)
     assert membership.all_leave
     with pytest.raises(Left):
@@ -135,14 +145,80 @@ def test_told_at_the_boundary_it_leaves_from_where_it_is(job: SimpleNamespace) -
     assert job.runtime.entered == [2]
 
 
+def test_after_a_death_it_enters_the_generation_of_those_who_are_left(job: SimpleNamespace) -> None:
+    job.tell(3, job.here, urgent=3)
+    job.tell(4, urgent=3)
+    job.membership.agree(GenerationChanged(3))
+    job.membership.settle()
+    assert job.runtime.entered == [2, 3]
+
+
 @pytest.mark.parametrize("hold, urgent", [(False, 4), (True, 2)])
 def test_it_does_not_enter_one_whose_members_have_died_or_are_too_few(
     job: SimpleNamespace, hold: bool, urgent: int
 ) -> None:
     membership = job.membership
-    job.tell(3, hold=hold)
+    job.tell(3, job.here, hold=hold)
     assert at_a_boundary(membership)
-    job.tell(4, member=False, urgent=urgent)
+    job.tell(4, urgent=urgent)
     with pytest.raises(Left):
         membership.agree()
     assert job.runtime.entered == [2]
+
+
+def test_told_after_the_boundary_that_the_others_go_on_without_it_it_enters_first(job: SimpleNamespace) -> None:
+    """What only it has, it gives away at the next boundary."""
+    membership = job.membership
+    job.tell(3, job.here)
+    assert at_a_boundary(membership)
+    job.tell(4, OTHER)
+    job.runtime.on_the_way = lambda: job.tell(5, OTHER)
+    membership.agree()
+    job.tell(6, OTHER)
+    membership.settle()
+    assert job.runtime.entered == [2, 3]
+    assert at_a_boundary(membership)
+    with pytest.raises(Left) as left:
+        membership.agree()
+    assert left.value.generation.epoch == 6
+
+
+def test_told_while_it_goes_over_to_another_plan_it_does_so_first(job: SimpleNamespace) -> None:
+    job.runtime.on_the_way = lambda: job.tell(3, OTHER)
+    job.membership.reconsider("another plan")
+    job.tell(4, OTHER)
+    job.membership.settle()
+    assert job.runtime.entered == [2, 2]
+    assert at_a_boundary(job.membership)
+
+
+def test_told_when_the_state_has_moved_it_goes_on(job: SimpleNamespace) -> None:
+    job.runtime.at_the_end = lambda: job.tell(4, OTHER)
+    job.tell(3, job.here, urgent=3)
+    job.membership.agree()
+    job.membership.settle()
+    assert job.runtime.entered == [2, 3]
+    job.fabric.exchange(3, 0, [], [])  # nothing has interrupted it
+
+
+def test_with_a_joiner_it_follows_the_newest(job: SimpleNamespace) -> None:
+    """The joiner may have heard of that one alone, and waits there. Nobody is told to leave then (`decide`)."""
+    job.tell(3, job.here, OTHER)
+    assert at_a_boundary(job.membership)
+    job.tell(4, job.here)
+    job.membership.agree()
+    job.membership.settle()
+    assert job.runtime.entered == [2, 4]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_it_does_not_leave_a_step_that_broke_by_a_planned_change(job: SimpleNamespace, planned: bool) -> None:
+    """Of the death that broke it, it has not heard yet; it may be taken back then."""
+    membership = job.membership
+    job.tell(3, OTHER)
+    job.agent.when_waited = lambda: job.tell(4, job.here, urgent=4)
+    if planned:
+        membership.reconsider("another plan")
+    membership.agree(LinkLost(ME, "closed by the peer"))
+    membership.settle()
+    assert job.runtime.entered == [2, 4]
