@@ -250,7 +250,7 @@ class Lifecycle:
             takes_plans=self.takes_plans,
             plan_request=self._plan_request(),
             saved=self.saved,
-            settled=self._settled(),
+            settled=self._settled() if self.draining or any(slot.excused for slot in self.slots) else 0,
             excused=tuple(slot.worker for slot in self.slots if slot.excused and slot.phase is not None),
             cut=self.cut,
             stalled=self.stalled,
@@ -261,19 +261,14 @@ class Lifecycle:
     def _plan_request(self) -> str:
         """The request that the generation carries, once every member of this node has settled a generation with it."""
         generation = self.generation
-        if generation is None or not generation.plan_request:
+        if generation is None or not generation.plan_request or self._settled() < self.plan_epoch:
             return ""
-        members = [slot for slot in self.slots if slot.phase is not None and slot.worker in generation.ids]
-        settled = all(slot.settled >= self.plan_epoch for slot in members)
-        return generation.plan_request if members and settled else ""
+        return generation.plan_request
 
     def _settled(self) -> int:
-        """The newest epoch that all members of this node have entered, where some of them are to leave; else 0."""
-        generation = self.generation
-        if generation is None or not (self.draining or any(slot.excused for slot in self.slots)):
-            return 0
-        members = [slot for slot in self.slots if slot.phase is not None and slot.worker in generation.ids]
-        return min((slot.settled for slot in members), default=0)
+        """The newest epoch that all members of this node have entered; 0 without any."""
+        ids = self.generation.ids if self.generation is not None else ()
+        return min((slot.settled for slot in self.slots if slot.phase is not None and slot.worker in ids), default=0)
 
     def find(self, worker: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.worker == worker and slot.phase is not None), None)

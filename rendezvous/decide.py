@@ -443,12 +443,12 @@ def _compare(
             survivors.append(worker)
             heirs = heirs or state is WorkerState.MEMBER
     # Those told to leave by an earlier generation may still be members of the step in flight.
-    told = [worker for worker in generation.leaving if worker in listed or worker in gone]
-    dead = [worker for worker in told if worker in gone]
+    dead = [worker for worker in generation.leaving if worker in gone]
+    told = [worker for worker in generation.leaving if worker in listed and worker not in gone]
     causes.extend((0.0, f"worker {worker} died before it could leave") for worker in dead)
     reset = bool(dead) or missed or any(doc.reset_epoch >= generation.epoch for doc in nodes)
     urgent = bool(lost) or reset
-    back = _members(nodes, set(told).difference(dead), missing) if urgent else ()
+    back = _members(nodes, told, missing) if urgent else ()
     draining.extend(back)
     joiners: list[Worker] = []
     admitted = {worker.node for worker in survivors}
@@ -475,7 +475,8 @@ def _compare(
         # The state would leave with them: they stay until somebody else holds it.
         staying = {worker.id for worker in (*survivors, *draining)}
         survivors = [worker for worker in (*generation.workers, *back) if worker.id in staying]
-    leaving.extend(worker for worker in told if worker not in gone and worker not in {one.id for one in back})
+        told = [worker for worker in told if worker not in staying]
+    leaving.extend(told)
     return _Change(
         survivors=tuple(survivors),
         lost=tuple(lost),

@@ -85,17 +85,25 @@ def test_a_node_that_drains_gives_away_what_only_it_has(
     assert all("died" not in event["cause"] and "lost" not in event["cause"] for event in staying.events("generation"))
 
 
+STEPS = ("--steps", "60")
+
+
+def three(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, last_step: int, *arguments: str) -> list[Node]:
+    """Nodes of one worker each, whose layers nobody else has; that step has committed."""
+    shape = (*STEPS, "--dp=1", "--pp=3", *arguments)
+    nodes = start(etcd, spawn, folder, SCRIPT, *shape, nodes="abc", workers=1)
+    wait_for_members(nodes, 3)
+    wait_for_step(nodes, last_step)
+    return nodes
+
+
 def test_nodes_that_drain_one_after_the_other_give_away_what_only_they_have(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
     """The second is to leave while the state of the first one moves. There are no copies."""
-    steps = ("--steps", "60")
-    found, samples, ended = reference(spawn, tmp_path, *steps)
+    found, samples, ended = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
-    arguments = (*steps, "--snapshots=0", "--dp=1", "--pp=3", "--hold-change", f"10:{gate}")
-    nodes = start(etcd, spawn, tmp_path, SCRIPT, *arguments, nodes="abc", workers=1)
-    wait_for_members(nodes, 3)
-    wait_for_step(nodes, 10)
+    nodes = three(etcd, spawn, tmp_path, 10, "--snapshots=0", "--hold-change", f"10:{gate}")
     first, second, staying = nodes
     first.agent.signal(signal.SIGTERM)
     for node in nodes:
@@ -114,13 +122,9 @@ def test_a_node_that_is_to_leave_stays_when_another_one_dies_first(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
     """It has the only copy of what the other one had, and its own layers are still to move."""
-    steps = ("--steps", "60")
-    found, samples, ended = reference(spawn, tmp_path, *steps)
+    found, samples, ended = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
-    arguments = (*steps, "--snapshots=1", "--dp=1", "--pp=3", "--hold", f"20:{gate}")
-    nodes = start(etcd, spawn, tmp_path, SCRIPT, *arguments, nodes="abc", workers=1)
-    wait_for_members(nodes, 3)
-    wait_for_step(nodes, 19)
+    nodes = three(etcd, spawn, tmp_path, 19, "--snapshots=1", "--hold", f"20:{gate}")
     names = [worker.partition("/")[0] for worker in nodes[0].members()]
     staying, dying, leaving = (nodes["abc".index(name)] for name in names)
     leaving.agent.signal(signal.SIGTERM)
@@ -132,9 +136,8 @@ def test_a_node_that_is_to_leave_stays_when_another_one_dies_first(
     assert leaving.agent.wait(60) == 0, leaving.agent.tail()
     assert [event.get("exitcode") for event in leaving.events("worker_exited")] == [0]
     assert staying.agent.wait(LIMIT_S) == 0, staying.agent.tail()
-    both = (staying, leaving)
-    assert losses([*both, dying]) == found
-    assert digests([*both, dying]) == samples
+    assert losses(nodes) == found
+    assert digests(nodes) == samples
     assert weights(staying) == ended
 
 

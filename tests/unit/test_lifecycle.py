@@ -852,6 +852,8 @@ class TestSignals:
 
 
 class TestDraining:
+    """A node that is asked to leave."""
+
     def test_a_node_tells_what_its_members_have_entered_only_while_some_of_them_are_to_leave(self) -> None:
         node = member_node(slots=2)
         assert node.life.doc().settled == 0
@@ -868,8 +870,6 @@ class TestDraining:
         node = member_node(slots=2)
         node.life.excuse("a/1#0", again=False, why="x")
         assert node.life.doc().settled == node.epoch
-
-    """A node that is asked to leave."""
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
         node = member_node()
