@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, stages
-from elaunch.workers.policy.balance import shared_out
-from elaunch.workers.policy.partition import minimax
-from elaunch.workers.policy.profile import Profile
-from elaunch.workers.policy.structure import NotPossible, stages_of, tuples_of
+from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages
+from elaunch.policy.balance import shared_out
+from elaunch.policy.partition import minimax
+from elaunch.policy.profile import Profile
+from elaunch.policy.structure import NotPossible, stages_of, tuples_of
 
 
 def drop_replica(plan: Plan, members: Sequence[str]) -> Plan:

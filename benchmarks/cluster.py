@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, Training
 from benchmarks.pipeline import cut
+from elaunch.plan import Pipeline, Plan, Stage, pipelines, share, stages
+from elaunch.policy.profile import Profile
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, share, stages
-from elaunch.workers.policy.profile import Profile
 
 NODES = 12
 PER_NODE = 2

@@ -66,10 +66,10 @@ import torch.distributed as dist
 
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.report import Report, add_arguments, spread
+from elaunch.plan import Plan, Stage, stages
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
 from elaunch.workers.engine.messages import peers
-from elaunch.workers.plan import Plan, Stage, stages
 
 HOST = "127.0.0.1"
 ROWS = 8

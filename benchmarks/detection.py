@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, limit_time
 from benchmarks.report import Report, add_arguments, percentile, spread
-from elaunch.detect.track import Change
+from elaunch.policy.stragglers.track import Change
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults.test_health import memory_group
 from tests.netns import Network, network

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elaunch
+from elaunch.plan import Plan
+from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.rendezvous.membership import slot_of
-from elaunch.workers.plan import Plan
-from elaunch.workers.policy.profile import LayerProfile, Profile
 
 WORDS = 64
 WIDTH = 32

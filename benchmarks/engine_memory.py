@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Report, add_arguments
+from elaunch.plan import Plan, symmetric
+from elaunch.plan.schedule import in_flight_limits
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine
 from elaunch.workers.engine.meter import ActivationMeter
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.plan.schedule import in_flight_limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt_hybrid as example

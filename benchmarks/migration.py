@@ -34,9 +34,9 @@ from benchmarks.crew import Rank, crew
 from benchmarks.emulation import Words, emulated_layers, loss_fn
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
+from elaunch.plan import Layout, Plan, Stage, stages, symmetric
+from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.workers.engine.engine import Engine
-from elaunch.workers.plan import Layout, Plan, Stage, stages, symmetric
-from elaunch.workers.policy.profile import LayerProfile, Profile
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 LAYERS, REPLICAS, UNITS = 16, 2, 16

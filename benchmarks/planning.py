@@ -23,14 +23,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import Report, add_arguments, spread
-from elaunch.workers.plan import Pipeline, Plan, PlanError, Stage, pipelines, stages, symmetric
-from elaunch.workers.plan.schedule import schedule
-from elaunch.workers.policy.estimate import estimate_step
-from elaunch.workers.policy.expand import expanded
-from elaunch.workers.policy.matching import prepare
-from elaunch.workers.policy.profile import LayerProfile, Profile
-from elaunch.workers.policy.select import choose
-from elaunch.workers.policy.structure import NotPossible
+from elaunch.plan import Pipeline, Plan, PlanError, Stage, pipelines, stages, symmetric
+from elaunch.plan.schedule import schedule
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.expand import expanded
+from elaunch.policy.matching import prepare
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.select import choose
+from elaunch.policy.structure import NotPossible
 
 PROFILE = Path(__file__).resolve().parent / "profiles" / "llama2-34b.json"
 PER_NODE = 8

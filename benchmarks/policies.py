@@ -32,12 +32,12 @@ from benchmarks.emulation import Slow
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.pipeline import say
 from benchmarks.report import Report, add_arguments, spread
+from elaunch.plan import Plan
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.profile import Profile, WorkerProfile
+from elaunch.policy.reparallelize import reparallelized
+from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
-from elaunch.workers.plan import Plan
-from elaunch.workers.policy.estimate import estimate_step
-from elaunch.workers.policy.profile import Profile, WorkerProfile
-from elaunch.workers.policy.reparallelize import reparallelized
-from elaunch.workers.policy.structure import NotPossible
 
 MOST_LOST = 3
 POLICIES = ("auto", "reroute", "resize", "reparallelize")

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.report import Report, add_arguments, median_interval, spread
+from elaunch.plan import symmetric
+from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
+from elaunch.policy.selector import EVERY
 from elaunch.workers.engine.engine import Engine
 from elaunch.workers.engine.timing import Stopwatch
-from elaunch.workers.plan import symmetric
-from elaunch.workers.policy.measure import RECENT, Measured, Recorder, Sample
-from elaunch.workers.policy.selector import EVERY
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt_hybrid as example

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.report import Report, add_arguments, spread
+from elaunch.plan import Layout, Plan, symmetric
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.random_trace import RandomTrace
-from elaunch.workers.plan import Layout, Plan, symmetric
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import holdings_of_plan, items_of_layers
 

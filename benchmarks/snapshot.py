@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, limit_time
 from benchmarks.pipeline import PROFILE, Case, EmulatedJob, replicated, say
 from benchmarks.report import Report, add_arguments, spread
-from elaunch.workers.policy.profile import Profile
+from elaunch.policy.profile import Profile
 
 START_LIMIT_S = 300.0
 MOST_LOSS = 0.005

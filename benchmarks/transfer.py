@@ -43,15 +43,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from benchmarks.crew import PATIENCE_S, Rank, crew
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.routes import Parameters, described
+from elaunch.plan import Layout, Plan, symmetric
 from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.plan import Layout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
-from elaunch.workers.state.checkpoint import LoadPlanner, Pieces, SavePlanner
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.reshard import plan_stages, reshard
 from elaunch.workers.state.routes import Router, n_bytes
@@ -62,6 +69,67 @@ WIDTH, INNER, WORDS = 1024, 2816, 8192
 BOUND_BYTES = 64 << 20
 
 Regions = dict[str, list[Region]]
+
+
+class Pieces:
+    """One tensor in boxes, as torch.distributed.checkpoint wants to see it."""
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Box, Tensor]]) -> None:
+        self.shape = torch.Size(shape)
+        self._parts = {tuple(start for start, _ in box): part for box, part in parts}
+
+    def _chunk(self, offsets: tuple[int, ...]) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(offsets), self._parts[offsets].shape)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    self._chunk(offsets), TensorProperties.create_from_tensor(part), self.shape
+                ),
+            )
+            for offsets, part in self._parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(offsets) for offsets in self._parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[tuple(index.offset)]
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Finds the tensors of `Pieces`; torch's looks into tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        found: Pieces = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads into `Pieces`."""
+
+    def __init__(self, pieces: Mapping[str, Pieces]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        found = []
+        for name, pieces in self._pieces.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            found += create_read_items_for_chunk_list(name, stored, pieces.__create_chunk_list__())
+        return LoadPlan(found)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].__get_tensor_shard__(index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.cli import main
+from elaunch.cli.run import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

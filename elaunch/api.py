@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaunch.agent.launch import PARENT
+from elaunch.agent.outputs import RESULT
 from elaunch.errors import JobFailed, LaunchError
-from elaunch.launch import PARENT
-from elaunch.outputs import RESULT
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Checkpoints as far as they need no torch: the settings, and which folders hold a complete one.
 
     DIR/step-000000200/                  complete: it was renamed when all of it was on the disk
-    DIR/step-000000300.4-9f2c11d0.part/  being written, or left behind by members that died
+    DIR/step-000000300.4-9f2c11d0.part/  being written, being removed, or left behind by members that died
+    DIR/step-000000400.damaged/          passed over: it could not be read
 
 What is in them is a matter of `elaunch.workers.state.checkpoint`.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ ABOUT = "elaunch.json"
 
 _COMPLETE = re.compile(r"step-(\d{9,})")
 _PART = re.compile(r"step-(\d{9,})\.[\w-]+\.part")
+_DAMAGED = re.compile(r"step-(\d{9,})\.damaged(-\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +101,75 @@ def part_of(folder: Path, step: int, attempt: str) -> Path:
 
 
 def complete(folder: Path) -> list[int]:
-    """The numbers of steps of all complete checkpoints, the newest first."""
-    found = ((name, match) for name in _names(folder) if (match := _COMPLETE.fullmatch(name)))
-    return sorted((int(match[1]) for name, match in found if _is_complete(folder / name)), reverse=True)
+    """Return the numbers of steps of all complete checkpoints, the newest first.
+
+    The name tells: a folder has it from when all is on the disk until it is removed. So one that lacks a file is
+    damaged, not incomplete.
+    """
+    return sorted((int(match[1]) for match in map(_COMPLETE.fullmatch, _names(folder)) if match), reverse=True)
 
 
 def newest(folder: Path) -> int | None:
-    """The number of steps of the newest complete checkpoint."""
+    """Return the number of steps of the newest complete checkpoint."""
     return next(iter(complete(folder)), None)
 
 
-def outdated(folder: Path, step: int) -> list[Path]:
-    """What may go once the checkpoint of `step` is complete: all but the newest ones, and what is incomplete."""
-    old = [path_of(folder, each) for each in complete(folder)[KEPT:]]
-    parts = ((name, _PART.fullmatch(name) or _COMPLETE.fullmatch(name)) for name in _names(folder))
-    left = [
+def before(folder: Path, step: int) -> int | None:
+    """Return the number of steps of the newest complete checkpoint that is older than that of `step`."""
+    return next((each for each in complete(folder) if each < step), None)
+
+
+def outdated(folder: Path) -> list[Path]:
+    """Return what may go: complete and damaged checkpoints that are older than the newest complete ones."""
+    kept = complete(folder)[:KEPT]
+    if len(kept) < KEPT:
+        return []
+    found = ((name, _COMPLETE.fullmatch(name) or _DAMAGED.fullmatch(name)) for name in sorted(_names(folder)))
+    return [
         folder / name
-        for name, match in parts
-        if match is not None and int(match[1]) <= step and not _is_complete(folder / name)
+        for name, match in found
+        if match and int(match[1]) <= kept[-1] and match[0] != path_of(folder, kept[-1]).name
     ]
-    return old + left
 
 
-def _is_complete(path: Path) -> bool:
-    return not path.name.endswith(".part") and all((path / name).is_file() for name in (METADATA, ABOUT))
+def parts(folder: Path) -> list[Path]:
+    """Return what is incomplete: being written, being removed, or left behind."""
+    return [folder / name for name in sorted(_names(folder)) if _PART.fullmatch(name)]
+
+
+def discard(path: Path) -> bool:
+    """Remove a checkpoint, whether complete or not.
+
+    It loses its name first. So what is half removed never counts as complete, and members that still write to it
+    cannot open another file there.
+
+    Returns:
+        False if it was not there: somebody else removes it, or has completed it.
+    """
+    doomed = part_of(
+        path.parent, int(path.name.removeprefix("step-").partition(".")[0]), f"gone-{secrets.token_hex(4)}"
+    )
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        doomed = path
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it does not count any more; return where it is.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    kept, number = path.with_name(f"{path.name}.damaged"), 1
+    while kept.exists():
+        number += 1
+        kept = path.with_name(f"{path.name}.damaged-{number}")
+    return path.rename(kept)
 
 
 def _names(folder: Path) -> list[str]:

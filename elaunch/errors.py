@@ -10,7 +10,8 @@
     ├── RequestRefused         a job cannot do what was asked of it
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
-    │   └── StateLost          no survivor has some part of it
+    │   ├── StateLost          no survivor has some part of it
+    │   └── CheckpointDamaged  a checkpoint is not what was written; the one before it may be whole
     ├── DeviceError            an accelerator cannot be found, read or set
     │   ├── NvmlNotFound       pynvml cannot be imported
     │   ├── DeviceNotFound     no driver, or no such device
@@ -78,6 +79,18 @@ class StateError(ElaunchError):
 
 class StateLost(StateError):
     """No surviving worker has some part of the state: it is only in a checkpoint, if there is one."""
+
+
+class CheckpointDamaged(StateError):
+    """What lies on the disk is not the checkpoint that was written there.
+
+    Attributes:
+        problem: where the damage is, for people.
+    """
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"the checkpoint {path} is damaged: {problem}")
+        self.problem = problem
 
 
 class DeviceError(ElaunchError):

@@ -4,19 +4,23 @@
                       Excused, Leaving
     agent -> worker   Welcome, Announce
 
-A line that is too long, is no JSON or has another version ends the connection with a ProtocolError.
+A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
+and texts that no worker has: negative ones, those beyond 63 bits, and halves of a character.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_LINE_BYTES = 16 << 20
+MOST = 1 << 63
+"""Integers are below it, and none is negative."""
 
 LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 """The variable in which an agent tells its workers how long a link may be silent, in seconds."""
@@ -26,8 +30,8 @@ LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 class Attach:
     """The script called `elaunch.init()`.
 
-    With it come two descriptors, unless hangs are not looked for: of the worker's pulse (`elaunch.detect.pulse`), and
-    of the file into which its stacks go when it is asked for them (`elaunch.detect.stacks`).
+    With it come two descriptors, unless hangs are not looked for: of the worker's pulse (`elaunch.detect.heartbeat`),
+    and of the file into which its stacks go when it is asked for them (`elaunch.detect.stacks`).
     """
 
     worker: str
@@ -62,14 +66,14 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The worker has seen its first step commit; `step` is the number of those committed in the job."""
+    """The worker has seen a step commit in this generation; it says so once in each."""
 
-    step: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """There is a complete checkpoint of the job's state after so many steps."""
+    """The newest complete checkpoint has the job's state after so many steps; 0: there is none that can be read."""
 
     step: int
 
@@ -169,30 +173,56 @@ def decode(line: bytes) -> Message:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ProtocolError(f"not a message: {line[:80]!r} ({error})") from error
     if version != VERSION:
-        raise ProtocolError(f"message version {version}, expected {VERSION}: worker and agent run different elaunch")
+        raise ProtocolError(
+            f"message version {reprlib.repr(version)}, expected {VERSION}: worker and agent run different elaunch"
+        )
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None or not isinstance(body, dict):
-        raise ProtocolError(f"unknown message {kind!r}")
+        raise ProtocolError(f"unknown message {reprlib.repr(kind)}")
     expected = {f.name: _TYPES[str(f.type)] for f in fields(cls)}
-    if set(body) != set(expected) or not all(type(body[name]) is expected[name] for name in expected):
+    if set(body) != set(expected) or not all(_fits(body[name], expected[name]) for name in expected):
         raise ProtocolError(f"damaged message {kind}: {line[:200]!r}")
     message: Message = cls(**body)
     return message
 
 
-class LineBuffer:
-    """Cuts a byte stream into lines."""
+def _fits(value: object, kind: type) -> bool:
+    if type(value) is not kind:
+        return False
+    if isinstance(value, int):
+        return 0 <= value < MOST
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
 
-    def __init__(self) -> None:
-        self._rest = b""
+
+class LineBuffer:
+    """Cuts a byte stream into lines. The cost of a line is that of its bytes, in however many parts it comes.
+
+    Attributes:
+        limit_bytes: how long a line may be; None: MAX_LINE_BYTES.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that are complete now.
 
         Raises:
-            ProtocolError: a line is longer than MAX_LINE_BYTES.
+            ProtocolError: a line is longer than it may be.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if any(len(line) > MAX_LINE_BYTES for line in (*lines, self._rest)):
-            raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
+        first, newline, more = data.partition(b"\n")
+        self._rest += first
+        lines: list[bytes] = []
+        if newline:
+            *lines, rest = (bytes(self._rest), *more.split(b"\n"))
+            self._rest = bytearray(rest)
+        limit_bytes = MAX_LINE_BYTES if self.limit_bytes is None else self.limit_bytes
+        if len(self._rest) > limit_bytes or any(len(line) > limit_bytes for line in lines):
+            raise ProtocolError(f"a line of more than {limit_bytes} bytes")
         return lines

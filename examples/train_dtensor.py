@@ -36,7 +36,7 @@ from elaunch.hooks import (
     load_optimizer,
     tensors_of,
 )
-from elaunch.workers.plan import Plan
+from elaunch.plan import Plan
 
 Shape = tuple[int, int]
 """Replicas, and workers over which each is cut."""

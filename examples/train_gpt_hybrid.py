@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from train_gpt import DTYPES, Sources, learning_rate
 
 import elaunch
-from elaunch.workers.plan import Plan, symmetric
+from elaunch.plan import Plan, symmetric
 
 
 class Embedding(nn.Module):

@@ -11,12 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from elaunch.rendezvous import escalate
 from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
     PlanRequest,
     Result,
     Stage,
+    Streak,
     Worker,
     WorkerState,
     names_text,
@@ -109,6 +111,11 @@ class _Change:
     @property
     def urgent(self) -> bool:
         return bool(self.lost) or self.reset
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Those of the workers that go on."""
+        return frozenset(worker.node for worker in (*self.survivors, *self.joiners))
 
 
 def decide(view: View, now_s: float, settings: Settings) -> Decision:
@@ -453,7 +460,7 @@ def _compare(
     joiners: list[Worker] = []
     admitted = {worker.node for worker in survivors}
     here = admitted | {worker.node for worker in draining}
-    known = {*generation.ids, *generation.leaving, *gone}
+    known = {*generation.ids, *generation.leaving, *generation.streak.replaced, *gone}
     for doc in nodes:
         if doc.draining or (doc.node not in admitted and len(admitted) >= settings.max_nodes):
             continue
@@ -500,12 +507,11 @@ def _train(
             return _closing(generation, change, nodes)
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)
-    held_nodes = {worker.node for worker in (*change.survivors, *change.joiners)}
-    hold = len(held_nodes) < settings.min_nodes and not change.done
+    hold = _too_small(change, settings)
     news = change.lost or change.joiners or change.reset or set(change.leaving) - set(generation.leaving)
     if not news and hold == generation.hold:
         if generation.hold:
-            return _too_few(len(held_nodes), view.generation_s, now_s, settings)
+            return _too_few(len(change.nodes), view.generation_s, now_s, settings)
         if view.request is not None and _counts(view.request, generation):
             return _replan(view, replace(generation, leaving=change.leaving), view.request)
         wake_s = None
@@ -516,6 +522,9 @@ def _train(
     close_s = (now_s if view.pending_s is None else view.pending_s) + window_s
     if now_s < close_s:
         return Decision("more changes may come", wake_s=close_s, pending=True)
+    change, streak = _escalate(generation, change, nodes)
+    if given_up := escalate.why_given_up(streak, _saved(nodes)):
+        return Decision(given_up, result=Result(False, given_up))
     dated = [t for t, _ in change.causes if t > 0]
     by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
     cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
@@ -530,10 +539,41 @@ def _train(
         cause_t=min(dated, default=0.0),
         urgent=epoch if change.urgent else generation.urgent,
         begun=generation.begun or view.begun,
-        hold=hold,
+        hold=_too_small(change, settings),
         leaving=change.leaving,
+        streak=streak,
     )
     return Decision(cause, generation=after)
+
+
+def _too_small(change: _Change, settings: Settings) -> bool:
+    """Whether the workers that go on have to wait for more nodes."""
+    return len(change.nodes) < settings.min_nodes and not change.done
+
+
+def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> tuple[_Change, Streak]:
+    """Where links are made anew again and again, let the others go on without the worker to which they fail."""
+    if not change.urgent:
+        return change, generation.streak
+    streak = escalate.follow(generation, nodes, reset=not change.lost)
+    if change.lost:
+        return change, streak
+    members = [worker.id for worker in change.survivors]
+    hold_state = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
+    worker = escalate.suspect(streak, members, hold_state.intersection(members))
+    if not worker:
+        return change, streak
+    text = f"links to worker {worker} failed {streak.resets} times in a row, and no step has committed: it is replaced"
+    left = tuple(one for one in change.survivors if one.id != worker)
+    causes = ((0.0, text), *change.causes)
+    return replace(change, survivors=left, lost=(worker,), causes=causes), replace(
+        streak, replaced=(*streak.replaced, worker)
+    )
+
+
+def _saved(nodes: Iterable[NodeDoc]) -> int | None:
+    """The number of steps in the newest checkpoint that any node knows of."""
+    return max((doc.saved for doc in nodes if doc.saved is not None), default=None)
 
 
 def _counts(request: PlanRequest, generation: Generation) -> bool:
@@ -579,7 +619,7 @@ def _all_lost(view: View, generation: Generation, change: _Change, settings: Set
     count = len(change.lost)
     who = "the last worker of the job" if count == 1 else f"all {count} workers of the job"
     text = f"{who} failed, and the state in memory with {'it' if count == 1 else 'them'}: {failed or cause}"
-    saved = max((doc.saved for doc in view.nodes if doc.saved is not None), default=None)
+    saved = _saved(view.nodes)
     if saved is not None:
         return _go_back(view, generation, text, saved, settings)
     if generation.restarts < (settings.max_restarts or 0):

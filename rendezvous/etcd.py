@@ -336,6 +336,10 @@ class EtcdStore:
             advice = f"user {self._user!r} has no permission; grant it read and write of this prefix"
         elif any(part in text for part in _TOKEN_DETAILS) and self._user is None:
             advice = "etcd wants a user and a password"
+        elif "database space exceeded" in text:
+            advice = "its space is used up; compact and defragment it, then run `etcdctl alarm disarm`"
+        elif "request is too large" in text or "larger than max" in text:
+            advice = "the document is larger than it takes; start etcd with a greater --max-request-bytes"
         else:
             advice = "etcd refused the request"
         return LaunchError(f"etcd at {self.endpoint}: {what}: {advice} ({reason})")
@@ -460,13 +464,18 @@ def _status(error: Any) -> tuple[str, str]:
 
 
 def _entry(kv: Any) -> Entry:
-    return Entry(kv.key.decode(), kv.value, kv.mod_revision, kv.create_revision)
+    return Entry(_key(kv.key), kv.value, kv.mod_revision, kv.create_revision)
 
 
 def _event(event: Any) -> Event:
     kv = event.kv
     deleted = event.type == event.DELETE
-    return Event(kv.key.decode(), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision)
+    return Event(_key(kv.key), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision)
+
+
+def _key(key: bytes) -> str:
+    """Return a key as text. A stranger's may be no UTF-8: its odd bytes are shown, as \\xff, and never written back."""
+    return key.decode(errors="backslashreplace")
 
 
 def _prefix_range(prefix: str) -> tuple[bytes, bytes]:

@@ -4,15 +4,19 @@ Each is a frozen value with a JSON form that carries a version. Keys, under ``/e
 
     config                    created once by the first node        JobConfig
     nodes/<node>              leased; written by its own node only  NodeDoc
-    leader                    leased; name of the leading node
+    leader                    leased; name of the leading node      text
+    waiting                   leased; what the leader waits for     text
+    profile                   leased; what the job has measured     elaunch.policy.profile.Profile
     generation                compare-and-swap by the leader        Generation
     size                      leased; written by the leader         JobSize
-    checks/<node>             leased; figures of its --node-check   elaunch.nodecheck.Figures
+    checks/<node>             leased; figures of its --node-check   elaunch.agent.node_check.Figures
     requests/plan             leased; written by who asks for it    PlanRequest
     requests/size             the same                              JobSize
     requests/drain/<node>     the same; `node` is to leave          DrainRequest
     requests/deadlock/<node>  leased; written by the leader         Deadlock
     result                    written once, when the job is over    Result
+
+Any other key is a stranger's. `intake` says what is made of those, and of documents that cannot be read.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import math
+import reprlib
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -28,8 +34,22 @@ from urllib.parse import quote
 
 from elaunch.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 NAMES_SHOWN = 8  # in a message
+MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
+MOST = 2**53  # of a number
+LIMITS = {
+    "slots": (1, 4096),
+    "slot": (0, 4095),
+    "port": (0, 65535),
+    "master_port": (0, 65535),
+    "attempt": (0, 2**48),
+    "epoch": (0, 2**48),
+    "reset_epoch": (0, 2**48),
+    "settled": (0, 2**48),
+    "urgent": (0, 2**48),
+}
+"""Fields whose numbers have narrower bounds, in whichever document."""
 
 Document = TypeVar("Document")
 
@@ -155,6 +175,33 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenLink:
+    """The link between a worker and its live peer failed, as that worker reports."""
+
+    worker: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Urgent generations in a row without a committed step in between.
+
+    Attributes:
+        urgent: how many there were, whatever the cause.
+        resets: how many of them lost nobody: they came because links between live workers failed.
+        members: how many workers the largest of them had, or the generation before.
+        broken: these links, each report once.
+        replaced: the workers that were replaced because of them.
+    """
+
+    urgent: int = 0
+    resets: int = 0
+    members: int = 0
+    broken: tuple[BrokenLink, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDoc:
     """One node's report. `order` is the store's revision at which it joined; it is not written.
 
@@ -165,7 +212,9 @@ class NodeDoc:
     checkpoint that it knows of. `settled` is the newest epoch that all its members have entered; only a node some of
     whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
     nodes which it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for
-    longer than they may.
+    longer than they may. `broken` are links to live peers that failed its members in the present generation.
+    `committed` is the newest generation in which a step has committed; only the first member's node tells it, and only
+    during a streak of generations without one.
     """
 
     node: str
@@ -192,6 +241,8 @@ class NodeDoc:
     excused: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
     stalled: tuple[Stalled, ...] = ()
+    broken: tuple[BrokenLink, ...] = ()
+    committed: int = 0
     role: str = "default"
     rank: int = 0
     order: int = field(default=0, compare=False)
@@ -209,7 +260,8 @@ class Generation:
     `plan` is the text of the plan that was asked for last in this attempt, and `plan_request` the id of that request,
     both empty while there was none. A member that has not acted on this request yet does so when it changes over.
     `saved` is the number of steps in the checkpoint from which this attempt began, and `resumes` how often the job has
-    gone back to that one.
+    gone back to that one. `streak` counts the urgent generations up to this one between which no step is known to have
+    committed.
     """
 
     epoch: int
@@ -230,6 +282,7 @@ class Generation:
     plan_request: str = ""
     saved: int | None = None
     resumes: int = 0
+    streak: Streak = Streak()
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -294,33 +347,59 @@ class Result:
 
 
 def to_json(document: Any) -> bytes:
-    """Write a document with its kind and version."""
+    """Write a document with its kind and version. Half of a surrogate pair, as in names of odd files, becomes `?`."""
     body = asdict(document)
     body.pop("order", None)
-    return json.dumps({"kind": type(document).__name__, "v": VERSION, **body}, separators=(",", ":")).encode()
+    text = json.dumps(
+        {"kind": type(document).__name__, "v": VERSION, **body}, separators=(",", ":"), ensure_ascii=False
+    )
+    return text.encode(errors="replace")
 
 
 def from_json(kind: type[Document], data: bytes) -> Document:
     """Read a document of the given kind.
 
     Raises:
-        ProtocolError: it is damaged, of another kind or of another version.
+        ProtocolError: it is damaged, of another kind or of another version. No bytes raise anything else.
     """
     try:
-        body = json.loads(data)
+        body = read_json(data)
         found, version = body.pop("kind"), body.pop("v")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"expected a {kind.__name__} document, found {data[:80]!r} ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"expected a {kind.__name__} document, found {data[:80]!r} ({_plain(error)})") from error
     if found != kind.__name__ or version != VERSION:
         raise ProtocolError(
-            f"expected {kind.__name__} version {VERSION}, found {found} version {version}: "
+            f"expected {kind.__name__} version {VERSION}, found {_shown(found)} version {_shown(version)}: "
             "all nodes of a job must run the same version of elaunch"
         )
     try:
         document: Document = _build(kind, body)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ProtocolError(f"damaged {kind.__name__} document: {error}") from error
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise ProtocolError(f"damaged {kind.__name__} document: {_plain(error)}") from error
     return document
+
+
+def read_json(data: str | bytes) -> Any:
+    """Read JSON of unknown origin; raises `ValueError` for whatever is none, is too large, nested or no UTF-8."""
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes; at most {MOST_BYTES} are expected")
+    try:
+        return json.loads(data if isinstance(data, str) else data.decode(), parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
+    return ascii(value) if value is None or isinstance(value, bool) else _plain(reprlib.repr(value)).strip("'")
+
+
+def _plain(value: object) -> str:
+    return str(value).encode("ascii", "backslashreplace").decode()[:200]
 
 
 @functools.cache
@@ -333,26 +412,46 @@ def _build(kind: Any, value: Any) -> Any:
     """Check a JSON value against a type and build that type: dataclasses, enums, tuples, unions and plain scalars."""
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
-            raise TypeError(f"{kind.__name__} is {value!r}")
+            raise TypeError(f"{kind.__name__} is {_shown(value)}")
         hints = _hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
-            raise ValueError(f"unknown fields {sorted(unknown)}")
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+            raise ValueError(f"unknown fields {_shown(sorted(unknown))}")
+        return kind(**{name: _bounded(name, _build(hints[name], item)) for name, item in value.items()})
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if not isinstance(value, str):
+            raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
         return kind(value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"expected a list, found {value!r}")
-        return tuple(_build(get_args(kind)[0], item) for item in value)
+            raise TypeError(f"expected a list, found {_shown(value)}")
+        kinds = get_args(kind)
+        if len(kinds) == 2 and kinds[1] is not ...:
+            if len(value) != 2:
+                raise ValueError(f"expected a pair, found {_shown(value)}")
+            return _build(kinds[0], value[0]), _build(kinds[1], value[1])
+        return tuple(_build(kinds[0], item) for item in value)
     if get_origin(kind) is types.UnionType:
         if value is None:
             return None
         return _build(next(arg for arg in get_args(kind) if arg is not type(None)), value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"expected {kind.__name__}, found {value!r}")
+        raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
+    if kind is str:
+        value.encode()  # half of a surrogate pair cannot be written again
+    elif kind is float and not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return value
+
+
+def _bounded(name: str, value: Any) -> Any:
+    """Refuse a number that would hurt: one makes a list of so many, or counts on from it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        least, most = LIMITS.get(name, (-MOST, MOST))
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {_shown(value)}, expected {least} to {most}")
     return value
 
 

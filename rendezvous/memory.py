@@ -41,7 +41,10 @@ class _Watch:
         events = [e for e in batch if e.revision >= self._next_revision and e.key.startswith(self._prefix)]
         if self.active and events:
             self._next_revision = events[-1].revision + 1
-            self._on_events(events)
+            try:
+                self._on_events(events)
+            except Exception as error:  # is the subscriber's, not that of who writes
+                self.fail(StoreUnavailable(f"{self.session.endpoint}: the callback raised {error!r}"))
 
     def fail(self, error: StoreUnavailable) -> None:
         if self.active:

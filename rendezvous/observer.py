@@ -7,9 +7,9 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from elaunch.errors import RequestRefused, StoreUnavailable
+from elaunch.errors import ProtocolError, RequestRefused, StoreUnavailable
+from elaunch.rendezvous.intake import is_ours, read_generation, read_node, read_size
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
@@ -21,11 +21,8 @@ from elaunch.rendezvous.membership import (
     from_json,
     job_prefix,
     to_json,
-    with_order,
 )
 from elaunch.rendezvous.store import Event, Store
-
-D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +30,8 @@ class Documents:
     """What stands in the store of a job; `nodes` in the order in which ranks are given out.
 
     `profile` is what the job has measured of its layers, workers and links, in its JSON form; "": nothing yet.
+    `unreadable` are the keys, without the job's prefix, that hold no document of the job, and why. Of those that could
+    be read before, the last version is shown.
     """
 
     nodes: tuple[NodeDoc, ...] = ()
@@ -41,6 +40,13 @@ class Documents:
     profile: str = ""
     config: JobConfig | None = None
     size: JobSize | None = None
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def damaged(self) -> tuple[tuple[str, str], ...]:
+        """Those of `unreadable` that are the job's own: it changes nothing until they are in order again."""
+        nodes = {doc.node for doc in self.nodes}
+        return tuple((name, why) for name, why in self.unreadable if is_ours(name, "", nodes, self.generation))
 
     @property
     def nnodes(self) -> tuple[int, int] | None:
@@ -55,9 +61,10 @@ class Documents:
 class Observer:
     """Reads the documents of a job and follows them by a watch.
 
+    What cannot be read is passed over: `Documents.unreadable` tells of it.
+
     Raises:
         StoreUnavailable: the store does not answer.
-        ProtocolError: the job is of another version of elaunch.
     """
 
     def __init__(self, store: Store, job: str) -> None:
@@ -65,6 +72,7 @@ class Observer:
         self._prefix = job_prefix(job)
         self._nodes: dict[str, NodeDoc] = {}
         self._documents = Documents()
+        self._unreadable: dict[str, str] = {}
         self._news: queue.SimpleQueue[list[Event] | StoreUnavailable] = queue.SimpleQueue()
         entries, revision = store.range(self._prefix)
         self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
@@ -80,7 +88,6 @@ class Observer:
 
         Raises:
             StoreUnavailable: the connection was lost.
-            ProtocolError: a document of another version.
         """
         try:
             news = self._news.get(timeout=max(0.0, until_s - time.monotonic()))
@@ -110,25 +117,36 @@ class Observer:
     def _take(self, events: list[Event]) -> None:
         for event in events:
             name = event.key.removeprefix(self._prefix)
-            if name.startswith("nodes/"):
-                doc = _read(NodeDoc, event.value)
-                if doc is None:
-                    self._nodes.pop(name, None)
-                else:
-                    self._nodes[name] = with_order(doc, event.created)
-            elif name == "generation":
-                self._documents = replace(self._documents, generation=_read(Generation, event.value))
-            elif name == "result":
-                self._documents = replace(self._documents, result=_read(Result, event.value))
-            elif name == "config":
-                self._documents = replace(self._documents, config=_read(JobConfig, event.value))
-            elif name == "size":
-                # It counts on where its writer has gone.
-                self._documents = replace(self._documents, size=_read(JobSize, event.value) or self._documents.size)
-            elif name == "profile":
-                self._documents = replace(self._documents, profile=(event.value or b"").decode())
+            self._unreadable.pop(name, None)
+            try:
+                self._take_one(name, event)
+            except ProtocolError as error:
+                self._unreadable[name] = str(error)
         nodes = sorted(self._nodes.values(), key=lambda doc: (doc.rank, doc.order, doc.node))
-        self._documents = replace(self._documents, nodes=tuple(nodes))
+        self._documents = replace(
+            self._documents, nodes=tuple(nodes), unreadable=tuple(sorted(self._unreadable.items()))
+        )
+
+    def _take_one(self, name: str, event: Event) -> None:
+        value = event.value
+        if name.startswith("nodes/"):
+            if value is None:
+                self._nodes.pop(name, None)
+            else:
+                self._nodes[name] = read_node(name.removeprefix("nodes/"), value, event.created)
+        elif name == "generation":
+            self._documents = replace(self._documents, generation=None if value is None else read_generation(value))
+        elif name == "result":
+            result = None if value is None else from_json(Result, value)
+            self._documents = replace(self._documents, result=result)
+        elif name == "config":
+            config = None if value is None else from_json(JobConfig, value)
+            self._documents = replace(self._documents, config=config)
+        elif name == "size":
+            if value is not None:  # it counts on where its writer has gone
+                self._documents = replace(self._documents, size=read_size(value))
+        elif name == "profile":
+            self._documents = replace(self._documents, profile=(value or b"").decode(errors="replace"))
 
 
 @contextlib.contextmanager
@@ -147,12 +165,14 @@ def asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer,
 
 
 def check_runs(job: str, documents: Documents) -> None:
-    """Raise `RequestRefused` for a job of which nothing can be asked: it has ended, or nobody is here."""
+    """Raise `RequestRefused` for a job of which nothing can be asked: it has ended, is damaged, or nobody is here."""
     if documents.result is not None:
         raise RequestRefused(f"job {job!r} has ended: {documents.result.message}")
+    for name, why in documents.damaged:
+        key = job_prefix(job) + name
+        raise RequestRefused(
+            f"{key} is damaged: {why}. Job {job!r} changes nothing until it is written anew or deleted, as by "
+            f"`etcdctl del {key}`"
+        )
     if not documents.nodes:
         raise RequestRefused(f"no node of job {job!r} is here: check --rdzv-endpoint and --rdzv-id")
-
-
-def _read(kind: type[D], value: bytes | None) -> D | None:
-    return None if value is None else from_json(kind, value)

@@ -14,14 +14,24 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous import deadlock
 from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
+from elaunch.rendezvous.intake import (
+    Intake,
+    is_known,
+    is_ours,
+    read_generation,
+    read_name,
+    read_node,
+    read_size,
+    read_text,
+)
 from elaunch.rendezvous.membership import (
     Deadlock,
     Document,
@@ -39,9 +49,11 @@ from elaunch.rendezvous.membership import (
     names_text,
     node_of,
     to_json,
-    with_order,
 )
+from elaunch.rendezvous.setbacks import Setbacks
 from elaunch.rendezvous.store import Entry, Event, LeaseGone, Store, Watch
+
+T = TypeVar("T")
 
 RETRY_S = 0.2
 RESULT_TTL_S = 600.0
@@ -62,6 +74,7 @@ class Listener(Protocol):
     def outage(self, why: str) -> None: ...
     def back(self, away_s: float) -> None: ...
     def absent(self, text: str) -> None: ...
+    def warns(self, text: str) -> None: ...
     def refused(self, error: ElaunchError) -> None: ...
 
 
@@ -127,6 +140,14 @@ class Participant:
         self._told_deadlock: Deadlock | None = None
         self._token = ""
         self._generation_revision = 0
+        self._generation_gone = False
+        self._revisions: dict[str, int] = {}  # of what was last seen of `leader`, `size` and `result`
+        self._former: dict[str, NodeDoc] = {}  # the reports that were known before all are read anew
+        self._own_revision = 0  # of this node's report, as it was written last
+        self._sees_nodes = False
+        self._in_job = False  # once it is, nothing that stands in the store, or not, ends it
+        self._intake = Intake(self._prefix)
+        self._setbacks = Setbacks(settings.lease_s / 3)
         self._wake_s: float | None = None
         self._renew_s = 0.0
         self._renewed_s = 0.0
@@ -194,14 +215,45 @@ class Participant:
                 self._turn()
             except StoreUnavailable as error:
                 self._lost_store(error)
-            except ElaunchError as error:
-                self._listener.refused(error)
-                break
-            except Exception as error:  # a defect; without this thread the agent would wait for ever
-                traceback.print_exc()
-                self._listener.refused(LaunchError(f"the rendezvous of this node failed: {error!r}"))
-                break
+            except Exception as error:  # the store refuses something, or it is a defect
+                if not self._in_job:
+                    self._refuse(error)
+                    break
+                self._set_back(error)
         self._leave()
+
+    def _refuse(self, error: Exception) -> None:
+        if not isinstance(error, ElaunchError):  # a defect; without this thread the agent would wait for ever
+            traceback.print_exception(error)
+            error = LaunchError(f"the rendezvous of this node failed: {error!r}")
+        self._listener.refused(error)
+
+    def _set_back(self, error: Exception) -> None:
+        """Go on without the store for a while: this node may hold healthy state, whatever the store refuses."""
+        pause_s = self._setbacks.meet(self._clock())
+        self._tell_setback(error, "training goes on with the present members, and this is tried again")
+        self._drop_connection()
+        end_s = self._clock() + pause_s
+        with self._wake:
+            self._inbox.clear()
+            while not self._stopping and (left_s := end_s - self._clock()) > 0:
+                self._wake.wait(left_s)
+
+    def _tell_setback(self, error: Exception, then: str) -> None:
+        is_defect = not isinstance(error, ElaunchError)
+        text = f"a defect in the rendezvous of this node: {error!r}" if is_defect else str(error)
+        if self._setbacks.is_new(text):
+            if is_defect:
+                traceback.print_exception(error)
+            self._warn(f"{text}; {then}")
+
+    def _warn(self, text: str) -> None:
+        """Tell the user; an empty text says that there is nothing new."""
+        if text:
+            try:
+                self._listener.warns(text)
+            except Exception:  # it is told on the way out of another error, and must not be one
+                traceback.print_exc()
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
@@ -215,7 +267,7 @@ class Participant:
             news = list(self._inbox)
             self._inbox.clear()
             doc, profile, self._profile = self._doc, self._profile, None
-            drain_all, self._drain_all = self._drain_all, None
+            drain_all = self._drain_all
         if self._stopping:
             return
         begin_s = self._clock()
@@ -229,6 +281,8 @@ class Participant:
             self._write_profile(profile)
         if drain_all is not None:
             self._ask_all(drain_all)
+            with self._wake:
+                self._drain_all = None if self._drain_all is drain_all else self._drain_all
         if self._clock() >= self._renew_s:
             self._renew()
         if self._suspecting:
@@ -240,6 +294,9 @@ class Participant:
         if self._leading and (news or self._wake_s is None or self._clock() >= self._wake_s):
             self._lead()
         self._tell_waiting()
+        if (lasted_s := self._setbacks.end(self._clock())) is not None:
+            self._doubt_absences()
+            self._warn(f"the rendezvous of this node works again after {lasted_s:.1f} s")
         if self._clock() > begin_s + self._settings.lease_s / 3:
             self._doubt_absences()
 
@@ -266,7 +323,7 @@ class Participant:
             text = self._leave_waiting_text()
         else:
             entry = self._store.get(self._prefix + "waiting")
-            text = entry.value.decode() if entry is not None else ""
+            text = read_text(entry.value) if entry is not None else ""
         if text:
             self._listener.waits(text)
 
@@ -295,9 +352,10 @@ class Participant:
 
     def _connect(self) -> None:
         self._store = store = self._open_store()
-        result = store.get(self._prefix + "result")
+        self._revisions.clear()
+        result = self._result(store.get(self._prefix + "result"))
         if result is not None:
-            self._meet_end(from_json(Result, result.value))
+            self._meet_end(result)
             return
         self._enter_job(store)
         self._keep_or_drop_lease(store)
@@ -313,15 +371,26 @@ class Participant:
             self._listener.back(self._clock() - self._away_since_s)
             self._away_since_s = None
         self._read(entries, revision)
-        leader = next((entry.value.decode() for entry in entries if entry.key == self._prefix + "leader"), None)
+        leader = next((entry for entry in entries if entry.key == self._prefix + "leader"), None)
         asked = [f"requests/{what}/{self._node}" for what in ("drain", "deadlock")]
         for name in ("generation", "result", "leader", "size", *asked):
             self._watch(self._prefix + name, revision + 1)
         if leader is None:
             self._try_to_lead()
-        elif leader == self._node:
+        elif leader.value == self._node.encode():
             self._start_to_lead()
+        elif "leader" not in self._intake.damaged:
+            name = read_name(leader.value)
+            if f"{self._prefix}nodes/{name}" not in {entry.key for entry in entries}:
+                self._damaged("leader", leader.revision, f"it names {name}, which is no node of this job")
         self._renew_s = self._clock() + self._settings.lease_s / 3
+        self._in_job = True
+
+    def _result(self, entry: Entry | None) -> Result | None:
+        """The result that stands in the store, if it is one."""
+        if entry is None:
+            return None
+        return self._readable("result", entry.revision, lambda value: from_json(Result, value), entry.value)
 
     def _meet_end(self, result: Result) -> None:
         """The job is over: news for a node that took part in it, a refusal for one that comes too late."""
@@ -368,6 +437,12 @@ class Participant:
                 if store.create(key, to_json(self._doc), self._lease):
                     self._present = True
                     return
+            entry = store.get(key)
+            if entry is not None and not self._reports([entry]):
+                raise ProtocolError(
+                    f"{key} is taken, and is no report of a node: delete it with `etcdctl del {key}`, or give this "
+                    "node another --node-name"
+                )
             if self._clock() > end_s:
                 raise SettingsMismatch(
                     f"job {self._job!r} already has a live node named {self._node!r}: give this one another --node-name"
@@ -388,17 +463,25 @@ class Participant:
             entry = store.get(key)
         if entry is None:
             raise StoreUnavailable(f"{store.endpoint}: {key} disappeared while this node joined")
-        config = from_json(JobConfig, entry.value)
+        try:
+            config = from_json(JobConfig, entry.value)
+        except ProtocolError as error:
+            self._damaged("config", entry.revision, str(error))
+            return
         if replace(config, token="") != self._config:
             freed = self._nobody_is_here(store) and store.replace(key, to_json(mine), entry.revision)
             newest = store.get(key)
             if freed or newest is None or newest.revision != entry.revision:
                 self._enter_job(store)  # this node, or another that came at the same moment, has written new settings
                 return
+            if self._in_job:
+                self._damaged("config", entry.revision, f"it holds other settings: {_settings_text(config)}")
+                return
             raise SettingsMismatch(
                 f"job {self._job!r} runs with {_settings_text(config)}, this node was started with "
                 f"{_settings_text(self._config)}: start it with the same values, or use another --rdzv-id"
             )
+        self._warn(self._intake.accept("config"))
         self._token = config.token
         if not self._joined:
             self._joined = True
@@ -407,8 +490,19 @@ class Participant:
     def _nobody_is_here(self, store: Store) -> bool:
         """Whether an earlier run of this name ended without a word, as when all its machines were lost at once."""
         entries, _ = store.range(self._prefix)
-        others = {entry.key.removeprefix(self._prefix) for entry in entries} - {f"nodes/{self._node}"}
-        return not any(name == "leader" or name.startswith("nodes/") for name in others)
+        if any(entry.key == self._prefix + "leader" for entry in entries):
+            return False
+        return not self._reports(entries).keys() - {self._node}
+
+    def _reports(self, entries: Iterable[Entry]) -> dict[str, NodeDoc]:
+        """The reports of nodes among some entries, without what a stranger has put there."""
+        found, folder = {}, self._prefix + "nodes/"
+        for entry in entries:
+            if entry.key.startswith(folder):
+                node = entry.key.removeprefix(folder)
+                with suppress(ProtocolError):
+                    found[node] = read_node(node, entry.value, entry.created)
+        return found
 
     def _write(self, doc: NodeDoc) -> None:
         assert self._store is not None
@@ -417,7 +511,7 @@ class Participant:
             if self._lease is None:
                 self._lease = self._grant(self._store)
             try:
-                self._store.put(key, to_json(doc), self._lease)
+                self._own_revision = self._store.put(key, to_json(doc), self._lease)
             except LeaseGone:
                 self._lose_lease()
                 continue
@@ -428,8 +522,14 @@ class Participant:
 
     def _write_profile(self, text: bytes) -> None:
         assert self._store is not None
-        with suppress(LeaseGone):  # then the next one comes
+        try:
             self._store.put(self._prefix + "profile", text, self._lease)
+        except LeaseGone:
+            pass  # the next one comes
+        except StoreUnavailable:
+            raise
+        except LaunchError as error:
+            self._tell_setback(error, "what the job has measured is not shown; training goes on")
 
     def _write_figures(self) -> None:
         """Write what the node's check has shown, once for each lease."""
@@ -444,9 +544,31 @@ class Participant:
         begin_s, due_s = self._clock(), self._renew_s
         self._renew_s = begin_s + self._settings.lease_s / 3
         if self._lease is None or self._keep_alive(self._store, self._lease):
+            self._look_again()
             return
         took_s = self._clock() - begin_s
         self._join_again(f"; renewing came {begin_s - due_s:.2f} s late, and took the store {took_s:.2f} s")
+
+    def _look_again(self) -> None:
+        """Notice what no watch of this node tells: that its own report is another's, and that damage has ended."""
+        if self._view.result is not None or self._store is None or not self._in_job:
+            return
+        key = f"{self._prefix}nodes/{self._node}"
+        entry = self._store.get(key)
+        if self._written is not None and (entry is None or entry.revision != self._own_revision):
+            what = "deleted" if entry is None else "overwritten"
+            self._warn(f"{key} was {what} by somebody else; this node writes it again")
+            self._written = None
+        for name in list(self._intake.damaged):
+            if name == "config":
+                self._enter_job(self._store)
+            elif name.startswith("nodes/") and not self._sees_nodes:
+                entry = self._store.get(self._prefix + name)
+                if entry is None:
+                    self._nodes.pop(name.removeprefix("nodes/"), None)
+                    self._warn(self._intake.accept(name))
+                else:
+                    self._take([Event(entry.key, entry.value, entry.revision, entry.created)])
 
     def _join_again(self, why: str = "") -> None:
         self._lose_lease(why)
@@ -469,7 +591,9 @@ class Participant:
     def _ask_all(self, request: DrainRequest) -> None:
         assert self._store is not None
         entries, _ = self._store.range(self._prefix + "nodes/")
-        for node in [entry.key.removeprefix(self._prefix + "nodes/") for entry in entries]:
+        generation = self._view.generation
+        members = () if generation is None else generation.nodes
+        for node in dict.fromkeys([*self._reports(entries), *members]):
             self._ask("drain", node, request)
 
     def _ask(self, what: str, node: str, request: DrainRequest | Deadlock) -> None:
@@ -489,38 +613,137 @@ class Participant:
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
-            name = event.key.removeprefix(self._prefix)
-            if name.startswith("nodes/"):
-                self._take_node(name.removeprefix("nodes/"), event)
-            elif name == "generation" and event.value is not None and event.revision > self._generation_revision:
-                self._generation_revision = event.revision
-                generation = from_json(Generation, event.value)
-                former = self._view.generation
-                begun = self._view.begun and former is not None and former.attempt == generation.attempt
-                self._view = replace(
-                    self._view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun
-                )
-                if generation.epoch > self._told_epoch:
-                    self._told_epoch = generation.epoch
-                    self._listener.announced(generation)
-            elif name == "requests/plan":
-                self._take_request(event)
-            elif name in ("size", "requests/size"):
-                self._take_size(event, asked=name != "size")
-            elif name == f"requests/drain/{self._node}":
-                if (request := self._asked(DrainRequest, event)) is not None:
-                    self._listener.drains(request)
-            elif name == f"requests/deadlock/{self._node}":
-                if (found := self._asked(Deadlock, event)) is not None:
-                    self._listener.deadlocked(found)
-            elif name == "result" and event.value is not None:
-                result = from_json(Result, event.value)
-                self._view = replace(self._view, result=result)
-                if not self._told_result:
-                    self._told_result = True
-                    self._listener.ended(result)
-            elif name == "leader" and event.value is None:
-                self._lead_due = True
+            try:
+                self._take_one(event)
+            except ElaunchError:
+                raise
+            except Exception as error:
+                if not self._in_job:
+                    raise
+                self._tell_setback(error, f"what {event.key} holds is passed over; training goes on")
+
+    def _take_one(self, event: Event) -> None:
+        name = event.key.removeprefix(self._prefix)
+        if name.startswith("nodes/"):
+            self._take_node(name.removeprefix("nodes/"), event)
+        elif name == "generation":
+            self._take_generation(event)
+        elif name == "requests/plan":
+            self._take_request(event)
+        elif name in ("size", "requests/size"):
+            self._take_size(event, asked=name != "size")
+        elif name == f"requests/drain/{self._node}":
+            if (request := self._asked(DrainRequest, event)) is not None:
+                self._listener.drains(request)
+        elif name == f"requests/deadlock/{self._node}":
+            if (found := self._asked(Deadlock, event)) is not None:
+                self._listener.deadlocked(found)
+        elif name == "result":
+            self._take_result(event)
+        elif name == "leader":
+            self._take_leader(event)
+        elif event.value is not None and not is_known(name):
+            self._warn(self._intake.ignore(name, event.revision, "elaunch writes no such key"))
+
+    def _is_old(self, name: str, event: Event) -> bool:
+        """Whether this was seen before: the leader reads all while older events are still on their way."""
+        if event.revision <= self._revisions.get(name, 0):
+            return True
+        self._revisions[name] = event.revision
+        return False
+
+    def _readable(self, name: str, revision: int, read: Callable[[bytes], T], value: bytes) -> T | None:
+        """Read a document of the job; None, and a line for the user, where it is damaged."""
+        try:
+            document = read(value)
+        except ProtocolError as error:
+            self._damaged(name, revision, str(error))
+            return None
+        self._warn(self._intake.accept(name))
+        return document
+
+    def _damaged(self, name: str, revision: int, why: str) -> None:
+        """Freeze the job's changes, and go on training; a node that has not joined does not do so now."""
+        if not self._in_job and name in ("config", "generation", "result"):
+            key = self._prefix + name
+            raise ProtocolError(
+                f"{key} is damaged, so this node does not join: {why}. Where no job of this name runs, delete it with "
+                f"`etcdctl del {key}`"
+            )
+        self._warn(self._intake.freeze(name, revision, why))
+
+    def _take_generation(self, event: Event) -> None:
+        if event.revision <= self._generation_revision:
+            return
+        self._generation_revision = event.revision
+        self._generation_gone = event.value is None
+        if event.value is None:
+            self._warn(self._intake.accept("generation"))
+            if self._leading and self._result_is_open():
+                self._warn(f"{event.key} was deleted by somebody else; this node, which leads, writes it again")
+                self._put_last_generation()
+            return
+        generation = self._readable("generation", event.revision, read_generation, event.value)
+        if generation is None:
+            return
+        former = self._view.generation
+        begun = self._view.begun and former is not None and former.attempt == generation.attempt
+        self._view = replace(self._view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun)
+        if generation.epoch > self._told_epoch:
+            self._told_epoch = generation.epoch
+            self._listener.announced(generation)
+
+    def _result_is_open(self) -> bool:
+        assert self._store is not None
+        return self._view.result is None and self._store.get(self._prefix + "result") is None
+
+    def _take_result(self, event: Event) -> None:
+        if self._is_old("result", event):
+            return
+        if event.value is None:
+            self._warn(self._intake.accept("result"))
+            return
+        result = self._result(Entry(event.key, event.value, event.revision, event.created))
+        if result is not None:
+            self._view = replace(self._view, result=result)
+            if not self._told_result:
+                self._told_result = True
+                self._listener.ended(result)
+
+    def _take_leader(self, event: Event) -> None:
+        assert self._store is not None
+        if self._is_old("leader", event):
+            return
+        if event.value is None:
+            self._warn(self._intake.accept("leader"))
+            self._lead_due = True
+            return
+        leader = self._readable("leader", event.revision, read_name, event.value)
+        if not self._leading or leader == self._node:
+            return
+        if leader is not None:
+            if self._store.get(f"{self._prefix}nodes/{leader}") is not None:
+                self._leading = False
+                return
+            self._damaged("leader", event.revision, f"it names {leader}, which is no node of this job")
+        if self._lease is None or not self._keep_alive(self._store, self._lease):
+            self._join_again()
+        else:
+            self._take_key_of_leader(event.revision)
+
+    def _take_key_of_leader(self, revision: int) -> bool:
+        """Exchange the leader's key, as it was at a revision, for one of this node and bound to its lease."""
+        assert self._store is not None
+        key = self._prefix + "leader"
+        # Whoever wins the exchange has the key to itself; then the key goes over to the winner's own lease.
+        if not self._store.replace(key, self._node.encode(), revision):
+            return False
+        try:
+            self._store.put(key, self._node.encode(), self._lease)
+        except LeaseGone:
+            self._join_again()  # and the key goes with the lease that it was bound to
+            return False
+        return True
 
     def _asked(self, kind: type[Document], event: Event) -> Document | None:
         """What is asked of this node, once: who leads hears of it twice."""
@@ -528,12 +751,18 @@ class Participant:
             return None
         self._asked_revisions[event.key] = event.revision
         if event.value is not None:
-            with suppress(ProtocolError):  # must not end the node; who has written it waits in vain
+            try:
                 return from_json(kind, event.value)
+            except ProtocolError as error:  # who has written it waits in vain
+                self._ignore(event, error)
         return None
+
+    def _ignore(self, event: Event, error: ProtocolError) -> None:
+        self._warn(self._intake.ignore(event.key.removeprefix(self._prefix), event.revision, str(error)))
 
     def _read(self, entries: list[Entry], revision: int) -> None:
         """Take all documents of the job as they stand at a revision."""
+        self._former = dict(self._nodes)
         self._nodes.clear()
         self._node_revisions.clear()
         self._view = replace(self._view, request=None)
@@ -542,20 +771,45 @@ class Participant:
         entries = sorted(entries, key=lambda entry: entry.key != self._prefix + "size")
         self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
         self._all_read = revision
+        names = {entry.key.removeprefix(self._prefix) for entry in entries}
+        self._generation_gone = "generation" not in names
+        for name in self._intake.damaged.keys() - names:
+            self._warn(self._intake.accept(name))
+        self._view = replace(self._view, nodes=tuple(self._nodes.values()))
 
     def _take_node(self, node: str, event: Event) -> None:
         if event.revision <= max(self._all_read, self._node_revisions.get(node, 0)):
             return  # from a watch of an earlier time as leader
         self._node_revisions[node] = event.revision
+        name = f"nodes/{node}"
+        if node == self._node and self._in_job and event.revision > self._own_revision:
+            self._written = None  # it is not what this node has written: write it again
         if event.value is None:
             self._nodes.pop(node, None)
+            self._warn(self._intake.accept(name))
         else:
-            doc = self._nodes[node] = with_order(from_json(NodeDoc, event.value), event.created)
+            try:
+                doc = read_node(node, event.value, event.created)
+            except ProtocolError as error:
+                self._take_unreadable(name, event, error)
+                return
+            self._nodes[node] = doc
+            self._warn(self._intake.accept(name))
             generation = self._view.generation
             current = generation is None or doc.attempt == generation.attempt
             if current and any(worker.state is WorkerState.MEMBER for worker in doc.workers):
                 self._view = replace(self._view, begun=True)
         self._view = replace(self._view, nodes=tuple(self._nodes.values()), changed_s=self._clock())
+
+    def _take_unreadable(self, name: str, event: Event, error: ProtocolError) -> None:
+        """Of a node of the job, the last report that could be read counts; what a stranger has written does not."""
+        if is_ours(name, self._node, self._nodes.keys() | self._former.keys(), self._view.generation):
+            node = name.removeprefix("nodes/")
+            if node not in self._nodes and node in self._former:
+                self._nodes[node] = self._former[node]
+            self._damaged(name, event.revision, str(error))
+        else:
+            self._ignore(event, error)
 
     def _take_request(self, event: Event) -> None:
         if event.revision <= max(self._all_read, self._request_revision):
@@ -563,18 +817,33 @@ class Participant:
         self._request_revision = event.revision
         request = None
         if event.value is not None:
-            with suppress(ProtocolError):  # must not end the job; who has written it waits in vain
+            try:
                 request = from_json(PlanRequest, event.value)
+            except ProtocolError as error:  # who has written it waits in vain
+                self._ignore(event, error)
         self._view = replace(self._view, request=request)
 
     def _take_size(self, event: Event, asked: bool) -> None:
         """Take a size that counts; the leader makes one that was asked for count. It stays when its writer goes."""
-        if event.value is None:
+        if not asked and self._is_old("size", event):
             return
-        try:
-            size = from_json(JobSize, event.value)
-        except ProtocolError:
-            return  # as above
+        if event.value is None:
+            if not asked:
+                self._warn(self._intake.accept("size"))
+                if self._leading and self._size is not None and self._result_is_open():
+                    self._put_size()
+            return
+        if asked:
+            try:
+                size = read_size(event.value)
+            except ProtocolError as error:  # as above
+                self._ignore(event, error)
+                return
+        else:
+            found = self._readable("size", event.revision, read_size, event.value)
+            if found is None:
+                return
+            size = found
         if self._size is None or (size.t, size.id) > (self._size.t, self._size.id):
             self._size = size
             self._listener.resized(size.min_nodes, size.max_nodes)
@@ -606,33 +875,32 @@ class Participant:
         assert self._store is not None
         key = self._prefix + "leader"
         entry = self._store.get(key)
-        if entry is None or entry.value.decode() == self._node:
+        if entry is None or "leader" in self._intake.damaged:
             return
-        report = self._store.get(f"{self._prefix}nodes/{entry.value.decode()}")
-        if report is None or not _nobody_listens(from_json(NodeDoc, report.value).door):
+        leader = self._readable("leader", entry.revision, read_name, entry.value)
+        if leader is None or leader == self._node:
             return
-        # Whoever wins the exchange has the key to itself; then the key goes over to the winner's own lease.
-        if self._store.replace(key, self._node.encode(), entry.revision):
-            try:
-                self._store.put(key, self._node.encode(), self._lease)
-            except LeaseGone:
-                self._join_again()  # and the key goes with the dead leader's lease
-                return
+        report = self._store.get(f"{self._prefix}nodes/{leader}")
+        doc = self._reports([report]).get(leader) if report is not None else None
+        if doc is not None and _nobody_listens(doc.door) and self._take_key_of_leader(entry.revision):
             self._start_to_lead()
 
     def _start_to_lead(self) -> None:
         assert self._store is not None
         entries, revision = self._store.range(self._prefix)
         self._read(entries, revision)
-        for name in ("nodes/", "requests/"):
-            self._watch(self._prefix + name, revision + 1)
+        if not self._sees_nodes:
+            for name in ("nodes/", "requests/"):
+                self._watch(self._prefix + name, revision + 1)
+            self._sees_nodes = True
         self._view = replace(self._view, led_s=self._clock(), pending_s=None)
         self._told_deadlock = None
         self._leading = True
-        if self._view.generation is not None and not self._generation_revision:
+        if self._generation_gone and self._view.result is None:
             # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
-            self._put_generation(self._view.generation)
-        self._put_size()
+            self._put_last_generation()
+        if "size" not in self._intake.damaged:
+            self._put_size()
         self._lead()
 
     def _lead(self) -> None:
@@ -641,6 +909,10 @@ class Participant:
         if self._node not in self._nodes:
             # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
             self._written = None
+            self._wake_s = self._clock() + 1.0
+            return
+        if self._intake.damaged:
+            self._wait_for = f"damaged in the store: {', '.join(self._intake.damaged)}", None
             self._wake_s = self._clock() + 1.0
             return
         settings = self._now()
@@ -682,10 +954,15 @@ class Participant:
         if self._put_generation(decision.generation):
             self._wake_s = self._clock()
 
+    def _put_last_generation(self) -> None:
+        if self._view.generation is not None:
+            self._put_generation(self._view.generation)
+
     def _put_generation(self, generation: Generation) -> bool:
         assert self._store is not None
         key = self._prefix + "generation"
-        written = self._store.replace(key, to_json(generation), self._generation_revision)
+        expected = 0 if self._generation_gone else self._generation_revision
+        written = self._store.replace(key, to_json(generation), expected)
         if written:
             # The watch will say so too; until then the rule must not see the old generation again.
             entry = self._store.get(key)
@@ -697,6 +974,7 @@ class Participant:
         """Write the result, which turns late nodes away for a while; then the job's name is free again."""
         assert self._store is not None
         if self._store.create(self._prefix + "result", to_json(result), self._store.grant(RESULT_TTL_S)):
+            self._view = replace(self._view, result=result)  # what is deleted now is not put back
             self._store.delete(self._prefix + "generation")
             self._store.delete(self._prefix + "config")
             self._store.delete(self._prefix + "size")
@@ -727,7 +1005,7 @@ class Participant:
         for watch in self._watches:
             watch.cancel()
         self._watches.clear()
-        self._leading = False
+        self._leading = self._sees_nodes = False
         self._written = None
         if self._store is not None:
             self._store.close()
@@ -739,9 +1017,11 @@ class Participant:
                 if self._lease is not None:
                     self._store.revoke(self._lease)
                 end_s = self._clock() + 2 * self._settings.lease_s
-                while self._wait_for_others and self._clock() < end_s and self._store.range(self._prefix + "nodes/")[0]:
+                while self._wait_for_others and self._clock() < end_s:
+                    if not self._reports(self._store.range(self._prefix + "nodes/")[0]):
+                        break
                     time.sleep(0.02)
-            except StoreUnavailable:
+            except ElaunchError:
                 pass  # the lease runs out by itself
         self._drop_connection()
 
@@ -765,6 +1045,6 @@ def _nobody_listens(door: str) -> bool:
         socket.create_connection((host, int(port)), PROBE_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, ValueError, OverflowError):
         return False
     return False

@@ -51,8 +51,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from elaunch.config import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, own_address, parse_conf, parse_endpoint
 from elaunch.errors import LaunchError, StoreUnavailable, UsageError
+from elaunch.rendezvous.conf import (
+    CONNECT_S,
+    ETCD_PORT,
+    RendezvousConf,
+    join_endpoint,
+    own_address,
+    parse_conf,
+    parse_endpoint,
+)
 from elaunch.rendezvous.store import Event, Store
 
 BACKEND = "etcd-v3"

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from elaunch import threads
 from elaunch.detect import hang
-from elaunch.errors import JobFailed, ProtocolError
+from elaunch.errors import JobFailed
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.membership import Generation, Stage, Worker, from_json
 from elaunch.wire import (
@@ -29,8 +30,12 @@ from elaunch.wire import (
     encode,
 )
 from elaunch.workers import pulse
+from elaunch.workers.fatal import end_process
 
 WELCOME_TIMEOUT_S = 30.0
+GONE_S = 5.0
+"""How long the script may take to end when its agent has hung up. Then its process ends: it would never hear of another
+generation, and nobody would replace it."""
 
 
 class Client(Protocol):
@@ -72,6 +77,7 @@ class AgentClient:
         self._changed = threading.Condition()
         self._newest: Generation | None = None
         self._ended = False
+        self._closing = threading.Event()
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lines = LineBuffer()
@@ -95,8 +101,7 @@ class AgentClient:
         self.min_nodes = welcome.min_nodes
         self._take(early)
         self._socket.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="elaunch-agent-client", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("elaunch-agent-client", self._run, self._died)
 
     def listen(self, heard: Callable[[Generation], None]) -> None:
         """Call `heard`, from the client's thread, with each new training generation."""
@@ -132,6 +137,7 @@ class AgentClient:
         end_s = time.monotonic() + timeout_s
         while self._outbox and not self._ended and time.monotonic() < end_s:
             time.sleep(0.001)
+        self._closing.set()
         with self._changed:
             self._ended = True
         os.eventfd_write(self._wake, 1)
@@ -142,6 +148,20 @@ class AgentClient:
         return self._newest.epoch if self._newest is not None else 0
 
     def _run(self) -> None:
+        try:
+            self._exchange()
+        finally:
+            self._end()
+            self._socket.close()
+        if not self._closing.wait(GONE_S):
+            raise ConnectionError("the agent has hung up")
+
+    def _died(self, error: BaseException) -> None:
+        if not self._closing.is_set():
+            end_process("connection to its agent", error)
+
+    def _exchange(self) -> None:
+        """Receive and send until either end hangs up."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         unsent = b""
@@ -164,7 +184,6 @@ class AgentClient:
                     break
                 if not unsent:
                     self._outbox.popleft()
-        self._socket.close()
 
     def _receive(self) -> None:
         try:
@@ -176,10 +195,7 @@ class AgentClient:
         if not data:
             self._end()
             return
-        try:
-            self._take([decode(line) for line in self._lines.feed(data)])
-        except ProtocolError:
-            self._end()
+        self._take([decode(line) for line in self._lines.feed(data)])
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:

@@ -4,8 +4,12 @@
     a thread of each            writes its part into DIR/step-000000200.ATTEMPT.part, and a note when it is there
     that of the first member    waits for the notes of all, then completes the checkpoint
 
-No thread but the training one uses links: the others see in the folder what is there. A member that dies leaves the
-folder incomplete, and the job goes on to the next checkpoint.
+No thread but the training one uses links: the others see in the folder what is there. Who cannot go on removes the
+folder, which all others take for the end of the attempt, and the job goes on to the next checkpoint. Of members that
+died the first member sees that they will not write; if it died itself, the first of those that are left removes it.
+
+    going back                  all members read the newest checkpoint, and tell each other whether it is whole
+    one is damaged for any      the first member sets it aside; all read the one before
 """
 
 from __future__ import annotations
@@ -15,18 +19,31 @@ import importlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from elaunch.checkpoints import METADATA, from_environment, newest, outdated, part_of, path_of
-from elaunch.detect.pulse import Phase
-from elaunch.errors import StateError
+from elaunch import threads
+from elaunch.checkpoints import (
+    ABOUT,
+    METADATA,
+    before,
+    complete,
+    discard,
+    from_environment,
+    newest,
+    outdated,
+    part_of,
+    parts,
+    path_of,
+    set_aside,
+)
+from elaunch.detect.heartbeat import Phase
+from elaunch.errors import CheckpointDamaged, StateError, StepInterrupted
 from elaunch.wire import Report, Saved
 from elaunch.workers import pulse
 from elaunch.workers.agent_client import Client
@@ -34,8 +51,10 @@ from elaunch.workers.comm.group import Group
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part
+    from elaunch.workers.state.checkpoint import Part, Read, Restored
     from elaunch.workers.state.checkpoint import Saved as SavedState
+
+T = TypeVar("T")
 
 LOOK_S = 0.05
 """How often the first member looks for the notes of others."""
@@ -61,7 +80,16 @@ class _Attempt:
     abandoned: threading.Event = field(default_factory=threading.Event)
     gone: frozenset[str] = frozenset()
     failed: bool = False
+    reason: str = "another member could not write"
     thread: threading.Thread | None = None
+
+    def is_wanted(self) -> bool:
+        """Whether to go on writing."""
+        return not self.abandoned.is_set() and os.path.exists(self.folder)
+
+
+class _Unseen(StateError):
+    """This worker does not see the checkpoint that the first member sees."""
 
 
 class Checkpoints:
@@ -112,34 +140,69 @@ class Checkpoints:
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
         name = f"{group.epoch}-{secrets.token_hex(4)}"
-        mine = {"attempt": name, "busy": busy, "failed": failed, "newest": self.newest()}
-        said = [json.loads(one) for one in group.all_gather_bytes(json.dumps(mine).encode())]
+        before_it = self.newest()
+        begins = group.rank == 0 and not busy and (before_it is None or before_it < step)
+        # Only here and now: a folder that one member has removed must not be made again by another.
+        problem = _make(part_of(self._settings.folder, step, name)) if begins else ""
+        last = self._attempt.folder.name if self._attempt is not None else ""
+        mine = {
+            "attempt": name,
+            "last": last,
+            "busy": busy,
+            "failed": failed,
+            "newest": before_it,
+            "problem": problem,
+        }
+        try:
+            said = [json.loads(one) for one in group.all_gather_bytes(json.dumps(mine).encode())]
+        except StepInterrupted:
+            if begins:
+                discard(part_of(self._settings.folder, step, name))
+            raise
         self._done = (group.epoch, step)
         first = said[0]
         self._know(first["newest"])
-        if self._attempt is not None and any(one["failed"] for one in said):
+        if self._attempt is not None and any(
+            # Or it was interrupted before it had heard that one begins.
+            one["failed"] or (member in self._attempt.members and one["last"] != last)
+            for member, one in zip(group.members, said, strict=True)
+        ):
             self._attempt.abandoned.set()
         if first["newest"] is not None and first["newest"] >= step:
             return
+        folder = part_of(self._settings.folder, step, first["attempt"])
         late = [member for member, one in zip(group.members, said, strict=True) if one["busy"]]
         if late:
             if group.rank == 0:
                 _say(f"no checkpoint after {step} steps: {', '.join(late)} still write the one before")
+                discard(folder)
+            return
+        if first["problem"]:
+            if group.rank == 0:
+                _say(f"no checkpoint after {step} steps: {first['problem']}")
+                left = parts(self._settings.folder)
+                _in_background(lambda: _discard_all(left))
             return
         start_s = time.monotonic()
         part = state().copied()
-        folder = part_of(self._settings.folder, step, first["attempt"])
-        self._attempt = _Attempt(step, group.epoch, tuple(group.members), group.rank, folder, start_s)
-        writing = threading.Thread(
-            target=self._write, args=(self._attempt, part), name="elaunch-checkpoint", daemon=True
-        )
-        self._attempt.thread = writing
-        writing.start()
+        attempt = self._attempt = _Attempt(step, group.epoch, tuple(group.members), group.rank, folder, start_s)
+        # Whatever ends the thread ends the attempt, and training goes on.
+        attempt.thread = threads.prepare("elaunch-checkpoint", lambda: self._write(attempt, part), lambda error: None)
+        attempt.thread.start()
 
     def entered(self, members: Sequence[str]) -> None:
         """The job goes on with these members: what others have not written yet will not come."""
-        if self._attempt is not None:
-            self._attempt.gone |= frozenset(self._attempt.members) - frozenset(members)
+        attempt = self._attempt
+        if attempt is None:
+            return
+        gone = frozenset(attempt.members) - frozenset(members)
+        first = attempt.members[0]
+        if first in gone - attempt.gone:
+            attempt.reason = f"{first} did not complete it"
+            attempt.abandoned.set()
+            if next(member for member in attempt.members if member not in gone) == attempt.members[attempt.rank]:
+                _in_background(lambda: self._leave_out(attempt, attempt.reason))
+        attempt.gone |= gone
 
     def last(self, group: Group, step: int, state: Callable[[], Part]) -> None:
         """All steps of the job are done: as `boundary`, but wait until what has been begun is complete.
@@ -175,6 +238,7 @@ class Checkpoints:
     def close(self) -> None:
         """This worker ends."""
         if self._attempt is not None:
+            self._attempt.reason = f"{self._client.worker} ended before it was written"
             self._attempt.abandoned.set()
             # To its very end: a thread in C++ code, freeing its tensors, would abort the process that ends around it.
             if self._attempt.thread is not None:
@@ -184,36 +248,49 @@ class Checkpoints:
         from elaunch.workers.state.checkpoint import write_part
 
         try:
-            write_part(attempt.folder, attempt.rank, part)
-            attempt.written.set()
             if attempt.rank == 0:
+                # Nobody writes to these any more.
+                _discard_all(each for each in parts(attempt.folder.parent) if each != attempt.folder)
+            whole = write_part(attempt.folder, attempt.rank, part, attempt.is_wanted)
+            attempt.written.set()
+            if not whole:
+                self._leave_out(attempt, attempt.reason)
+            elif attempt.rank == 0:
                 self._complete(attempt)
         except Exception as error:
             # Training goes on: there will be another one.
             attempt.failed = True
-            _say(f"the checkpoint after {attempt.step} steps was not written: {type(error).__name__}: {error}")
+            what = f"{self._client.worker} could not write the checkpoint after {attempt.step} steps"
+            self._drop(attempt, f"{what}: {type(error).__name__}: {error}")
         finally:
             attempt.written.set()
             attempt.over.set()
 
+    def _leave_out(self, attempt: _Attempt, reason: str) -> None:
+        self._drop(attempt, f"the checkpoint after {attempt.step} steps is left incomplete: {reason}")
+
+    def _drop(self, attempt: _Attempt, why: str) -> None:
+        """Remove what is there of a checkpoint; who does so says why."""
+        if discard(attempt.folder):
+            _say(f"{why}; its files were removed")
+
     def _complete(self, attempt: _Attempt) -> None:
         """In the thread of the first member: make it a checkpoint, once all parts are there."""
-        from elaunch.workers.state.checkpoint import complete, notes
+        from elaunch.workers.state import checkpoint
 
         while True:
             # In this order: who was there when it wrote its note has written all.
             gone, abandoned = attempt.gone, attempt.abandoned.is_set()
-            said = notes(attempt.folder, len(attempt.members))
+            said = checkpoint.notes(attempt.folder, len(attempt.members))
             missing = [member for rank, member in enumerate(attempt.members) if rank not in said]
             if not missing:
                 break
             if abandoned or not gone.isdisjoint(missing):
-                _say(
-                    f"the checkpoint after {attempt.step} steps is left incomplete: {', '.join(missing)} did not write"
-                )
+                who = ", ".join(missing)
+                self._leave_out(attempt, f"{who} did not write")
                 return
             attempt.abandoned.wait(LOOK_S)
-        path = complete(attempt.folder, attempt.step, [said[rank] for rank in range(len(attempt.members))])
+        path = checkpoint.complete(attempt.folder, attempt.step, [said[rank] for rank in range(len(attempt.members))])
         seconds = time.monotonic() - attempt.start_s
         fields = {
             "epoch": attempt.epoch,
@@ -224,22 +301,103 @@ class Checkpoints:
         }
         self._client.send(Report("checkpoint", fields))
         self._know(attempt.step)
-        for old in outdated(path.parent, attempt.step):
-            shutil.rmtree(old, ignore_errors=True)
+        _discard_all(outdated(path.parent))
 
     def _know(self, step: int | None) -> None:
-        """Tell the agent of a checkpoint: it decides with it what becomes of a job that has lost its state."""
+        """Tell the agent of a checkpoint: it decides with it what becomes of a job that has lost its state.
+
+        With 0, that there is none that can be read.
+        """
         if step is not None and step != self._told:
             self._told = step
             self._client.send(Saved(step))
 
     # -- going back ---------------------------------------------------------------------------------------------------
 
-    def open(self, step: int) -> SavedState:
+    def restore(self, group: Group, step: int, read: Read[T]) -> Restored[T]:
+        """Read the newest checkpoint that is whole for all members, which all call this alike.
+
+        Args:
+            group: of the members.
+            step: of the newest checkpoint, as the first member sees it.
+            read: reads this worker's part; nothing of it counts before all members have read theirs.
+
+        Raises:
+            StateError: no checkpoint is whole, this worker does not see the one that the first member sees, or it is
+                of another job.
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        begin_s = time.monotonic()
+        passed: list[str] = []
+        while True:
+            found: Restored[T] | str | _Unseen = ""  # what was read for nothing is free before more is read
+            found = self._try(step, group.rank == 0, read, begin_s)
+            said = self._outcomes(group, step, found if isinstance(found, str) else None)
+            damaged = next(
+                (f"{one['problem']} (seen by {member})" for member, one in said.items() if one["problem"] is not None),
+                "",
+            )
+            if not damaged:
+                break
+            older = next(iter(said.values()))["older"]
+            passed.append(f"{self._path(step)}: {damaged}")
+            if older is None:
+                self._know(0)
+                raise StateError(
+                    f"no checkpoint is whole, nothing older than these is left: {'; '.join(passed)}. Give another "
+                    "--checkpoint-dir to begin anew, or put a copy of a whole one there"
+                )
+            if group.rank == 0:
+                self._pass_over(group, step, damaged, older)
+            step = older
+        assert not isinstance(found, str)
+        if isinstance(found, _Unseen):
+            raise found
+        if passed:
+            self._know(step)
+        if group.rank == 0:
+            if not found.saved.checked:
+                _say(f"the checkpoint {found.saved.path} has no checksums: it was read without checks")
+            # Those of this run may still be written, or are removed by who finds out that nobody completes them.
+            ours = {one["attempt"] for one in said.values()}
+            left = [path for path in parts(self._path(step).parent) if path.name not in ours]
+            if left:
+                _in_background(lambda: _discard_all(left))
+        return found
+
+    def _try(self, step: int, first: bool, read: Read[T], begin_s: float) -> Restored[T] | str | _Unseen:
+        """What this worker reads of a checkpoint, or where that is damaged."""
+        from elaunch.workers.state.checkpoint import Restored
+
+        try:
+            saved = self._open(step, first)
+            state, read_bytes = read(saved)
+        except CheckpointDamaged as error:
+            return error.problem
+        except _Unseen as error:
+            return error  # where the first member does not see it any more either, the one before counts
+        return Restored(saved, state, read_bytes, time.monotonic() - begin_s)
+
+    def _path(self, step: int) -> Path:
+        assert self._settings is not None
+        return path_of(self._settings.folder, step)
+
+    def _outcomes(self, group: Group, step: int, problem: str | None) -> dict[str, dict[str, Any]]:
+        """What all members have found in a checkpoint, by member."""
+        mine = {
+            "problem": problem,
+            "older": before(self._path(step).parent, step) if group.rank == 0 else None,
+            "attempt": self._attempt.folder.name if self._attempt is not None else "",
+        }
+        said = group.all_gather_bytes(json.dumps(mine).encode())
+        return {member: json.loads(one) for member, one in zip(group.members, said, strict=True)}
+
+    def _open(self, step: int, first: bool) -> SavedState:
         """The checkpoint of so many steps, which the first member has seen.
 
         Raises:
-            StateError: this worker does not see it, or it is damaged.
+            CheckpointDamaged: it is not what was written.
+            StateError: this worker does not see it, or cannot read it at present.
         """
         from elaunch.workers.state.checkpoint import Saved as SavedState
 
@@ -248,11 +406,15 @@ class Checkpoints:
                 f"{self._client.worker} has no --checkpoint-dir, and the first member goes on from a checkpoint; give "
                 "the same to all nodes"
             )
-        path = path_of(self._settings.folder, step)
+        path = self._path(step)
+        if first and step not in complete(self._settings.folder):
+            raise CheckpointDamaged(path, "it is not there any more")
         end_s = time.monotonic() + VISIBLE_S
-        while not (path / METADATA).exists():
+        while not all(os.path.exists(path / name) for name in (METADATA, ABOUT)):
             if time.monotonic() > end_s:
-                raise StateError(
+                if path.is_dir():
+                    break
+                raise _Unseen(
                     f"{self._client.worker} does not see the checkpoint {path}, from which the first member goes on; "
                     f"is {self._settings.folder} on a shared file system, and mounted there?"
                 )
@@ -262,8 +424,24 @@ class Checkpoints:
             time.sleep(LOOK_S)
         return SavedState(path)
 
-    def resumed(self, group: Group, saved: SavedState, had: int, read_bytes: int, seconds: float) -> None:
+    def _pass_over(self, group: Group, step: int, problem: str, older: int) -> None:
+        """As the first member: take a damaged checkpoint out of the way, and say so."""
+        path = self._path(step)
+        try:
+            kept = set_aside(path)
+            where = f"kept as {kept.name}"
+        except OSError as error:
+            kept, where = path, f"left where it is ({error})"
+        _say(
+            f"the checkpoint {path} is damaged, and passed over: {problem}. It is {where}; the job goes back to "
+            f"{self._path(older).name}"
+        )
+        fields = {"epoch": group.epoch, "step": step, "path": str(kept), "problem": problem, "older": older}
+        self._client.send(Report("checkpoint_damaged", fields))
+
+    def resumed(self, group: Group, found: Restored[Any], had: int) -> None:
         """Tell of a return to a checkpoint; `had` steps had committed before, as far as anybody knows."""
+        saved = found.saved
         self._know(saved.step)
         if group.rank != 0:
             return
@@ -272,14 +450,32 @@ class Checkpoints:
             "epoch": group.epoch,
             "step": saved.step,
             "again": again,
-            "bytes": read_bytes,
-            "seconds": round(seconds, 6),
+            "bytes": found.read_bytes,
+            "seconds": round(found.seconds, 6),
             "path": str(saved.path),
         }
         self._client.send(Report("resume", fields))
         steps = "1 step is" if again == 1 else f"{again} steps are"
         lost = f"; parts of the state were lost, {steps} done again" if had else ""
         _say(f"the job goes on from the checkpoint {saved.path}, at step {saved.step}{lost}")
+
+
+def _make(folder: Path) -> str:
+    """Make the folder of an attempt; return why that is not possible, or nothing."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _discard_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        discard(folder)
+
+
+def _in_background(act: Callable[[], object]) -> None:
+    threads.start("elaunch-checkpoint-removal", act, lambda error: None)  # what it leaves goes before the next save
 
 
 def _say(text: str) -> None:

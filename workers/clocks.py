@@ -1,4 +1,4 @@
-"""Clocks of devices: what sets the frequencies that `elaunch.workers.policy.dvfs` chooses.
+"""Clocks of devices: what sets the frequencies that `elaunch.policy.dvfs` chooses.
 
 `Clocks` (elaunch/devices.py) is one device, NVIDIA's or a simulated one. `ClockLock` holds it at the clock that the
 plan asks for and gives it back when the plan no longer does, or the process ends. A process that is killed gives
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from elaunch.devices import Clocks
+from elaunch.detect.devices import Clocks
+from elaunch.detect.nvml import one_of
 from elaunch.errors import ClockError, ClocksUnsupported, DeviceError
-from elaunch.nvml import one_of
-from elaunch.workers.policy.dvfs import ClockRange, slowdown
+from elaunch.policy.dvfs import ClockRange, slowdown
 
 
 def clock_range(clocks: Clocks, measured_mhz: int = 0) -> ClockRange:

@@ -4,8 +4,8 @@
 
 A runtime (a data-parallel script's session, an engine, another framework) implements `Hooks`; `Membership` runs the
 sequence. Each phase may be interrupted by the next failure; then it starts over in the newer generation. What makes
-this safe is the vote (DESIGN section 6): a step counts as committed when any survivor passed its commit barrier, since
-nobody passes before all have complete gradients; else everybody drops it.
+this safe is the vote ("The step transaction" in docs/failures.md): a step counts as committed when any survivor passed
+its commit barrier, since nobody passes before all have complete gradients; else everybody drops it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from elaunch.detect.pulse import Phase
+from elaunch.detect.heartbeat import Phase
 from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Report, Settled, Unreachable
+from elaunch.wire import Progress, Report, Settled, Unreachable
 from elaunch.workers import pulse
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.fabric import Fabric
@@ -200,6 +200,7 @@ class Membership:
         self._last_with_members: Generation | None = None  # the newest that has any members
         self._leaving: tuple[str, ...] = ()
         self._parted: tuple[int, tuple[str, ...]] = (0, ())
+        self._progressed = 0  # the newest generation in which a step has committed
         client.listen(self._heard)
 
     @property
@@ -386,6 +387,9 @@ class Membership:
         """
         if self._entering:
             return None  # it committed by the agreement, and the transition goes on
+        if self._progressed != self.generation.epoch:
+            self._progressed = self.generation.epoch
+            self._client.send(Progress(self._progressed))
         clock, self._clock = self._clock, None
         if clock is None or self._group is None:
             return None

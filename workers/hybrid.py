@@ -1,4 +1,4 @@
-"""What a script whose model is a list of layers talks to: `hybrid()` and its `HybridJob` (DESIGN section 11, level 2).
+"""What a script whose model is a list of layers talks to: `hybrid()` and its `HybridJob`.
 
     job = elaunch.hybrid()
     job.engine(layers, loss_fn, AdamW, plan, dataset=dataset)
@@ -20,13 +20,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from elaunch.detect.pulse import Phase
-from elaunch.devices import Clocks
+from elaunch.detect.devices import Clocks
+from elaunch.detect.heartbeat import Phase
+from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
-from elaunch.nvml import NvmlClocks, gpu_of
-from elaunch.policies import from_environment
+from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.selector import Decision, History, Selector, make_selector
+from elaunch.policy.settings import from_environment
+from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Finished, Leaving, Progress, Report
+from elaunch.wire import Finished, Leaving, Report
 from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import Governor
@@ -40,9 +43,6 @@ from elaunch.workers.engine.shards import MakeOptimizer
 from elaunch.workers.engine.standing import Commit
 from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote, tells_again
-from elaunch.workers.plan.tiling import Plan, PlanError
-from elaunch.workers.policy.selector import Decision, History, Selector, make_selector
-from elaunch.workers.policy.structure import NotPossible
 from elaunch.workers.session import NEVER, SPEEDS_CHANGED, choose_device, send_news
 
 _REFUSED = b"refused "
@@ -76,7 +76,6 @@ class HybridJob:
         self._request = ""
         self._holds = False
         self._changeover = False
-        self._progressed = False
         self._last_step: dict[str, Any] | None = None
         self._commit_s = time.monotonic()
         self._finished = self._closed = False
@@ -257,9 +256,6 @@ class HybridJob:
         changed_s = self._membership.committed()
         if self._selector is not None and changed_s is not None:
             self._selector.measured.change_took(changed_s)
-        if not self._progressed:
-            self._progressed = True
-            self._client.send(Progress(self._made.step))
         assert self._last_step is not None
         if self.rank == 0:
             self._client.send(Report("step", self._last_step))
@@ -329,12 +325,13 @@ class HybridJob:
         self._checkpoints.boundary(self._group, self.step, self._made.durable)
 
     def _go_back(self, group: Group, plan: Plan, step: int, had: int) -> int:
-        """Prepare to go on from a checkpoint; `had` steps had committed before, as far as anybody knows."""
-        start_s = time.monotonic()
-        saved = self._checkpoints.open(step)
-        read_bytes = self._made.restore(group, plan, saved)
+        """Prepare to go on from a checkpoint, that of `step` or an older one.
+
+        As far as anybody knows, `had` steps had committed before.
+        """
+        found = self._made.restore(group, plan, lambda read: self._checkpoints.restore(group, step, read))
         self._last_step = None
-        self._checkpoints.resumed(group, saved, had, read_bytes, time.monotonic() - start_s)
+        self._checkpoints.resumed(group, found, had)
         return 0
 
     def _leave(self, left: Left) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a training runtime needs beside its hooks: `attach()` and its `Member` (DESIGN section 11, level 3).
+"""What a training runtime needs beside its hooks: `attach()` and its `Member`.
 
 member = elaunch.attach(hooks)
 member.join()
@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from elaunch.detect.pulse import Phase
-from elaunch.errors import StateError, StepInterrupted
+from elaunch.checkpoints import FOLDER
+from elaunch.detect.heartbeat import Phase
+from elaunch.errors import StateError, StepInterrupted, UsageError
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Finished, Leaving, Progress, Report
+from elaunch.wire import Finished, Leaving, Report
 from elaunch.workers import agent_client, pulse
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
@@ -58,7 +59,6 @@ class Member:
         self._process_group: ElasticProcessGroup | None = None
         self._meshes = Meshes()
         self._changeover = False
-        self._progressed = False
         self._last_step: dict[str, Any] | None = None
         self._commit_s = time.monotonic()
         self._finished = self._closed = False
@@ -209,9 +209,6 @@ class Member:
             "seconds": round(seconds, 6),
         }
         self._membership.committed()
-        if not self._progressed:
-            self._progressed = True
-            self._client.send(Progress(step + 1))
         if self.rank == 0:
             self._client.send(Report("step", self._last_step))
 
@@ -309,5 +306,11 @@ def attach(hooks: Hooks) -> Member:
 
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.
+        UsageError: the job was started with --checkpoint-dir, and a runtime of its own saves its state by itself.
     """
+    if folder := os.environ.get(FOLDER):
+        raise UsageError(
+            f"--checkpoint-dir={folder} ({FOLDER}) is for elaunch.init() and elaunch.hybrid(); for a script that calls "
+            "elaunch.attach() nothing would be saved. Leave it out, and save the state in the script"
+        )
     return Member(agent_client.connect(), hooks)

@@ -7,7 +7,7 @@ One per process. Code that trains says here what it is about, and marks its wait
         ...
 
 Without an agent (`open_pulse` was not called) all of it does nothing. What is said costs about a microsecond or two:
-stores into memory that the agent sees (`elaunch.detect.pulse`).
+stores into memory that the agent sees (`elaunch.detect.heartbeat`).
 
 A thread beats besides. It can only do so when it gets the interpreter's lock, so a call that keeps the lock stops it.
 It also looks at the training thread: whether the process uses processor time, and whether that goes into one and the
@@ -30,9 +30,11 @@ import time
 from collections.abc import Collection
 from types import CodeType, FrameType, TracebackType
 
-from elaunch.detect import pulse as form
-from elaunch.detect.pulse import BEAT_S, FILE_BYTES, TEXT_AT, TEXT_BYTES, VERSION, Phase, Still
+from elaunch import threads
+from elaunch.detect import heartbeat as form
+from elaunch.detect.heartbeat import BEAT_S, FILE_BYTES, TEXT_AT, TEXT_BYTES, VERSION, Phase, Still
 from elaunch.detect.stacks import DUMP_SIGNAL
+from elaunch.workers.fatal import end_process
 
 SHOWN_PEERS = 8
 ASLEEP_NS = 1_000_000
@@ -78,8 +80,8 @@ class Pulse:
         numbers[form.AT_VERSION] = VERSION
         with contextlib.suppress(RuntimeError, ValueError, OSError):  # the script may have a handler of its own
             faulthandler.register(DUMP_SIGNAL, file=self.stacks_fd, all_threads=True, chain=False)
-        self._thread = threading.Thread(target=self._run, name="elaunch-pulse", daemon=True)
-        self._thread.start()
+        self._looks_for_loops = True
+        self._thread = threads.start("elaunch-pulse", self._run, self._died)
 
     def enter(self, phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
         """The training thread is about something else now, or goes on with it: a sign of progress."""
@@ -143,6 +145,11 @@ class Pulse:
 
     # -- the thread that beats ----------------------------------------------------------------------------------
 
+    def _died(self, error: BaseException) -> None:
+        # Without beats the agent would take a worker that is well for one that hangs.
+        if not self._closing.is_set():
+            end_process("heartbeat", error)
+
     def _run(self) -> None:
         numbers = self._numbers
         numbers[form.AT_BEATING_TID] = threading.get_native_id()
@@ -156,7 +163,7 @@ class Pulse:
                 if now_process_ns - process_ns < ASLEEP_PROCESS_NS:
                     still = Still.ASLEEP
             elif not numbers[form.AT_WAITS]:
-                loop = _loop_of(sys._current_frames().get(self._training))
+                loop = self._loop()
                 if loop is not None and loop == place:
                     still = Still.SPINS
             # In this order: who reads in between takes it for one that has moved just now.
@@ -167,6 +174,16 @@ class Pulse:
             numbers[form.AT_BEAT] = now_ns
             used_ns, process_ns, before_ns, place = now_used_ns, now_process_ns, now_ns, loop
             self._closing.wait(BEAT_S)
+
+    def _loop(self) -> object:
+        """As `_loop_of` for the training thread. Code that cannot be read, once met, ends the search for loops."""
+        if self._looks_for_loops:
+            try:
+                return _loop_of(sys._current_frames().get(self._training))
+            except Exception as error:  # `dis` meets the code of others, which may have been rewritten
+                self._looks_for_loops = False
+                threads.tell(f"loops that hang are no longer looked for: {threads.describe(error)}", error)
+        return None
 
     def _used_ns(self) -> int:
         try:

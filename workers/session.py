@@ -1,4 +1,4 @@
-"""What a training script talks to: `init()` and the `Job` that it returns (DESIGN section 11).
+"""What a training script talks to: `init()` and the `Job` that it returns.
 
 A step is a transaction. The gradients of the last micro-batch are reduced while backward runs; the first call of a
 registered optimizer's `step` after it passes the commit barrier, or recovers. Where the step commits, optimizers and
@@ -21,10 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from elaunch.detect.pulse import Phase
+from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.plan.shares import DataParallelPlan, micro_batches
+from elaunch.policy.data_parallel import shares as as_shares
+from elaunch.policy.data_parallel import tiling
+from elaunch.policy.measure import Step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.selector import History, Selector, make_selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Excused, Finished, Leaving, Profiled, Progress, Report
+from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, pulse
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
@@ -36,17 +42,11 @@ from elaunch.workers.engine.buffers import ModelBuffers
 from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
 from elaunch.workers.engine.rng import seed_micro_batch
 from elaunch.workers.hooks import Left, Membership, Verdict, Vote, tells_again
-from elaunch.workers.plan.shares import DataParallelPlan, micro_batches
-from elaunch.workers.policy.data_parallel import shares as as_shares
-from elaunch.workers.policy.data_parallel import tiling
-from elaunch.workers.policy.measure import Step
-from elaunch.workers.policy.profile import LayerProfile, Profile
-from elaunch.workers.policy.selector import History, Selector, make_selector
 from elaunch.workers.state.move import move_state
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Saved
+    from elaunch.workers.state.checkpoint import Part, Restored
 
 NEVER = 1 << 62  # above every epoch
 SPEEDS_CHANGED = "the speed of workers has changed"
@@ -119,7 +119,7 @@ class Job:
         self._fabric = Fabric(client.worker, client.token, client.host)
         self._reducer = Reducer()
         self._checkpoints = Checkpoints(client)
-        self._went_back: tuple[Saved, int, float] | None = None
+        self._went_back: Restored[None] | None = None
         self._membership = Membership(client, self._fabric, self)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
@@ -145,7 +145,6 @@ class Job:
         self._share_samples = 0
         self._units = range(0)
         self._commit_s = time.monotonic()
-        self._progressed = False
         self._step_seconds = 0.0
         self._last_step: dict[str, Any] | None = None
         self._closed = False
@@ -487,9 +486,6 @@ class Job:
         changed_s = self._membership.committed()
         if self._selector is not None and changed_s is not None:
             self._selector.measured.change_took(changed_s)
-        if not self._progressed:
-            self._progressed = True
-            self._client.send(Progress(self.step))
 
     def _take_over_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `step` act once a step, when it commits, and leave the gradients to the job."""
@@ -591,22 +587,26 @@ class Job:
         assert self._group is not None
         return part_of(self._objects, self._layout.cursor, self._group.rank, self._group.size)
 
-    def _go_back(self, step: int) -> None:
-        """All members read a checkpoint, whose settings are known when `batches` is called."""
-        from elaunch.workers.state.objects import load
+    def _go_back(self, group: Group, step: int) -> None:
+        """All members read a checkpoint, that of `step` or an older one.
 
-        start_s = time.monotonic()
-        saved = self._checkpoints.open(step)
-        read_bytes = load(self._objects, saved)
-        self.step, self._went_back = saved.step, (saved, read_bytes, time.monotonic() - start_s)
+        Whether its settings are those of this job is known when `batches` is called.
+        """
+        from elaunch.workers.state.checkpoint import Restored
+        from elaunch.workers.state.objects import fill, read
+
+        found = self._checkpoints.restore(group, step, read)
+        fill(self._objects, found.saved, found.state)
+        # The tensors are in the objects now.
+        self.step = found.saved.step
+        self._went_back = Restored(found.saved, None, found.read_bytes, found.seconds)
 
     def _check_origin(self, layout: _Layout) -> None:
         """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
         if self._went_back is not None:
-            saved, read_bytes, seconds = self._went_back
-            saved.check("objects", layout.cursor)
+            self._went_back.saved.check("objects", layout.cursor)
             assert self._group is not None
-            self._checkpoints.resumed(self._group, saved, 0, read_bytes, seconds)
+            self._checkpoints.resumed(self._group, self._went_back, 0)
             self._went_back = None
 
     def _leave(self, left: Left) -> None:
@@ -666,7 +666,7 @@ class Job:
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         if verdict.fresh and verdict.saved is not None:
-            self._go_back(verdict.saved)
+            self._go_back(group, verdict.saved)
             return 0
         if not verdict.receivers:
             return 0

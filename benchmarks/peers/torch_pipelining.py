@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.emulation import Words, arguments, emulated_layers, loss_fn
 from benchmarks.small_model import CommitLog
-from elaunch.workers.plan import Plan
-from elaunch.workers.policy.profile import Profile
+from elaunch.plan import Plan
+from elaunch.policy.profile import Profile
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from elaunch.workers.policy.profile import LayerProfile, Profile
+from elaunch.policy.profile import LayerProfile, Profile
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 32000

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elaunch.detect.pulse import BEAT_S, Phase, Pulse, Still
+from elaunch.detect.heartbeat import BEAT_S, Phase, Pulse, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous import deadlock
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaunch.devices import Reading, Xid
+from elaunch.detect.devices import Reading, Xid
 
 
 class Verdict(enum.IntEnum):

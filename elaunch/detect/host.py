@@ -151,6 +151,16 @@ def family(pid: int, proc: Path = PROC) -> list[int]:
     return found
 
 
+def ancestors(pid: int, proc: Path = PROC) -> list[int]:
+    """The parent of a process, the parent of that, and so on, as far as this process can see them."""
+    found: list[int] = []
+    with suppress(OSError, IndexError, ValueError):
+        while pid > 1 and pid not in found[:-1]:
+            pid = int((proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            found.append(pid)
+    return found
+
+
 def read_files(pid: int, proc: Path = PROC) -> Files | None:
     """The descriptors of a process; None when it is gone, or has no limit."""
     try:

@@ -16,6 +16,7 @@ import fcntl
 import json
 import math
 import os
+import reprlib
 import signal
 import stat
 import uuid
@@ -31,6 +32,9 @@ TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 READ_BYTES = 1 << 16
 PIPE_BYTES = 1 << 20  # a client does not wait: with a full pipe its request is lost to it
 LONGEST_BYTES = 1 << 13  # a request is at most PIPE_BUF, 4096; more without a line break is none
+MAX_PID = 1 << 31
+MAX_TIMERS = 10_000
+MAX_LINES = 10  # about requests that cannot be used, each time that some have come
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +86,14 @@ def parse(line: bytes) -> Request:
         expiry_s = float(found["expiration_time"])
     except (KeyError, TypeError, ValueError, OverflowError):
         expiry_s = math.nan
-    if type(pid) is not int or pid <= 0:
-        raise ValueError(f"pid={pid!r}: expected the number of a process")
+    if type(pid) is not int or not 0 < pid < MAX_PID:
+        raise ValueError(f"pid={reprlib.repr(pid)}: expected the number of a process")
     if not isinstance(scope, str):
-        raise ValueError(f"scope_id={scope!r}: expected text")
+        raise ValueError(f"scope_id={reprlib.repr(scope)}: expected text")
     if math.isnan(expiry_s):
-        raise ValueError(f"expiration_time={found.get('expiration_time')!r}: expected Unix seconds")
+        raise ValueError(f"expiration_time={reprlib.repr(found.get('expiration_time'))}: expected Unix seconds")
     if type(number) is not int or (number > 0 and number not in signal.valid_signals()):
-        raise ValueError(f"signal={number!r}: expected the number of a signal")
+        raise ValueError(f"signal={reprlib.repr(number)}: expected the number of a signal")
     return Request(pid, scope, expiry_s, number)
 
 
@@ -108,6 +112,7 @@ class Watchdog:
         self._timers: dict[tuple[int, str], Request] = {}
         self._rest = b""
         self._said: list[str] = []
+        self._unsaid = 0
         self._fd = -1
         try:
             self._remove()
@@ -128,7 +133,8 @@ class Watchdog:
         """Take up the requests that have come, without waiting.
 
         Returns:
-            For each line that is no request, a line that says so; such lines change nothing.
+            For each of the first lines that are no requests, a line that says so, and one of how many more there are;
+            such lines change nothing.
         """
         for _ in range(PIPE_BYTES // READ_BYTES):  # what comes meanwhile keeps the FIFO readable
             try:
@@ -144,18 +150,30 @@ class Watchdog:
             if len(data) < READ_BYTES:
                 break
         said, self._said = self._said, []
+        if self._unsaid:
+            said.append(f"watchdog: ignored {self._unsaid} more lines")
+            self._unsaid = 0
         return said
 
     def _take(self, line: bytes) -> None:
         try:
             request = parse(line)
         except ValueError as error:
-            self._said.append(f"watchdog: ignored {line[:200]!r}: {str(error)[:200]}")
+            self._complain(f"watchdog: ignored {line[:200]!r}: {str(error)[:200]}")
             return
+        key = request.pid, request.scope
         if request.expiry_s < 0:
-            self._timers.pop((request.pid, request.scope), None)
+            self._timers.pop(key, None)
+        elif key in self._timers or len(self._timers) < MAX_TIMERS:
+            self._timers[key] = request
         else:
-            self._timers[request.pid, request.scope] = request
+            self._complain(f"watchdog: ignored {line[:200]!r}: there are {MAX_TIMERS} timers already")
+
+    def _complain(self, text: str) -> None:
+        if len(self._said) < MAX_LINES:
+            self._said.append(text)
+        else:
+            self._unsaid += 1
 
     def due_s(self) -> float | None:
         """When the next timer expires, in Unix seconds; None if none does."""
@@ -178,10 +196,15 @@ class Watchdog:
             self._drop(pid)
         return found
 
-    def forget(self, pid: int) -> None:
-        """Drop the timers of a process that is gone, also those that it asked for just before its end."""
-        self._said = self.receive()
+    def forget(self, pid: int) -> list[str]:
+        """Drop the timers of a process that is gone, also those that it asked for just before its end.
+
+        Returns:
+            As `receive`.
+        """
+        said = self.receive()
         self._drop(pid)
+        return said
 
     def _drop(self, pid: int) -> None:
         self._timers = {key: timer for key, timer in self._timers.items() if key[0] != pid}

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 import pytest
 
+from elaunch.cli.request_plan import change_plan
 from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
@@ -40,8 +42,6 @@ from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Observer
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
-from elaunch.replan import change_plan
-from elaunch.workers.plan import Plan, symmetric
 from tests.contract.conftest import READY_S
 from tests.helpers import find_free_port, wait_until
 
@@ -152,6 +152,7 @@ class Node:
         self.returns: list[float] = []
         self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
+        self.warnings: list[str] = []
         self.participant = Participant(open_store, "job", config, rules, self.doc, self, **settings)
 
     def joined(self, config: JobConfig) -> None:
@@ -183,6 +184,9 @@ class Node:
 
     def absent(self, text: str) -> None:
         self.absences.append(text)
+
+    def warns(self, text: str) -> None:
+        self.warnings.append(text)
 
     def refused(self, error: ElaunchError) -> None:
         self.refusals.append(error)
@@ -223,11 +227,12 @@ class Job:
         return node
 
     def three(self) -> tuple[Node, Node, Node]:
-        """Nodes a, b and c, joined in this order, whose workers train together."""
+        """Nodes a, b and c, joined in this order, whose workers train together; a leads."""
         nodes = []
         for name in "abc":
             node = self.node(name)
             wait_until(lambda name=name: self.read(f"nodes/{name}"), LIMIT_S, f"{name} to join")  # type: ignore[misc]
+            wait_until(lambda: self.read("leader"), LIMIT_S, "a to lead")
             nodes.append(node)
         for node in nodes:
             node.hears(lambda one: one.stage is Stage.START)

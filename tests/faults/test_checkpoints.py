@@ -18,6 +18,8 @@ from tests.jobs.watch import Node, digests, elaunch, losses, wait_for, wait_for_
 
 LAYERS = ROOT / "tests" / "jobs" / "layers.py"
 STEPS = ("--steps", "14")
+OFTEN = ("--checkpoint-every=4",)
+PATIENT = ("--wait-for-saves",)
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(400)
@@ -60,6 +62,35 @@ def check(node: Node, expected: Reference, *before: Node) -> None:
     assert losses([*before, node]) == found
     assert digests([*before, node]) == samples
     assert weights(node) == ended
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "saved").iterdir()}
+
+
+def damage(folder: Path, step: int) -> None:
+    """Change 64 bytes in the middle of a file of a checkpoint."""
+    file = folder / "saved" / f"step-{step:09d}" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+    file.write_bytes(data)
+
+
+def check_passed_over(node: Node, folder: Path, step: int, older: int) -> None:
+    """That the job said so once, went back to the one before, and wrote the damaged one anew."""
+    saved = folder / "saved"
+    (event,) = node.events("checkpoint_damaged")
+    assert (event["step"], event["older"]) == (step, older)
+    assert event["path"] == f"{saved}/step-{step:09d}.damaged"
+    said = f"[elaunch] the checkpoint {saved}/step-{step:09d} is damaged, and passed over: __0_0.distcp: bytes "
+    lines = [line for line in node.agent.text().splitlines() if "is damaged" in line]
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert went_back_to(node)[0] == older
+    # The damaged one has gone like any other old one.
+    assert [event["step"] for event in node.events("checkpoint")][-2:] == [8, 12]
+    assert names(folder) == {"step-000000008", "step-000000012"}
 
 
 def kill_all(node: Node, gate: Path) -> None:
@@ -117,10 +148,115 @@ def test_a_death_while_one_is_written_leaves_the_one_before(
     gate.touch()
     check(node, expected)
     assert went_back_to(node)[0] == 4
+    why = {"written": "node0/1#0 did not write", "complete": "node0/0#0 did not complete it"}[moment]
+    assert f"after 8 steps is left incomplete: {why}; its files were removed" in node.agent.text()
     # A later one was completed, and nothing is left of the first attempt.
     whole = checkpoints.complete(tmp_path / "saved")
     assert whole[0] in (8, 12)
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {f"step-{step:09d}" for step in whole}
+
+
+@pytest.mark.parametrize("slot", [1, 0])
+def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(spawn: Spawner, tmp_path: Path, slot: int) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--full", f"{slot}:8", "--hold", f"10:{gate}")
+    node = run(spawn, tmp_path, *script, flags=OFTEN)
+    wait_for_checkpoint(node, 4)
+    wait_for(node, lambda: f"node0/{slot}#0 could not write the checkpoint" in node.agent.text(), 60, "a failed save")
+    # While the job waits in a step, what could not be completed is gone.
+    assert names(tmp_path) == {"step-000000004"}
+    gate.touch()
+    check(node, expected)
+    (line,) = (line for line in node.agent.text().splitlines() if "could not write" in line)
+    assert "the checkpoint after 8 steps: OSError: [Errno 27] File too large; its files were removed" in line
+    assert [event["step"] for event in node.events("checkpoint")] == [4, 12]
+    assert names(tmp_path) == {"step-000000004", "step-000000012"}
+
+
+def test_a_job_all_of_whose_workers_die_passes_over_a_damaged_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--hold", f"10:{gate}")
+    node = run(spawn, tmp_path, *script, flags=OFTEN)
+    wait_for_step(node, 9)
+    wait_for_checkpoint(node, 8)
+    damage(tmp_path, 8)
+    kill_all(node, gate)
+    check(node, expected)
+    check_passed_over(node, tmp_path, 8, 4)
+
+
+@pytest.mark.parametrize("slot", [1, 0])
+def test_survivors_that_lost_parts_of_the_state_pass_over_a_damaged_checkpoint(
+    spawn: Spawner, tmp_path: Path, slot: int
+) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--snapshots=0", "--hold", f"10:{gate}")
+    node = run(spawn, tmp_path, *script, flags=OFTEN)
+    wait_for_step(node, 9)
+    wait_for_checkpoint(node, 8)
+    damage(tmp_path, 8)
+    os.kill(node.pids()[f"node0/{slot}#0"], signal.SIGKILL)
+    gate.touch()
+    check(node, expected)
+    check_passed_over(node, tmp_path, 8, 4)
+    assert node.events("resume")[0]["again"] in (6, 7)
+
+
+def stopped_with_damage(spawn: Spawner, folder: Path) -> Node:
+    """A job that was stopped after nine steps, and the newest of its checkpoints was damaged then."""
+    hold = ("--hold", f"10:{folder / 'never'}")
+    first = run(spawn, folder, LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", *hold, flags=OFTEN, name="first")
+    wait_for_step(first, 9)
+    wait_for_checkpoint(first, 8)
+    first.agent.signal(signal.SIGINT)
+    assert first.agent.wait(LIMIT_S) == 1
+    damage(folder, 8)
+    return first
+
+
+def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    first = stopped_with_damage(spawn, tmp_path)
+    # Of a run that died in the middle of a save.
+    (tmp_path / "saved" / "step-000000012.7-abc.part").mkdir()
+    second = run(spawn, tmp_path, LAYERS, *STEPS, *PATIENT, "--pp=4", flags=OFTEN, name="second")
+    check(second, expected, first)
+    check_passed_over(second, tmp_path, 8, 4)
+
+
+@pytest.mark.parametrize("slot", [1, 0])
+@pytest.mark.parametrize("moment", ["outcome", "outcomes"])
+def test_a_death_while_a_checkpoint_is_passed_over_changes_no_bit(
+    spawn: Spawner, tmp_path: Path, slot: int, moment: str
+) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    first = stopped_with_damage(spawn, tmp_path)
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--die", f"{slot}:0:{moment}")
+    second = run(spawn, tmp_path, *script, flags=OFTEN, name="second")
+    check(second, expected, first)
+    check_passed_over(second, tmp_path, 8, 4)
+    killed = [event["worker"] for event in second.events("worker_exited") if event.get("signal") == signal.SIGKILL]
+    assert killed[0] == f"node0/{slot}#0"
+
+
+def test_where_no_checkpoint_is_whole_the_job_ends_with_their_names(spawn: Spawner, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--hold", f"10:{gate}")
+    node = run(spawn, tmp_path, *script, flags=OFTEN)
+    wait_for_step(node, 9)
+    wait_for_checkpoint(node, 8)
+    for step in (4, 8):
+        damage(tmp_path, step)
+    kill_all(node, gate)
+    assert node.agent.wait(LIMIT_S) == 1
+    text = node.agent.text()
+    assert "no checkpoint is whole, nothing older than these is left: " in text
+    assert all(f"{tmp_path}/saved/step-{step:09d}: __0_0.distcp: bytes" in text for step in (4, 8))
+    # Once: it is not started again and again to find the same.
+    assert text.count("all workers are started again") == 1
 
 
 def test_a_job_that_is_started_again_goes_on_under_another_plan(spawn: Spawner, tmp_path: Path) -> None:
@@ -193,6 +329,31 @@ class TestDataParallel:
         second = run(spawn, tmp_path, *self.ARGUMENTS, workers=3, name="second")
         self.check(second, undisturbed, first)
         assert went_back_to(second) == [8]
+
+    def test_it_passes_over_a_damaged_one(self, spawn: Spawner, tmp_path: Path) -> None:
+        undisturbed = self.undisturbed(spawn, tmp_path)
+        hold = ("--gather", "3", "--hold", f"10:{tmp_path / 'never'}")
+        first = run(spawn, tmp_path, *self.ARGUMENTS, *hold, *PATIENT, workers=3, flags=OFTEN, name="first")
+        wait_for_step(first, 9)
+        wait_for_checkpoint(first, 8)
+        first.agent.signal(signal.SIGINT)
+        assert first.agent.wait(LIMIT_S) == 1
+        damage(tmp_path, 8)
+        second = run(spawn, tmp_path, *self.ARGUMENTS, *PATIENT, workers=3, flags=OFTEN, name="second")
+        self.check(second, undisturbed, first)
+        check_passed_over(second, tmp_path, 8, 4)
+
+    def test_so_does_one_all_of_whose_workers_die(self, spawn: Spawner, tmp_path: Path) -> None:
+        undisturbed = self.undisturbed(spawn, tmp_path)
+        gate = tmp_path / "gate"
+        hold = ("--gather", "3", "--hold", f"10:{gate}")
+        node = run(spawn, tmp_path, *self.ARGUMENTS, *hold, *PATIENT, workers=3, flags=OFTEN)
+        wait_for_step(node, 9)
+        wait_for_checkpoint(node, 8)
+        damage(tmp_path, 8)
+        kill_all(node, gate)
+        self.check(node, undisturbed)
+        check_passed_over(node, tmp_path, 8, 4)
 
     def test_a_checkpoint_of_other_settings_is_refused(self, spawn: Spawner, tmp_path: Path) -> None:
         first = run(spawn, tmp_path, *self.ARGUMENTS, workers=1, name="first")

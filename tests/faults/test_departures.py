@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.plan import Plan
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from elaunch.workers.plan import Plan
 from tests.faults import test_dtensor as dtensor
 from tests.faults.test_hybrid import SCRIPT, reference, weights
 from tests.faults.test_nodes import Cluster

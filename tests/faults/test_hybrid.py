@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.workers.plan import Plan, symmetric
+from elaunch.plan import Plan, symmetric
 from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for, wait_for_members, wait_for_step
 

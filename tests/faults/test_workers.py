@@ -8,6 +8,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers import Spawner, wait_until
@@ -52,11 +53,14 @@ def left(node: Node, worker: str) -> bool:
 
 def kill_at_once(node: Node, pids: list[int]) -> None:
     """Let the agent hear of these deaths together, however slowly the kernel ends the processes."""
+    holders = {psutil.Process(pid).parent() for pid in pids}
     node.agent.signal(signal.SIGSTOP)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    # Reaped, not only dead: then the process that holds the workers has told the agent.
+    # Reaped, not only dead; and who reaped them waits again, so it has told the agent.
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20, "the workers to be reaped")
+    waits = psutil.STATUS_SLEEPING
+    wait_until(lambda: all(one and one.status() == waits for one in holders), 20, "the agent to be told")
     node.agent.signal(signal.SIGCONT)
 
 

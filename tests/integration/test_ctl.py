@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.workers.plan import Plan, symmetric
+from elaunch.plan import Plan, symmetric
 from tests.helpers import ROOT, Spawned, Spawner, find_free_port
 from tests.jobs.watch import START_S, Node, elaunch, wait_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.workers.plan import symmetric
+from elaunch.plan import symmetric
 from tests.helpers import ROOT, Spawned, Spawner
 from tests.jobs.watch import START_S, Node, assert_same, digests, elaunch, losses, wait_for_step
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch import hooks
+from elaunch import attach, hooks
+from elaunch.errors import UsageError
 from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
 
@@ -45,6 +46,12 @@ def test_the_smallest_runtime_survives_a_death(spawn: Spawner, tmp_path: Path) -
     assert [len(event["workers"]) for event in node.events("generation") if event["stage"] == "train"][:2] == [3, 2]
     assert not any(event.get("exitcode") for event in node.events("worker_exited"))
     assert_same(losses(node), undisturbed(), 1e-10)
+
+
+def test_a_folder_for_checkpoints_that_nobody_would_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", "/shared/run-17")
+    with pytest.raises(UsageError, match=r"--checkpoint-dir=/shared/run-17 .* nothing would be saved"):
+        attach(None)  # type: ignore[arg-type]
 
 
 def test_every_public_name_has_a_home_and_is_told_of() -> None:

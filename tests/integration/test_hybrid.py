@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.workers.plan import Plan
+from elaunch.plan import Plan
 from tests.helpers import ROOT, Spawned, Spawner
 from tests.jobs.watch import START_S, assert_gone, elaunch
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from elaunch.detect.host import family
-from elaunch.workers.plan import Plan, n_rows
-from elaunch.workers.plan.shares import DataParallelPlan
-from elaunch.workers.policy.profile import Profile
+from elaunch.plan import Plan, n_rows
+from elaunch.plan.shares import DataParallelPlan
+from elaunch.policy.profile import Profile
 from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
 from tests.helpers import Spawner
 from tests.jobs.watch import SCRIPT as OBJECTS

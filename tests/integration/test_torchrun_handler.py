@@ -85,7 +85,7 @@ def second_installation(tmp_path: Path) -> Path:
     metadata = tmp_path / "site" / "elaunch_torchrun-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: elaunch-torchrun\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[torchrun.handlers]\netcd-v3 = elaunch.plugins:etcd_v3_handler\n")
+    (metadata / "entry_points.txt").write_text("[torchrun.handlers]\netcd-v3 = elaunch.agent.plugins:etcd_v3_handler\n")
     return metadata.parent
 
 
@@ -599,7 +599,7 @@ def test_the_entry_point_is_known_to_torch_and_loads_no_etcd_client(
     """)
     process = spawn.python("-c", script, env=python_path)
     assert process.wait(LIMIT_S) == 0, process.tail()
-    assert process.text().splitlines() == ["elaunch.plugins []"]
+    assert process.text().splitlines() == ["elaunch.agent.plugins []"]
 
 
 def torchrun(spawn: Spawner, environment: dict[str, str | None], endpoint: str, *arguments: str | Path) -> Spawned:

@@ -11,18 +11,23 @@ out), `enter`, `half` and `passed` of one step, and, in that step or a later one
     receive    when it has received one
     turn-…     compute, enter, half, passed and share of a step in which the plan changes
     resume     when the state has moved, before it goes on
+    outcome    before it tells the others whether a checkpoint is whole
+    outcomes   when it has heard it from them
     barrier    before the barrier that ends a job
 
 and, with a number of steps as STEP, while the checkpoint after so many is written,
 
     written    with its part on the disk, before it says so
     complete   as the first member, when all parts are there
+
+`--full SLOT:STEP` lets no file of the checkpoint after so many steps become larger than some bytes, as a quota would.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +41,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import elaunch
+from elaunch.plan import symmetric
 from elaunch.rendezvous.membership import slot_of
+from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
@@ -47,13 +54,12 @@ from elaunch.workers.engine.tensor_parallel import current
 from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.hybrid import HybridJob
-from elaunch.workers.plan import symmetric
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
-from tests.jobs.train import Faults, Pace, Samples, die
+from tests.jobs.train import Faults, Pace, Samples, die, wait_for_save
 
 WIDTH = 12
 
@@ -73,6 +79,7 @@ class LayerFaults(Faults):
             self._die_around(Engine, "standing", before="standing")
             self._die_around(Fabric, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
+            self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
             self._wrap(Group, "stream", self._stream_in_part)
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
@@ -164,6 +171,23 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
     return (y.mean(1, keepdim=True) - target).square().mean()
 
 
+def fill_disk(step: int) -> None:
+    """While the checkpoint after so many steps is written, let files have few bytes."""
+    original = checkpoint.write_part
+
+    def write(folder: Path, *args: Any) -> bool:
+        if not folder.name.startswith(f"step-{step:09d}."):
+            return original(folder, *args)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            return original(folder, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    setattr(checkpoint, "write_part", write)  # noqa: B010
+
+
 def main() -> None:
     compile_nothing()
     parser = argparse.ArgumentParser()
@@ -178,6 +202,8 @@ def main() -> None:
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--raise-at", default="", help="LAYER:STEP")
+    parser.add_argument("--wait-for-saves", action="store_true", help="go on when a checkpoint is complete")
+    parser.add_argument("--full", default="", help="SLOT:STEP: its part of this checkpoint does not fit on the disk")
     parser.add_argument("--hold", default="", help="STEP:FILE: wait in this step for the file")
     parser.add_argument("--hold-change", default="", help="STEP:FILE: from this step on, wait for the file in a change")
     parser.add_argument("--row-seconds", type=float, default=0.0, help="that each layer takes for a row")
@@ -218,6 +244,8 @@ def main() -> None:
         return float(args.row_seconds * slowed / clocks.speed)
 
     Layer.row_s = row_s
+    if args.full.partition(":")[0] == os.environ.get("LOCAL_RANK", "0"):
+        fill_disk(int(args.full.partition(":")[2]))
     faults = LayerFaults(job, args.die)
     hangs = Hangs(args.hang, args.busy, args.pause, job.worker)
     pace = Pace(job, args.steps, 0.0, args.crew, 0, "")
@@ -248,6 +276,8 @@ def main() -> None:
         for layer_here in engine.layers.values():
             assert isinstance(layer_here.module, Layer)
             layer_here.module.step, layer_here.module.before = engine.step, before
+        if args.wait_for_saves:
+            wait_for_save(job)
         while gate and engine.step == int(hold) and not Path(gate).exists():
             time.sleep(0.005)
         pace.before()

@@ -15,9 +15,9 @@ def main() -> None:
     errors = os.open("errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(errors, 2)
     os.close(errors)
-    from elaunch import nursery
+    from elaunch.agent import forkserver
 
-    link, pid = nursery.start()
+    link, pid = forkserver.start()
     test = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
     test.sendall(f'{{"nursery": {pid}}}\n'.encode())
     ways = {link: test, test: link}

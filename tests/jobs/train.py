@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +39,7 @@ from elaunch.workers.hybrid import HybridJob
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
-
-SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h
+from tests.jobs.links import Links, throttle
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -56,6 +54,13 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         point = torch.linspace(-1, 1, 12, dtype=self.dtype) * (1 + index / 500)
         return point, point.sin().sum().reshape(1)
+
+
+def wait_for_save(job: elaunch.Job | HybridJob) -> None:
+    """Until the checkpoint that was begun is complete, or has failed: the next one never finds it unfinished."""
+    attempt = job._checkpoints._attempt
+    if attempt is not None:
+        attempt.over.wait(10.0)
 
 
 def die() -> None:
@@ -157,15 +162,6 @@ class Faults:
         setattr(kind, name, lambda *args, **kwargs: call(original, *args, **kwargs))
 
 
-def throttle(job: elaunch.Job, wanted: str) -> None:
-    """From a step on, let the kernel send no more than so many bytes a second to anybody."""
-    slot, _, rest = wanted.partition(":")
-    step, _, rate = rest.partition(":")
-    if wanted and slot == os.environ.get("LOCAL_RANK") and job.step == int(step):
-        for link in job._fabric._links.values():
-            link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
-
-
 def main() -> None:
     compile_nothing()
     parser = argparse.ArgumentParser()
@@ -187,12 +183,15 @@ def main() -> None:
         "--extras", action="store_true", help="a layer with buffers, and collectives of the script's own"
     )
     parser.add_argument("--die", action="append", default=[])
+    parser.add_argument("--wait-for-saves", action="store_true", help="go on when a checkpoint is complete")
     parser.add_argument("--direct", type=int, help="how many members may all have links to each other")
     parser.add_argument("--cross", type=int, help="a step in which all first workers wait for each other's messages")
     parser.add_argument("--skip", default="", help="SLOT:STEP in which a worker leaves out a collective of the script")
     parser.add_argument("--fail-at", default="", help="SLOT:STEP at which a worker raises")
     parser.add_argument("--throttle", default="", help="SLOT:STEP:BYTES: from then on its links carry so many a second")
     parser.add_argument("--break-at", default="", help="SLOT:STEP at which its backward raises, half of it reduced")
+    parser.add_argument("--link", action="append", default=[], help="SLOT:STEP:KIND, see tests/jobs/links.py")
+    parser.add_argument("--quarrel", action="append", default=[], help="SLOT:STEP:OTHER, see tests/jobs/links.py")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
     args = parser.parse_args()
@@ -202,6 +201,7 @@ def main() -> None:
     job = elaunch.init()
     faults = Faults(job, args.die)
     hangs = Hangs(args.hang, args.busy, args.pause, job.worker)
+    links = Links(job, args.link, args.quarrel)
     pace = Pace(job, args.steps, args.sleep, args.crew, args.gather, args.hold)
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(1)
@@ -234,11 +234,14 @@ def main() -> None:
         seed=7,
         steps=args.steps,
     ):
+        if args.wait_for_saves:
+            wait_for_save(job)
         pace.before()
         throttle(job, args.throttle)
         if faults.due("compute"):
             die()
         hangs.at(job.step)
+        links.at(job.step)
         if args.fail_at == f"{os.environ.get('LOCAL_RANK', '0')}:{job.step}":
             raise RuntimeError("the sample that breaks the script")
         rows.add(len(points))

@@ -157,8 +157,9 @@ class Worker:
         if lost.on_a_lost_machine:
             self.world.at(0.5, lambda: self.probe(epoch, peer))
         else:
-            dead = not lost.alive
-            self.send_up(lambda: self.node.life.on_unreachable(epoch, peer, dead))
+            dead = not lost.alive or peer in self.world.deaf
+            self.send_up(lambda: self.node.life.on_broken(epoch, self.id, peer) if not dead else None)
+            self.send_up(lambda: self.node.life.on_unreachable(epoch, peer, dead, self.world.now_s))
 
     def voted(self, said: list[tuple[int, bool, bool]]) -> None:
         generation = self.generation()
@@ -180,6 +181,7 @@ class Worker:
     def sealed(self, said: list[None]) -> None:
         self.entering, self.holds = False, True
         epoch = self.generation().epoch
+        self.world.linked.update(frozenset((self.id, one)) for one in self.generation().ids)
         self.send_up(lambda: self.node.life.on_settled(self.id, epoch))
         newest = self.newest
         if newest is not None and newest.urgent > self.generation().epoch:
@@ -203,7 +205,7 @@ class Worker:
         epoch = self.generation().epoch
         self.world.committed(self.id, self.step, self.generation())
         self.step, self.entered = self.step + 1, False
-        self.send_up(lambda: self.node.life.on_progress(self.id))
+        self.send_up(lambda: self.node.life.on_progress(self.id, epoch))
         if len(set(said)) == 1 and said[0] > epoch:
             self.interrupt(epoch)  # not an interruption: all change over at this boundary
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elaunch.lifecycle import Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell
+from elaunch.agent.lifecycle import Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell
 from elaunch.rendezvous.decide import Settings, View, decide
 from elaunch.rendezvous.membership import (
     Generation,
@@ -20,6 +20,7 @@ from elaunch.rendezvous.membership import (
     Stage,
     WorkerState,
     from_json,
+    slot_of,
     to_json,
     with_order,
 )
@@ -68,6 +69,15 @@ class World:
         self.arrivals: dict[tuple[int, Op], dict[str, Any]] = {}
         self.commits: dict[tuple[int, int], tuple[int, set[str]]] = {}
         self.last_commit_s = 0.0
+        self.sick: set[str] = set()  # workers all of whose links fail, in each generation anew
+        self.deaf: set[str] = set()  # live workers that refuse each connection; the links that they have stay
+        self.linked: set[frozenset[str]] = set()
+        self.cursed: set[frozenset[str]] = set()  # pairs of slots between whose workers no link lasts
+
+    def fails(self, one: str, other: str) -> bool:
+        """Whether a link between these live workers fails whenever it is made."""
+        slots = frozenset((slot_of(one), slot_of(other)))
+        return bool(self.sick & {one, other}) or slots in self.cursed
 
     def note(self, text: str) -> None:
         self.trace.append(f"{self.now_s - 100:9.4f}  {text}")
@@ -124,7 +134,9 @@ class World:
             peer = self.workers[one]
             if one in there:
                 continue
-            if not peer.alive or frozenset((one, worker.id)) in worker.broken_links:
+            pair = frozenset((one, worker.id))
+            refused = self.deaf & pair and pair not in self.linked
+            if not peer.alive or pair in worker.broken_links or self.fails(one, worker.id) or refused:
                 self.at(self.delay_s(), worker.losing(generation.epoch, op, one))
             elif peer.active is not None and peer.active.epoch > generation.epoch:
                 # Its frames of the newer epoch tell that it will never come.
@@ -150,7 +162,8 @@ class World:
         alive = [worker for worker in self.workers.values() if worker.alive]
         agents = [node for node in self.nodes.values() if not node.ended]
         kind = self.rng.choice(["kill"] * 5 + ["exit1", "exit0", "crash", "drain", "join", "join", "outage", "away"])
-        kind = self.rng.choice([kind, kind, kind, kind, "cut", "cut", "plan"]) if alive else kind
+        if alive:
+            kind = self.rng.choice([kind] * 8 + ["cut"] * 4 + ["plan", "plan", "sick", "deaf", "curse"])
         if kind in ("kill", "exit1", "exit0") and alive:
             victim = self.rng.choice(alive)
             self.note(f"FAULT {kind} {victim.id}")
@@ -161,9 +174,21 @@ class World:
         elif kind == "cut" and len(alive) > 1:
             pair = frozenset(worker.id for worker in self.rng.sample(alive, 2))
             self.note(f"FAULT the link {' - '.join(sorted(pair))} breaks")
+            self.linked.discard(pair)
             for worker in alive:
                 if worker.id in pair and worker.active is not None:
                     worker.broken_links.add(pair)
+            self.look_around_all()
+        elif kind in ("sick", "deaf"):
+            victim = self.rng.choice(alive)
+            self.note(f"FAULT {victim.id} is {kind}")
+            (self.sick if kind == "sick" else self.deaf).add(victim.id)
+            self.look_around_all()
+        elif kind == "curse" and len(alive) > 1:
+            slots = frozenset(slot_of(worker.id) for worker in self.rng.sample(alive, 2))
+            self.note(f"FAULT no link lasts between {' and '.join(sorted(slots))}")
+            if len(slots) == 2:
+                self.cursed.add(slots)
             self.look_around_all()
         elif kind == "plan":
             self.store.ask_for_plan()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from elaunch.workers.plan import (
+from elaunch.plan import (
     Layout,
     MicroBatch,
     Pipeline,
@@ -22,7 +22,7 @@ from elaunch.workers.plan import (
     stages,
     symmetric,
 )
-from elaunch.workers.plan.tiling import ORDERS
+from elaunch.plan.tiling import ORDERS
 
 LAYOUTS: tuple[Layout, ...] = ("interleaved", "contiguous")
 

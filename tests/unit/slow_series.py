@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elaunch.detect.slow import Detector
-from elaunch.detect.track import Change
+from elaunch.policy.stragglers.slow import Detector
+from elaunch.policy.stragglers.track import Change
 
 EVERY = 4
 DENSE = 12

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from elaunch.errors import ProtocolError
+from elaunch.plan import Plan, symmetric
+from elaunch.policy.ahead import Ahead, events
+from elaunch.policy.ahead_process import NICE, Answer, Event, Job, Process, answers
+from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.policy.reparallelize import Degrees
+from elaunch.policy.select import Choice, Settings, choose
+from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.policy.ahead import Ahead, events
-from elaunch.workers.policy.ahead_process import NICE, Answer, Event, Job, Process, answers
-from elaunch.workers.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.workers.policy.reparallelize import Degrees
-from elaunch.workers.policy.select import Choice, Settings, choose
-from elaunch.workers.policy.structure import NotPossible
 from tests.helpers import Spawner, is_running, wait_until
 from tests.unit.plan_strategies import valid_plans
 
@@ -463,9 +463,9 @@ def test_a_fork_of_the_process_leaves_it_alone(inline: Ahead, monkeypatch: pytes
 
 PROGRAM = """
 import os, sys, time
-from elaunch.workers.plan import symmetric
-from elaunch.workers.policy.ahead import Ahead
-from elaunch.workers.policy.profile import LayerProfile, Profile
+from elaunch.plan import symmetric
+from elaunch.policy.ahead import Ahead
+from elaunch.policy.profile import LayerProfile, Profile
 
 workers = [f"n{number}/0#0" for number in range(64)]
 plan = symmetric(workers, 32, 128, 1, dp=8, pp=8)
@@ -490,3 +490,25 @@ def test_the_process_does_not_outlive_its_parent(spawn: Spawner, tmp_path: Path,
     parent.wait(ALL_S)
     wait_until(lambda: not is_running(process.pid), ALL_S, "the process to end")
     assert parent.text() == "began\n"
+
+
+def test_a_process_that_cannot_be_written_to_is_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    process = Process(lambda line: None)
+    process.send("no job")  # type: ignore[arg-type]
+    wait_until(lambda: process.ended, 20, "its end")
+    assert "thread elaunch-ahead-write died: AttributeError" in capfd.readouterr().err
+    process.close()
+    assert not is_running(process.pid)
+
+
+def test_a_process_whose_answers_cannot_be_taken_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    def took(line: bytes) -> None:
+        raise ZeroDivisionError("a defect")
+
+    process = Process(took)
+    job = Job(1, "", "", WORKERS, "", "", (Event(),))
+    process.send(job)
+    wait_until(lambda: process.ended, 60, "its end")
+    process.close()
+    assert "thread elaunch-ahead-read died: ZeroDivisionError: a defect" in capfd.readouterr().err
+    assert not is_running(process.pid)

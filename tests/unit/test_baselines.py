@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from benchmarks.baselines import depths_of, drop_replica, sums, template_switch
-from elaunch.workers.plan import n_rows, symmetric
-from elaunch.workers.policy.estimate import estimate_step
-from elaunch.workers.policy.profile import LayerProfile, Profile
-from elaunch.workers.policy.structure import NotPossible, stages_of
+from elaunch.plan import n_rows, symmetric
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.structure import NotPossible, stages_of
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
 HEAD = replace(LAYER, forward_s_per_row=1.5, backward_s_per_row=3.0)

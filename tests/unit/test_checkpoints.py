@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +23,21 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elaunch import checkpoints
 from elaunch.checkpoints import Checkpointing
-from elaunch.errors import LaunchError, StateError, UsageError
+from elaunch.errors import CheckpointDamaged, LaunchError, StateError, UsageError
+from elaunch.plan import Plan, symmetric
+from elaunch.wire import Message, Report
+from elaunch.wire import Saved as SavedMessage
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
-from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
-from elaunch.workers.state.checkpoint import Part, Pieces, Saved, complete, notes, write_part
+from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part
+from elaunch.workers.state.checksums import seal, unseal
+from tests.helpers import wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
+from tests.unit.comm_crew import crew as crew_of
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train
 from tests.unit.engine_crew import whole as whole_parameters
 from tests.unit.plan_strategies import valid_plans
@@ -76,17 +85,38 @@ class TestFolder:
     def test_the_newest_complete_one_counts(self, tmp_path: Path) -> None:
         assert checkpoints.newest(tmp_path / "nowhere") is None
         made(tmp_path, "step-000000020", "step-000000100", "step-000000300.2-ab.part", "else", "step-7")
-        (tmp_path / "step-000000200").mkdir()
+        made(tmp_path, "step-000000200.damaged", "step-000000200.damaged-2")
         assert checkpoints.complete(tmp_path) == [100, 20]
         assert checkpoints.newest(tmp_path) == 100
+        assert (checkpoints.before(tmp_path, 100), checkpoints.before(tmp_path, 20)) == (20, None)
 
-    def test_the_two_newest_stay_and_what_is_incomplete_goes(self, tmp_path: Path) -> None:
-        made(tmp_path, "step-000000010", "step-000000020", "step-000000030", "mine", "step-000000030.1-a.part")
-        made(tmp_path, "step-000000020.1-a.part", "step-000000040.1-a.part")
-        (tmp_path / "step-000000025").mkdir()
-        gone = {path.name for path in checkpoints.outdated(tmp_path, 30)}
-        parts = {"step-000000030.1-a.part", "step-000000020.1-a.part"}
-        assert gone == {"step-000000010", "step-000000025", *parts}
+    def test_one_that_lacks_a_file_is_damaged_and_not_passed_over_without_a_word(self, tmp_path: Path) -> None:
+        made(tmp_path, "step-000000100", "step-000000200")
+        (tmp_path / "step-000000200" / checkpoints.METADATA).unlink()
+        assert checkpoints.newest(tmp_path) == 200
+
+    def test_the_two_newest_stay_and_damaged_ones_that_are_newer(self, tmp_path: Path) -> None:
+        made(tmp_path, "step-000000010", "step-000000030", "mine", "step-000000040.1-a.part")
+        made(tmp_path, *(f"step-0000000{step}.damaged" for step in (10, 20, 25)))
+        assert checkpoints.outdated(tmp_path) == [tmp_path / "step-000000010.damaged"]
+        made(tmp_path, "step-000000020", "step-000000020.damaged-2")
+        gone = {path.name for path in checkpoints.outdated(tmp_path)}
+        damaged = {"step-000000010.damaged", "step-000000020.damaged", "step-000000020.damaged-2"}
+        assert gone == {"step-000000010", *damaged}
+
+    def test_what_is_removed_is_told_from_what_was_not_there(self, tmp_path: Path) -> None:
+        made(tmp_path, "step-000000010", "step-000000020.1-a.part")
+        assert checkpoints.parts(tmp_path) == [tmp_path / "step-000000020.1-a.part"]
+        assert checkpoints.discard(tmp_path / "step-000000010")
+        assert checkpoints.discard(tmp_path / "step-000000020.1-a.part")
+        assert not checkpoints.discard(tmp_path / "step-000000020.1-a.part")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_each_damaged_one_that_is_set_aside_gets_a_name(self, tmp_path: Path) -> None:
+        for name in ("step-000000010.damaged", "step-000000010.damaged-2"):
+            made(tmp_path, "step-000000010")
+            assert checkpoints.set_aside(tmp_path / "step-000000010") == tmp_path / name
+        assert checkpoints.complete(tmp_path) == []
 
 
 # -- the format -----------------------------------------------------------------------------------------------------
@@ -107,8 +137,9 @@ def spread(tensors: dict[str, Tensor], members: int, cuts: int) -> list[Part]:
 
 def written(folder: Path, parts: Sequence[Part], step: int = 40) -> Path:
     part = checkpoints.part_of(folder, step, "1-a")
+    part.mkdir()
     for member, mine in enumerate(parts):
-        write_part(part, member, mine.copied())
+        assert write_part(part, member, mine.copied())
     said = notes(part, len(parts))
     return complete(part, step, [said[member] for member in range(len(parts))])
 
@@ -151,8 +182,8 @@ def test_a_copy_does_not_follow_the_state() -> None:
     tensor = torch.ones(4)
     part = Part("layers", {}, {"x": Pieces((4,), [(((0, 4),), tensor)])}, {}).copied()
     tensor.zero_()
-    index = part.tensors["x"].__create_write_items__("x", None)[0].index
-    assert torch.equal(part.tensors["x"].__get_tensor_shard__(index), torch.ones(4))
+    ((_, copy),) = part.tensors["x"].parts
+    assert torch.equal(copy, torch.ones(4))
 
 
 def test_what_is_missing_is_found_out_before_it_counts(tmp_path: Path) -> None:
@@ -162,15 +193,175 @@ def test_what_is_missing_is_found_out_before_it_counts(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path) is None
 
 
-def test_a_damaged_one_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    path = written(tmp_path, spread(TENSORS, members=1, cuts=1))
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def restored(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    Saved(path).read({name: Pieces(tensor.shape, [(whole(tensor.shape), tensor)]) for name, tensor in found.items()})
+    return found
+
+
+def flip(path: Path, begin: int, count: int = 64) -> None:
+    """Invert bytes of a file; a negative place counts from its end."""
+    data = bytearray(path.read_bytes())
+    begin %= len(data)
+    for place in range(begin, min(begin + count, len(data))):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+
+
+LARGE = {"model.layers.0.weight": torch.arange(20_000.0).view(100, 200), "scalar": torch.tensor(3.5)}
+DISTCP = "__0_0.distcp"
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            lambda path: flip(path / DISTCP, 40_000),
+            r"__0_0\.distcp: bytes 0 to \d+ \(model\.layers\.0\.weight\) have the checksum \w{32}, expected \w{32}",
+        ),
+        (lambda path: flip(path / DISTCP, 100, 1), r"__0_0\.distcp: bytes 0 to \d+ \(model\.layers\.0\.weight\) have"),
+        (lambda path: flip(path / DISTCP, -40, 1), r"__0_0\.distcp: bytes \d+ to \d+ \(scalar\) have the checksum"),
+        (lambda path: os.truncate(path / DISTCP, 50_000), r"__0_0\.distcp has 50000 bytes, expected \d+"),
+        (lambda path: (path / DISTCP).write_bytes(b""), r"__0_0\.distcp has 0 bytes, expected \d+"),
+        (lambda path: (path / DISTCP).unlink(), r"__0_0\.distcp is missing"),
+        (lambda path: flip(path / ".metadata", 300), r"\.metadata: bytes 0 to \d+ have the checksum \w{32}, expected"),
+        (lambda path: (path / ".metadata").write_bytes(b"x"), r"\.metadata has 1 bytes, expected \d+"),
+        (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
+        (lambda path: flip(path / "elaunch.json", 20, 1), r"elaunch\.json: its checksum is \w{32}, expected \w{32}"),
+        (lambda path: flip(path / "elaunch.json", -3, 1), r"elaunch\.json: its checksum is \w{32}, expected"),
+        (lambda path: flip(path / "elaunch.json", -45), r"elaunch\.json: it has no checksum"),
+        (lambda path: (path / "elaunch.json").unlink(), r"elaunch\.json is missing"),
+        (lambda path: (path / "elaunch.json").write_bytes(b""), r"elaunch\.json: it has no checksum"),
+        (lambda path: (path / "elaunch.json").write_text("[" * 100_000), r"elaunch\.json: it has no checksum"),
+        (lambda path: (path / "elaunch.json").write_text('{"version": ' + "1" * 100_000 + "}"), "it has no checksum"),
+        (lambda path: (path / "elaunch.json").write_text('"\\ud800"'), r"elaunch\.json: it has no checksum"),
+        (lambda path: (path / "elaunch.json").write_bytes(b'{"step": "\xed\xa0\x80"}'), "it has no checksum"),
+        (lambda path: (path / "elaunch.json").write_text("[]" * 10_000_000), r"elaunch\.json: it has no checksum"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], object], problem: str) -> None:
+    path = written(tmp_path, spread(LARGE, members=1, cuts=1))
+    assert torch.equal(restored(path, LARGE)["model.layers.0.weight"], LARGE["model.layers.0.weight"])
+    damage(path)
+    with pytest.raises(CheckpointDamaged, match=f"step-000000040 is damaged: .*{problem}"):
+        restored(path, LARGE)
+
+
+def test_checksums_are_of_what_was_to_be_written(tmp_path: Path) -> None:
+    part = checkpoints.part_of(tmp_path, 40, "1-a")
+    part.mkdir()
+    write_part(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
+    flip(part / DISTCP, 40_000)  # by the disk, before anybody has read it
+    path = complete(part, 40, [notes(part, 1)[0]])
+    with pytest.raises(CheckpointDamaged, match="have the checksum"):
+        restored(path, LARGE)
+
+
+def test_a_member_that_needs_nothing_of_what_is_damaged_finds_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path, spread(LARGE, members=1, cuts=2))
     saved = Saved(path)
-    (path / "__0_0.distcp").write_bytes(b"nothing")
-    with pytest.raises(StateError, match=r"step-000000040 cannot be read: .* If it is damaged, remove it"):
-        saved.read({"scalar": Pieces((), [((), torch.empty(()))])})
-    (path / checkpoints.METADATA).write_bytes(b"nothing")
-    with pytest.raises(StateError, match="cannot be read"):
+    flip(path / DISTCP, 10_000, 1)
+    half = torch.empty(50, 200)
+    name = "model.layers.0.weight"
+    saved.read({name: Pieces((100, 200), [(((50, 100), (0, 200)), half)])})
+    assert torch.equal(half, LARGE[name][50:])
+    with pytest.raises(CheckpointDamaged):
+        saved.read({name: Pieces((100, 200), [(((49, 100), (0, 200)), torch.empty(51, 200))])})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_flipped_byte_ever_reaches_a_tensor(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
+    """Either it is found, or nobody reads it and the tensors are what they were."""
+    path = _undamaged(tmp_path_factory)
+    file = path / data.draw(st.sampled_from(sorted(each.name for each in path.iterdir())))
+    whole_file = file.read_bytes()
+    places = data.draw(st.lists(st.integers(0, len(whole_file) - 1), min_size=1, max_size=8, unique=True))
+    changed = bytearray(whole_file)
+    for place in places:
+        changed[place] ^= data.draw(st.integers(1, 255))
+    try:
+        file.write_bytes(changed)
+        try:
+            found = restored(path, TENSORS)
+        except CheckpointDamaged:
+            return
+        assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+        assert (Saved(path).step, Saved(path).facts) == (40, [{"member": 0}, {"member": 1}])
+    finally:
+        file.write_bytes(whole_file)
+
+
+_written: list[Path] = []
+
+
+def _undamaged(factory: pytest.TempPathFactory) -> Path:
+    if not _written:
+        _written.append(written(factory.mktemp("flipped"), spread(TENSORS, members=2, cuts=3)))
+    return _written[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (errno.EIO, CheckpointDamaged, "elaunch.json cannot be read: Input/output error"),
+        (errno.EACCES, StateError, "cannot be read: .*Permission denied"),
+        (errno.ESTALE, StateError, "cannot be read: .*Stale file handle"),
+    ],
+)
+def test_only_lasting_errors_of_the_disk_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StateError], text: str
+) -> None:
+    path = written(tmp_path, spread(LARGE, members=1, cuts=1))
+
+    def fails(self: Path, *_: Any) -> None:
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(StateError, match=text) as error:
         Saved(path)
+    assert type(error.value) is kind
+
+
+def test_a_newer_version_is_not_damage(tmp_path: Path) -> None:
+    path = written(tmp_path, spread(LARGE, members=1, cuts=1))
+    (path / checkpoints.ABOUT).write_bytes(seal({"version": 3, "else": "unknown"}))
+    with pytest.raises(StateError, match="has version 3, and this elaunch reads versions up to 2") as error:
+        Saved(path)
+    assert type(error.value) is StateError
+
+
+def as_version_1(path: Path) -> None:
+    about = unseal((path / checkpoints.ABOUT).read_bytes())
+    del about["files"]
+    (path / checkpoints.ABOUT).write_text(json.dumps({**about, "version": 1}))
+
+
+def test_the_version_before_is_read_without_checks(tmp_path: Path) -> None:
+    path = written(tmp_path, spread(LARGE, members=1, cuts=1))
+    assert Saved(path).checked
+    as_version_1(path)
+    assert not Saved(path).checked
+    assert torch.equal(restored(path, LARGE)["scalar"], LARGE["scalar"])
+    (path / DISTCP).write_bytes(b"nothing")
+    with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp cannot be read"):
+        restored(path, LARGE)
+    (path / checkpoints.METADATA).write_bytes(b"nothing")
+    with pytest.raises(CheckpointDamaged, match=r"\.metadata cannot be read"):
+        Saved(path)
+
+
+def test_a_note_that_the_disk_has_garbled_completes_nothing(tmp_path: Path) -> None:
+    part = checkpoints.part_of(tmp_path, 40, "1-a")
+    part.mkdir()
+    write_part(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
+    flip(part / "part-00000.json", 30, 1)
+    with pytest.raises(ValueError, match=r"part-00000\.json: its checksum is"):
+        notes(part, 1)
 
 
 def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -205,7 +396,8 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
                 engine = make(group=group)
             else:
                 engine = make(joining=True)
-                engine.restore(group, plan, Saved(checkpoints.path_of(folder, step)))
+                saved = Saved(checkpoints.path_of(folder, step))
+                engine.restore(group, plan, lambda read: Restored(saved, *read(saved), 0.0))
                 engine.install()
                 assert engine.step == step
             engines[fabric.worker] = engine
@@ -321,7 +513,9 @@ def test_registered_objects_come_back_as_they_were(tmp_path: Path, members: int)
     assert all(part.tensors for part in parts)
     saved = Saved(written(tmp_path, parts))
     assert "model.0.weight" in saved.shapes()
-    assert objects.load(here, saved) > 0
+    state, read_bytes = objects.read(saved)
+    assert read_bytes > 0
+    objects.fill(here, saved, state)
     for _ in range(2):
         for each in (there, here):
             torch.manual_seed(9)
@@ -338,30 +532,307 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
     saved = Saved(written(tmp_path, [objects.part_of(trained(1, 1), {}, 0, 1)]))
     other = {**trained(1, 0), "model": nn.Linear(5, 7)}
     with pytest.raises(StateError, match=r"step-000000040 is of another job: model is not what the checkpoint has"):
-        objects.load(other, saved)
+        objects.fill(other, saved, objects.read(saved)[0])
 
 
-# -- one worker's part ----------------------------------------------------------------------------------------------
+# -- members --------------------------------------------------------------------------------------------------------
 
 
-class Silent:
-    """A client that tells nobody."""
-
-    worker = "b/1#0"
-
-    def send(self, message: object) -> None:
-        pass
+def same(part: Part) -> Part:
+    return part
 
 
-def test_who_does_not_see_the_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Listener:
+    """A client that keeps what it is told."""
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.said: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.said.append(message)
+
+    def reports(self, kind: str) -> list[dict[str, Any]]:
+        return [one.fields for one in self.said if isinstance(one, Report) and one.kind == kind]
+
+    def known(self) -> list[int]:
+        return [one.step for one in self.said if isinstance(one, SavedMessage)]
+
+
+class Members:
+    """Some workers of a job in one process, each with its checkpoints."""
+
+    def __init__(self, fabrics: Sequence[Fabric], epoch: int = 1) -> None:
+        self.clients = [Listener(fabric.worker) for fabric in fabrics]
+        clients: list[Any] = list(self.clients)
+        self.checkpoints = [Checkpoints(client) for client in clients]
+        ids = [fabric.worker for fabric in fabrics]
+        self.groups = [Group(fabric, epoch, ids) for fabric in fabrics]
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Each writes its part, to the end."""
+        parts = spread(tensors, len(self.groups), 2)
+        together(
+            [
+                partial(each.last, group, step, partial(same, part))
+                for each, group, part in zip(self.checkpoints, self.groups, parts, strict=True)
+            ]
+        )
+
+    def begin(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Each begins to write its part."""
+        together(
+            [
+                partial(each.boundary, group, step, partial(same, part))
+                for each, group, part in zip(
+                    self.checkpoints, self.groups, spread(tensors, len(self.groups), 2), strict=True
+                )
+            ]
+        )
+
+    def restore(self, step: int, tensors: dict[str, Tensor]) -> list[Restored[dict[str, Tensor]]]:
+        """All read all tensors."""
+
+        def read(saved: Saved) -> tuple[dict[str, Tensor], int]:
+            found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            wanted = {name: Pieces(each.shape, [(whole(each.shape), each)]) for name, each in found.items()}
+            return found, saved.read(wanted)
+
+        return together(
+            [
+                partial(each.restore, group, step, read)
+                for each, group in zip(self.checkpoints, self.groups, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        for each in self.checkpoints:
+            each.close()
+
+
+@pytest.fixture
+def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    """Two, with a checkpoint after each step."""
     monkeypatch.setenv(checkpoints.FOLDER, str(tmp_path))
-    monkeypatch.setattr("elaunch.workers.checkpoints.VISIBLE_S", 0.0)
-    mine: Any = Silent()
-    with pytest.raises(StateError, match=r"b/1#0 does not see the checkpoint .*step-000000040.* shared file system"):
-        Checkpoints(mine).open(40)
-    monkeypatch.delenv(checkpoints.FOLDER)
-    with pytest.raises(StateError, match="b/1#0 has no --checkpoint-dir"):
-        Checkpoints(mine).open(40)
+    monkeypatch.setenv(checkpoints.EVERY, "1")
+    monkeypatch.setattr("elaunch.workers.checkpoints.VISIBLE_S", 0.2)
+    with crew_of(2) as fabrics:
+        found = Members(fabrics)
+        yield found
+        found.close()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def removed(folder: Path) -> bool:
+    return not any(name.endswith(".part") for name in names(folder))
+
+
+class TestGoingBack:
+    def test_to_the_one_before_when_the_newest_is_damaged_for_one_member(
+        self, tmp_path: Path, members: Members, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        newer = {name: tensor + 1 for name, tensor in LARGE.items()}
+        members.save(1, LARGE)
+        members.save(2, newer)
+        flip(tmp_path / "step-000000002" / "__1_0.distcp", 5_000)
+        found = members.restore(2, LARGE)
+        assert [one.saved.step for one in found] == [1, 1]
+        assert all(torch.equal(one.state[name], LARGE[name]) for one in found for name in LARGE)
+        said = [line for line in capfd.readouterr().err.splitlines() if "damaged" in line]
+        assert len(said) == 1
+        assert f"{tmp_path}/step-000000002 is damaged, and passed over: __1_0.distcp: bytes" in said[0]
+        assert said[0].endswith("It is kept as step-000000002.damaged; the job goes back to step-000000001")
+        assert names(tmp_path) == {"step-000000001", "step-000000002.damaged"}
+        (report,) = members.clients[0].reports("checkpoint_damaged")
+        assert (report["step"], report["older"]) == (2, 1)
+        assert report["path"] == f"{tmp_path}/step-000000002.damaged"
+        assert not members.clients[1].reports("checkpoint_damaged")
+        # The agents know where the job is, and it may write the second one again.
+        assert [client.known()[-1] for client in members.clients] == [1, 1]
+
+    def test_then_the_same_step_is_saved_anew(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        members.save(2, LARGE)
+        (tmp_path / "step-000000002" / "__0_0.distcp").unlink()
+        members.restore(2, LARGE)
+        again = Members([group.fabric for group in members.groups])
+        again.save(2, LARGE)
+        assert [one.saved.step for one in again.restore(2, LARGE)] == [2, 2]
+        again.save(3, LARGE)
+        assert names(tmp_path) == {"step-000000002", "step-000000003"}
+
+    def test_over_several_to_one_that_is_whole(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000003")
+        members.save(4, LARGE)
+        shutil.copytree(tmp_path / "step-000000003", tmp_path / "step-000000001", dirs_exist_ok=True)
+        (tmp_path / "step-000000004" / ".metadata").unlink()
+        flip(tmp_path / "step-000000003" / "elaunch.json", 30)
+        assert [one.saved.step for one in members.restore(4, LARGE)] == [1, 1]
+        assert [one["step"] for one in members.clients[0].reports("checkpoint_damaged")] == [4, 3]
+
+    def test_when_none_is_whole_the_job_ends_and_names_them_all(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        members.save(2, LARGE)
+        for step in (1, 2):
+            flip(tmp_path / f"step-00000000{step}" / "__0_0.distcp", 5_000)
+        with pytest.raises(StateError, match=r"no checkpoint is whole.*step-000000002: __0_0.*step-000000001: __0_0"):
+            members.restore(2, LARGE)
+        # The next start does not begin from nothing without a word; and the agents do not start the job again for it.
+        assert checkpoints.complete(tmp_path) == [1]
+        assert members.clients[0].known()[-1] == 0
+
+    def test_what_is_no_damage_ends_the_job(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        members.save(2, LARGE)
+        (tmp_path / "step-000000002" / checkpoints.ABOUT).write_bytes(seal({"version": 3}))
+        with pytest.raises(StateError, match="has version 3"):
+            members.restore(2, LARGE)
+        assert checkpoints.complete(tmp_path) == [2, 1]
+
+    def test_what_the_first_member_finds_gone_is_passed_over(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        assert [one.saved.step for one in members.restore(2, LARGE)] == [1, 1]
+
+    def test_one_without_checksums_is_said_to_have_none(
+        self, tmp_path: Path, members: Members, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        members.save(1, LARGE)
+        as_version_1(tmp_path / "step-000000001")
+        members.restore(1, LARGE)
+        assert capfd.readouterr().err.count("has no checksums: it was read without checks") == 1
+
+    def test_what_earlier_runs_left_incomplete_goes(self, tmp_path: Path, members: Members) -> None:
+        members.save(1, LARGE)
+        made(tmp_path, "step-000000009.7-ab.part")
+        members.restore(1, LARGE)
+        wait_until(lambda: removed(tmp_path), 10, "the end of what was left")
+        assert names(tmp_path) == {"step-000000001"}
+
+    def test_who_does_not_see_the_checkpoint_says_so(self, tmp_path: Path, members: Members) -> None:
+        with pytest.raises(
+            StateError, match=r"a/1#0 does not see the checkpoint .*step-000000040.* shared file system"
+        ):
+            members.checkpoints[1]._open(40, first=False)
+
+    def test_so_does_who_has_no_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        client: Any = Listener("b/1#0")
+        with pytest.raises(StateError, match="b/1#0 has no --checkpoint-dir"):
+            Checkpoints(client)._open(40, first=False)
+
+
+class TestFailedSaves:
+    def test_a_full_disk_leaves_nothing_behind_and_the_next_one_is_complete(
+        self,
+        tmp_path: Path,
+        members: Members,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        for member in (0, 1):
+            made = partial(self.make_with_full_disk, member)
+            with monkeypatch.context() as patch:
+                patch.setattr("elaunch.workers.checkpoints._make", made)
+                members.save(member + 1, LARGE)
+            wait_until(lambda: removed(tmp_path), 10, "the end of what was written")
+            assert names(tmp_path) == set()
+            (line,) = capfd.readouterr().err.splitlines()
+            what = f"a/{member}#0 could not write the checkpoint after {member + 1} steps: OSError: [Errno 28] No space"
+            assert what in line
+            assert line.endswith("its files were removed")
+        members.save(3, LARGE)
+        assert names(tmp_path) == {"step-000000003"}
+        assert [one.saved.step for one in members.restore(3, LARGE)] == [3, 3]
+
+    def make_with_full_disk(self, member: int, folder: Path) -> str:
+        """For one member."""
+        folder.mkdir()
+        (folder / f"__{member}_0.distcp").symlink_to("/dev/full")
+        return ""
+
+    def test_a_folder_that_cannot_be_made_is_said(
+        self,
+        tmp_path: Path,
+        members: Members,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        def fails(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            made(tmp_path, "step-000000009.7-ab.part")
+            patch.setattr(Path, "mkdir", fails)
+            members.save(1, LARGE)
+        # What others left behind may be why.
+        wait_until(lambda: removed(tmp_path), 10, "the end of what was left")
+        assert capfd.readouterr().err == (
+            "[elaunch] no checkpoint after 1 steps: OSError: [Errno 28] No space left on device\n"
+        )
+        members.save(2, LARGE)
+        assert names(tmp_path) == {"step-000000002"}
+
+    def test_a_member_that_comes_late_does_not_make_the_folder_again(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late, original = threading.Event(), write_part
+
+        def write(folder: Path, member: int, *rest: Any) -> bool:
+            if member == 1:
+                late.wait(PATIENCE_S)
+            else:
+                (folder / "__0_0.distcp").symlink_to("/dev/full")
+            return original(folder, member, *rest)
+
+        monkeypatch.setattr("elaunch.workers.state.checkpoint.write_part", write)
+        members.begin(1, LARGE)
+        wait_until(lambda: names(tmp_path) == set(), 10, "the end of what was written")
+        late.set()
+        attempt = members.checkpoints[1]._attempt
+        assert attempt is not None
+        assert attempt.over.wait(10)
+        assert names(tmp_path) == set()
+
+    def test_what_a_first_member_that_died_has_not_completed_goes(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(members.checkpoints[0], "_complete", lambda attempt: None)
+        members.save(1, LARGE)
+        assert not removed(tmp_path)
+        members.checkpoints[1].entered(["a/1#0", "a/2#0"])
+        wait_until(lambda: removed(tmp_path), 10, "the end of what was written")
+        wait_until(
+            lambda: "left incomplete: a/0#0 did not complete it; its files were" in capfd.readouterr().err, 10, ""
+        )
+        members.checkpoints[1].entered(["a/1#0"])
+
+    def test_a_member_that_never_heard_of_a_save_is_not_waited_for(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(members.checkpoints[1], "_write", lambda *_: None)
+            members.begin(1, LARGE)
+        members.checkpoints[1]._attempt = None  # it was interrupted in the exchange
+        members.begin(2, LARGE)
+        wait_until(lambda: names(tmp_path) == set(), 10, "the end of what was written")
+        members.save(3, LARGE)
+        assert names(tmp_path) == {"step-000000003"}
+
+    def test_what_was_left_goes_before_a_new_save(self, tmp_path: Path, members: Members) -> None:
+        made(tmp_path, "step-000000009.7-ab.part")
+        members.save(1, LARGE)
+        assert names(tmp_path) == {"step-000000001"}
+
+    def test_who_ends_leaves_nothing_behind(self, tmp_path: Path, members: Members) -> None:
+        attempt_of = members.checkpoints[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("elaunch.workers.state.checkpoint.notes", lambda *_: {})
+            members.begin(1, LARGE)
+            attempt_of.close()
+        assert removed(tmp_path)
 
 
 def test_its_facts_are_json(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from elaunch.devices import Clocks
+from elaunch.detect.devices import Clocks
+from elaunch.detect.nvml import NvmlClocks
 from elaunch.errors import ClockError, ClocksDenied, ClocksUnsupported, DeviceError, DeviceNotFound, NvmlNotFound
-from elaunch.nvml import NvmlClocks
+from elaunch.policy.dvfs import ClockRange
 from elaunch.workers.clocks import ClockLock, SimulatedClocks, clock_range
-from elaunch.workers.policy.dvfs import ClockRange
 from tests.helpers import child_environment, wait_until
 
 MAY_SET = "ELAUNCH_TEST_SET_CLOCKS"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
+import threading
 import time
+from collections import deque
 from functools import partial
 
 import pytest
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
+from elaunch.rendezvous.membership import split_address
+from elaunch.workers import fatal
 from elaunch.workers.comm import door, wire
 from elaunch.workers.comm.fabric import Fabric
-from tests.helpers import mute_address, wait_until
+from tests.helpers import Spawner, mute_address, wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
 
 BIG_BYTES = 24 << 20
@@ -98,19 +103,136 @@ def test_a_wrong_token_is_refused_with_a_reason() -> None:
             stranger.close()
 
 
-@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"[]\n", b"x" * 5000, b'{"elaunch": 99}\n'])
-def test_the_door_survives_strangers(line: bytes) -> None:
+HOSTILE = [
+    b"GET / HTTP/1.1\r\n",
+    b"[]\n",
+    b"x" * 5000,
+    b"[" * 4000 + b"\n",
+    b'{"elaunch": 99}\n',
+    b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
+    b"elaunch/2 wrong {}\n",
+    b"elaunch/2 secret " + b"[" * 4000 + b"\n",
+    b'elaunch/2 secret {"from": "\\ud800", "for": "link"}\n',
+    b'elaunch/2 secret {"from": 7, "for": "link"}\n',
+    b'elaunch/2 secret {"from": "a", "for": "link"}\n' + b"[" * 4000 + b"\n",
+    b'elaunch/2 secret {"from": "a", "for": "link"}\n{"go": 1}\n',
+]
+
+
+def say_to(address: str, line: bytes, patience_s: float = PATIENCE_S) -> bytes:
+    """What a stranger hears that says this and no more, until the connection ends or it has no patience left."""
+    heard = b""
+    with contextlib.suppress(OSError), socket.create_connection(split_address(address), patience_s) as stranger:
+        stranger.sendall(line)
+        stranger.shutdown(socket.SHUT_WR)
+        while more := stranger.recv(4096):
+            heard += more
+    return heard
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_the_door_survives_strangers(line: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with crew(2, connected=False) as (a, b):
-        host, port = a.address.split(":")
-        with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
-            stranger.sendall(line)
-            try:
-                while stranger.recv(4096):
-                    pass
-            except ConnectionResetError:
-                pass
+        say_to(a.address, line)
         connect_all([a, b])
         assert a.peers == (b.worker,)
+    assert "defect" not in capfd.readouterr().err
+
+
+def test_the_token_is_compared_before_anything_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("elaunch.workers.comm.wire.json.loads", read.append)
+    for line in HOSTILE[:7]:
+        with pytest.raises(ProtocolError):
+            wire.read_hello(line, "secret")
+    assert read == []
+
+
+def test_a_defect_in_a_handshake_ends_that_connection_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = wire.read_hello
+
+    def fails_for_strangers(line: bytes, token: str) -> wire.Hello:
+        if b"stranger" in line:
+            raise MemoryError("a defect")
+        return original(line, token)
+
+    monkeypatch.setattr(wire, "read_hello", fails_for_strangers)
+    with crew(2, connected=False) as (a, b):
+        for _ in range(3):
+            assert say_to(a.address, b"stranger\n") == b""
+        connect_all([a, b])
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+def test_a_door_that_dies_all_the_same_ends_its_worker(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[tuple[str, BaseException]] = []
+    monkeypatch.setattr(fatal, "end_process", lambda what, error: ended.append((what, error)))
+    monkeypatch.setattr(door.Door, "_take_orders", lambda _: 1 // 0)
+    with crew(1) as (a,):
+        a.prepare({"b/0#0": a.address, a.worker: a.address})
+        wait_until(lambda: ended, PATIENCE_S, "the end of the door")
+    assert ended[0][0] == "thread that makes its links"
+    assert isinstance(ended[0][1], ZeroDivisionError)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_of_connections_that_say_nothing_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "most_strangers", lambda _: 8)
+    with crew(2, connected=False) as (a, b), contextlib.ExitStack() as stack:
+        where = split_address(a.address)
+        silent = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(40)]
+        for stranger in silent[:32]:
+            assert stranger.recv(1) == b""
+        connect_all([a, b])
+        for stranger in silent[-5:]:
+            stranger.settimeout(0.01)
+            with pytest.raises(TimeoutError):
+                stranger.recv(1)
+        swap(a, b, 1, 1)
+
+
+def test_peers_get_their_links_while_strangers_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dial that was dropped for a stranger's is repeated, and no live worker counts as dead by that."""
+    monkeypatch.setattr(door, "most_strangers", lambda _: 1)
+    with crew(4, connected=False) as fabrics, contextlib.ExitStack() as stack:
+        stop = threading.Event()
+        stack.callback(stop.set)
+        answers: list[str] = []
+        silent: deque[socket.socket] = deque()
+
+        def flood() -> None:
+            while not stop.is_set():
+                for fabric in fabrics:
+                    with contextlib.suppress(OSError):
+                        silent.append(socket.create_connection(split_address(fabric.address), PATIENCE_S))
+                while len(silent) > 100:
+                    silent.popleft().close()
+                if len(answers) < 20:
+                    answers.append(fabrics[0].probe(fabrics[1].address, PATIENCE_S, fabrics[1].worker))
+                time.sleep(1e-3)
+
+        flooding = Task(flood)
+        for epoch in range(1, 11):
+            connect_all(fabrics, epoch=epoch)
+            for fabric in fabrics:
+                assert len(fabric.peers) == 3
+                fabric.retain(())
+        stop.set()
+        flooding.result()
+        for stranger in silent:
+            stranger.close()
+    assert set(answers) == {"alive"}
+
+
+def test_a_worker_out_of_descriptors_pauses_and_then_goes_on(spawn: Spawner) -> None:
+    """Its listener stays readable all the time; the thread must neither spin nor die."""
+    done = spawn.python("-m", "tests.jobs.out_of_files", name="out_of_files")
+    assert done.wait(60) == 0, done.tail()
+    assert "new connections wait: Too many open files; this process may have 64 open files" in done.text()
 
 
 def test_a_silent_stranger_delays_nobody() -> None:
@@ -358,7 +480,13 @@ def all_to_all(me: Fabric, epoch: int, bodies: dict[str, bytes]) -> list[bytes]:
 
 def test_handshake_lines_are_checked() -> None:
     assert wire.read_hello(wire.hello_line("s", wire.Hello("a/0#0", "probe")), "s") == wire.Hello("a/0#0", "probe")
-    for line in (b"{}\n", b"null\n", b"\xff\n", b'{"elaunch": 1, "token": "s"}\n'):
+    for line in (
+        b"{}\n",
+        b"elaunch/2 s null\n",
+        b"elaunch/2 s \xff\n",
+        b'elaunch/2 s {"from": "a"}\n',
+        b"elaunch/2 s \n",
+    ):
         with pytest.raises(ProtocolError):
             wire.read_hello(line, "s")
     with pytest.raises(ProtocolError, match="no room"):

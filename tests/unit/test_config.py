@@ -9,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elaunch import cli, devices
+from elaunch.agent.config import PRELOAD, AgentConfig, HealthSettings, parse_nproc
 from elaunch.checkpoints import Checkpointing
-from elaunch.config import (
-    PRELOAD,
-    AgentConfig,
-    HealthSettings,
-    RendezvousConf,
-    own_address,
-    parse_conf,
-    parse_endpoint,
-    parse_nproc,
-)
+from elaunch.cli import run as cli
+from elaunch.detect import devices
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.ranges import parse_range
+from elaunch.rendezvous.conf import RendezvousConf, own_address, parse_conf, parse_endpoint
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -63,13 +65,16 @@ def check_that_it_goes_on(world: World) -> None:
                 assert slot.worker in members, f"{slot.worker or node.name} is no member"
 
 
-def simulate(case: Case) -> World:
+def simulate(case: Case, fault: Callable[[World], None] | None = None) -> World:
+    """Run a case; `fault` happens to it in the middle, beside the random ones."""
     world = World(case)
     try:
         for _ in range(case.nodes):
             world.at(world.rng.random() * 0.5, world.add_node)
         for _ in range(case.faults):
             world.at(world.rng.random() * FAULTS_S, world.fault)
+        if fault is not None:
+            world.at(FAULTS_S / 2, partial(fault, world))
         world.run(100.0 + FAULTS_S + BOUND_S)
         check_that_it_goes_on(world)
     except AssertionError as error:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from elaunch import cli, ctl
-from elaunch.ctl import describe, find_job, read_plan
+from elaunch.agent.local_jobs import LocalJob
+from elaunch.cli import ctl
+from elaunch.cli import run as cli
+from elaunch.cli.ctl import describe, find_job, read_plan
+from elaunch.cli.request_plan import Standing, able, change_plan, fitted, standing
 from elaunch.errors import RequestRefused, UsageError
-from elaunch.jobs import LocalJob
+from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
@@ -33,8 +36,6 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Documents
 from elaunch.rendezvous.store import Event
-from elaunch.replan import Standing, able, change_plan, fitted, standing
-from elaunch.workers.plan import Plan, symmetric
 
 STARTING, READY, MEMBER, DONE = WorkerState
 GENERATION = Generation(
@@ -70,7 +71,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run(*pairs: tuple[str, int]) -> None:
         found = [LocalJob(job, f"127.0.0.1:{port}", port) for job, port in pairs]
-        monkeypatch.setattr("elaunch.jobs.running", lambda: found)
+        monkeypatch.setattr("elaunch.agent.local_jobs.running", lambda: found)
 
     return run
 
@@ -182,6 +183,17 @@ class TestTheCommands:
         Leader(store, lambda leader, request: None)
         assert cli.main(["ctl", "status"]) == 0
         assert capsys.readouterr().out.startswith("job x at etcd:2379: trains\nepoch 5, attempt 0: b/0#3 joins\n")
+
+    def test_a_line_names_what_is_no_document_of_the_job(
+        self, store: MemoryStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Leader(store, lambda leader, request: None)
+        store.put("/elaunch/x/nodes/ghost", b"[" * 100_000)
+        store.put("/elaunch/x/size", b"\xff")
+        assert cli.main(["ctl", "status"]) == 0
+        ghost, size = capsys.readouterr().out.splitlines()[-2:]
+        assert ghost.startswith("/elaunch/x/nodes/ghost is no document of this job, it is ignored: expected a NodeDoc")
+        assert size.startswith("/elaunch/x/size is no document of this job, nothing changes until it is mended: ")
 
     def test_a_job_that_is_not_there_is_an_error(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["ctl", "status"]) == 1
@@ -491,7 +503,7 @@ class TestAsking:
     def test_a_plan_too_long_for_etcd_is_refused_before_it_ends_the_leader(
         self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("elaunch.replan.MOST_BYTES", 400)
+        monkeypatch.setattr("elaunch.cli.request_plan.MOST_BYTES", 400)
         leader = Leader(store, lambda leader, request: None)
         with pytest.raises(
             RequestRefused, match=r"a generation has \d+ bytes, and etcd takes 400; give one with fewer"

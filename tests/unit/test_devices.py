@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.devices import (
+from elaunch.detect.devices import (
     AscendNpus,
     Cpu,
     NpuRow,
@@ -96,8 +96,8 @@ def test_visible_devices_narrow_the_npus(tmp_path: Path, visible: str | None, ex
 def test_without_any_device_there_is_the_cpu_and_a_debug_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaunch.devices.NVML", "libno-such-library.so.1")
-    with caplog.at_level("DEBUG", "elaunch.devices"):
+    monkeypatch.setattr("elaunch.detect.devices.NVML", "libno-such-library.so.1")
+    with caplog.at_level("DEBUG", "elaunch.detect.devices"):
         found = find_accelerators(2, {"PATH": ""})
     assert isinstance(found, Cpu)
     assert (found.kind, found.variable, found.names(), found.read(), found.wait(0.0)) == ("cpu", "", {}, {}, [])
@@ -109,9 +109,9 @@ def test_without_any_device_there_is_the_cpu_and_a_debug_line(
 def test_a_driver_without_its_binding_is_worth_a_debug_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaunch.devices.NVML", "libc.so.6")
+    monkeypatch.setattr("elaunch.detect.devices.NVML", "libc.so.6")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with caplog.at_level("DEBUG", "elaunch.devices"):
+    with caplog.at_level("DEBUG", "elaunch.detect.devices"):
         assert find_accelerators(2, {"PATH": ""}).kind == "cpu"
     (line, _) = caplog.messages
     assert line == (
@@ -205,7 +205,7 @@ def test_npus_follow_their_variable_and_the_number_of_workers(npu_smi: Path) -> 
 def test_without_npus_it_is_as_if_there_were_no_npu_smi(
     npu_smi: Path, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaunch.devices.NVML", "libno-such-library.so.1")
+    monkeypatch.setattr("elaunch.detect.devices.NVML", "libno-such-library.so.1")
     npu_smi.write_text(said)
     assert find_accelerators(2, {"PATH": f"{npu_smi.parent}:/usr/bin:/bin"}).kind == "cpu"
     with pytest.raises(DeviceError):
@@ -218,7 +218,7 @@ def test_without_npus_it_is_as_if_there_were_no_npu_smi(
 ASK = """
 import json, os, sys
 from dataclasses import asdict
-from elaunch.devices import find_accelerators
+from elaunch.detect.devices import find_accelerators
 found = None
 for line in sys.stdin:
     name, *arguments = json.loads(line)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from elaunch.errors import ClockError
-from elaunch.rendezvous.membership import slot_of
-from elaunch.workers.plan import Plan, stages, symmetric
-from elaunch.workers.plan.build import Stage
-from elaunch.workers.policy.dvfs import (
+from elaunch.plan import Plan, stages, symmetric
+from elaunch.plan.build import Stage
+from elaunch.policy.dvfs import (
     LEAST_GAIN,
     ROUNDING,
     TOLERANCE,
@@ -26,10 +25,11 @@ from elaunch.workers.policy.dvfs import (
     slowdown,
     upclocked,
 )
-from elaunch.workers.policy.estimate import estimate_step
-from elaunch.workers.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.workers.policy.resize import resized
-from elaunch.workers.policy.structure import NotPossible
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.policy.resize import resized
+from elaunch.policy.structure import NotPossible
+from elaunch.rendezvous.membership import slot_of
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)

@@ -15,11 +15,11 @@ from hypothesis.strategies import DataObject
 from torch import Tensor
 
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.plan import Plan, symmetric
+from elaunch.plan.views import unit_of
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine, StepReport
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.plan.views import unit_of
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router

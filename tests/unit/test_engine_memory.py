@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine.engine import Engine
 from elaunch.workers.engine.meter import ActivationMeter
-from elaunch.workers.plan import Plan, symmetric
 from tests.unit.comm_crew import crew, together
 from tests.unit.engine_crew import Block, Sentences, loss, model
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm import group as groups
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.engine.messages import Rows, exchanges, peers
 from elaunch.workers.engine.snapshots import links
-from elaunch.workers.plan import Plan, symmetric
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
 from elaunch.workers.engine.engine import StepReport
-from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
 from tests.helpers import ROOT
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans

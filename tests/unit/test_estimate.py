@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import Plan, PlanError, Stage, stages, symmetric
-from elaunch.workers.plan.schedule import Schedule, schedule, timeline
-from elaunch.workers.plan.tiling import ORDERS
-from elaunch.workers.plan.views import holders
-from elaunch.workers.policy import estimate
-from elaunch.workers.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
-from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, action_s, transfer_s
-from elaunch.workers.policy.transition import estimate_transition
+from elaunch.plan import Plan, PlanError, Stage, stages, symmetric
+from elaunch.plan.schedule import Schedule, schedule, timeline
+from elaunch.plan.tiling import ORDERS
+from elaunch.plan.views import holders
+from elaunch.policy import estimate
+from elaunch.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
+from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, action_s, transfer_s
+from elaunch.policy.transition import estimate_transition
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)

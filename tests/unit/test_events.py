@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.events import EventLog
+from elaunch.agent.events import EventLog
 
 
 def read(path: Path) -> list[dict[str, Any]]:

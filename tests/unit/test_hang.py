@@ -24,7 +24,7 @@ from elaunch.detect.hang import (
     Sight,
     parse,
 )
-from elaunch.detect.pulse import BEAT_S, Phase, Pulse, Still
+from elaunch.detect.heartbeat import BEAT_S, Phase, Pulse, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
 

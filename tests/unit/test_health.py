@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaunch.detect.devices import Reading, Xid
 from elaunch.detect.health import (
     AGAIN_S,
     CORRECTABLE_S,
@@ -20,7 +21,6 @@ from elaunch.detect.health import (
     Verdict,
     xid_meaning,
 )
-from elaunch.devices import Reading, Xid
 
 WELL = Reading(
     uncorrectable=0,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elaunch import jobs
-from elaunch.jobs import LocalJob, make_folder, register, running
+from elaunch.agent import local_jobs
+from elaunch.agent.local_jobs import LocalJob, make_folder, register, running
 from tests.helpers import child_environment
 
 HOLDER = """
 import sys
-from elaunch.jobs import LocalJob, make_folder, register
+from elaunch.agent.local_jobs import LocalJob, make_folder, register
 file = register(make_folder(), LocalJob("other", "127.0.0.1:7", 1))
 print("registered", flush=True)
 sys.stdin.read()
@@ -88,7 +88,7 @@ def test_only_folders_of_this_user_are_looked_at(temporary: Path, monkeypatch: p
     own = make_folder()
     assert Path(own).stat().st_mode & 0o077 == 0
     with register(own, LocalJob("a", "127.0.0.1:2", 12)):
-        (temporary / f"{jobs.FOLDER_PREFIX}link").symlink_to(own)
+        (temporary / f"{local_jobs.FOLDER_PREFIX}link").symlink_to(own)
         assert len(running()) == 1
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         assert running() == []

@@ -19,8 +19,20 @@ from tests.helpers import ROOT, child_environment
 # A plug-in that torchrun loads; nothing of elaunch imports it.
 FOR_TORCHRUN = "elaunch.rendezvous.torchrun"
 
-# The sub-packages of elaunch.workers that plan and predict only: they are used where there is no torch.
-PURE_WORKER_PACKAGES = ("plan", "policy", "simulate")
+# Which packages a package may import, beside itself and the modules that lie in elaunch/ itself.
+DIRECTIONS = {
+    "rendezvous": set[str](),
+    "plan": set[str](),
+    "detect": {"rendezvous"},
+    "policy": {"plan", "rendezvous"},
+    "agent": {"detect", "policy", "rendezvous"},
+    "cli": {"agent", "detect", "plan", "policy", "rendezvous"},
+    "workers": {"detect", "plan", "policy", "rendezvous"},
+    "": set[str](),
+}
+
+# The names that users see, and the command.
+PUBLIC = {"elaunch", "elaunch.__main__", "elaunch.api", "elaunch.hooks", "elaunch.notices"}
 
 LIMIT_S = 60
 
@@ -53,11 +65,14 @@ def modules() -> list[str]:
 
 
 def is_light(module: str) -> bool:
-    """Belongs to the control plane, to the rendezvous or to the planning half of the workers."""
-    if module == FOR_TORCHRUN:
-        return False
+    """Belongs to the control plane, to the rendezvous or to planning: it is used where there is no torch."""
+    return module != FOR_TORCHRUN and (not module.startswith("elaunch.workers.") or module == "elaunch.workers")
+
+
+def package_of(module: str) -> str:
+    """The package below elaunch that a module lies in; empty for those in elaunch/ itself."""
     parts = module.split(".")
-    return parts[:2] != ["elaunch", "workers"] or len(parts) == 2 or parts[2] in PURE_WORKER_PACKAGES
+    return parts[1] if len(parts) > 1 and parts[1] in DIRECTIONS else ""
 
 
 def import_in_fresh_interpreter(names: list[str], forbidden: list[str], cwd: Path) -> None:
@@ -109,7 +124,12 @@ def test_importing_elaunch_loads_neither_torch_nor_grpc(tmp_path: Path) -> None:
 
 
 def test_the_control_plane_the_rendezvous_and_the_planners_load_no_torch(tmp_path: Path) -> None:
-    import_in_fresh_interpreter([name for name in modules() if is_light(name)], ["torch"], tmp_path)
+    import_in_fresh_interpreter([name for name in modules() if is_light(name)], ["torch", "xxhash"], tmp_path)
+
+
+def test_jobs_without_checkpoints_load_nothing_of_them(tmp_path: Path) -> None:
+    of_checkpoints = ["xxhash", "torch.distributed.checkpoint", "elaunch.workers.state.checkpoint"]
+    import_in_fresh_interpreter(["elaunch.workers.session", "elaunch.workers.hybrid"], of_checkpoints, tmp_path)
 
 
 def test_workers_load_no_etcd_client(tmp_path: Path) -> None:
@@ -118,12 +138,25 @@ def test_workers_load_no_etcd_client(tmp_path: Path) -> None:
 
 
 def test_a_job_starts_without_what_only_commands_for_running_jobs_need(tmp_path: Path) -> None:
-    of_commands = ["elaunch.ctl", "elaunch.replan", "elaunch.rendezvous.observer", "elaunch.workers.plan"]
-    import_in_fresh_interpreter(["elaunch.cli", "elaunch.launch", "elaunch.agent"], of_commands, tmp_path)
+    of_commands = ["elaunch.cli.ctl", "elaunch.cli.request_plan", "elaunch.rendezvous.observer", "elaunch.plan"]
+    started = ["elaunch.cli.run", "elaunch.agent.launch", "elaunch.agent.agent"]
+    import_in_fresh_interpreter(started, of_commands, tmp_path)
 
 
 def test_a_wrong_command_for_a_running_job_is_refused_without_the_etcd_client(tmp_path: Path) -> None:
-    import_in_fresh_interpreter(["elaunch.ctl"], ["grpc", "google.protobuf", "elaunch.workers.plan"], tmp_path)
+    import_in_fresh_interpreter(["elaunch.cli.ctl"], ["grpc", "google.protobuf", "elaunch.plan"], tmp_path)
+
+
+def test_packages_import_in_one_direction() -> None:
+    wrong = []
+    for module, path in package_files():
+        own = package_of(module)
+        for line, _, name in imports_of(path):
+            other = package_of(name)
+            within = not name.startswith("elaunch.") or other in ("", own) or other in DIRECTIONS[own]
+            if module not in PUBLIC and not within:
+                wrong.append(f"{module}:{line} imports {name}")
+    assert wrong == []
 
 
 def test_imports_are_absolute_and_use_the_names_that_are_installed() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
-from elaunch.lifecycle import (
+from elaunch.agent.lifecycle import (
     BACKOFF_S,
     FRUITLESS_LIMIT,
+    REFUSED_S,
     Action,
     Exit,
     Lifecycle,
@@ -22,7 +24,17 @@ from elaunch.lifecycle import (
     Tell,
     Warm,
 )
-from elaunch.rendezvous.membership import Cut, Generation, Result, Stage, Stalled, Worker, WorkerState
+from elaunch.rendezvous.membership import (
+    BrokenLink,
+    Cut,
+    Generation,
+    Result,
+    Stage,
+    Stalled,
+    Streak,
+    Worker,
+    WorkerState,
+)
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -234,7 +246,8 @@ class TestProgressOfAWorker:
     def test_messages_of_workers_that_are_gone_are_ignored(self) -> None:
         node = member_node()
         before = node.life.doc()
-        for report in (node.settled, node.life.on_progress, node.life.on_finished, node.life.on_leaving):
+        progress = partial(node.life.on_progress, epoch=2)
+        for report in (node.settled, progress, node.life.on_finished, node.life.on_leaving):
             report("a/0#9")
         node.life.on_ready("a/0#9", "x")
         assert node.life.on_attach("a/0#9") == []
@@ -249,14 +262,14 @@ class TestProgressOfAWorker:
 
     def test_one_that_attaches_later_is_told_the_present_one(self) -> None:
         node = member_node()
-        node.life.on_progress("a/0#0")
+        node.life.on_progress("a/0#0", 2)
         node.dies("a/0#0")
         tells = only(Tell, node.life.on_attach("a/0#1"))
         assert [(tell.worker, tell.generation.epoch) for tell in tells] == [("a/0#1", 2)]
 
     def test_a_worker_that_has_not_attached_is_told_nothing(self) -> None:
         node = member_node()
-        node.life.on_progress("a/0#0")
+        node.life.on_progress("a/0#0", 2)
         node.dies("a/0#0")
         assert only(Tell, node.train("b/0#0")) == []
 
@@ -277,7 +290,7 @@ class TestProgressOfAWorker:
 class TestReplacement:
     def test_a_member_that_dies_is_replaced_by_a_new_incarnation_from_the_warm_parent(self) -> None:
         node = member_node()
-        node.life.on_progress("a/0#0")
+        node.life.on_progress("a/0#0", 2)
         starts = only(Start, node.dies("a/0#0"))
         assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#1", True)]
         assert said(node.actions) == "worker a/0#0 was killed by SIGKILL; a replacement starts"
@@ -309,13 +322,13 @@ class TestReplacement:
         node = member_node()
         for incarnation in range(3 * FRUITLESS_LIMIT):
             node.ready(f"a/0#{incarnation}")
-            node.life.on_progress(f"a/0#{incarnation}")
+            node.life.on_progress(f"a/0#{incarnation}", 2)
             assert started(node.dies(f"a/0#{incarnation}")) == [f"a/0#{incarnation + 1}"]
 
     def test_max_restarts_bounds_the_replacements_of_the_node(self) -> None:
         node = member_node(slots=2, max_restarts=1)
         for worker in ("a/0#0", "a/1#0"):
-            node.life.on_progress(worker)
+            node.life.on_progress(worker, 2)
         assert started(node.dies("a/0#0")) == ["a/0#1"]
         assert started(node.dies("a/1#0")) == []
         assert "it is not replaced: --max-restarts 1 is used up" in said(node.actions)
@@ -338,7 +351,7 @@ class TestReplacement:
 
     def test_nothing_is_started_where_a_worker_of_the_node_has_finished(self) -> None:
         node = member_node(slots=2)
-        node.life.on_progress("a/1#0")
+        node.life.on_progress("a/1#0", 2)
         node.life.on_finished("a/0#0")
         assert started(node.dies("a/1#0")) == []
         assert node.life.due_s() is None
@@ -367,7 +380,7 @@ class TestReplacement:
         for _ in range(30):
             for slot in node.life.slots:
                 node.ready(slot.worker)
-                node.life.on_progress(slot.worker)
+                node.life.on_progress(slot.worker, 2)
                 for worker in started(node.dies(slot.worker)):
                     assert worker not in seen
                     seen.add(worker)
@@ -375,7 +388,7 @@ class TestReplacement:
 
     def test_an_agent_started_again_does_not_use_the_names_of_its_predecessors_members(self) -> None:
         first = member_node()
-        first.life.on_progress("a/0#0")
+        first.life.on_progress("a/0#0", 2)
         assert started(first.dies("a/0#0")) == ["a/0#1"]
         # The death, the join of a/0#1 and its loss with the first agent are a generation each.
         assert started(Node().train("b/0#0", epoch=5)) == ["a/0#4"]
@@ -547,7 +560,7 @@ class TestGivenUpByPeers:
 
     def test_one_that_waits_to_join_is_not(self) -> None:
         node = member_node()
-        node.life.on_progress("a/0#0")
+        node.life.on_progress("a/0#0", 2)
         node.dies("a/0#0")
         node.ready("a/0#1")
         actions = node.train("b/0#0")
@@ -558,42 +571,85 @@ class TestGivenUpByPeers:
 class TestUnreachablePeers:
     def test_a_dead_peer_is_reported_until_it_is_no_member(self) -> None:
         node = member_node()
-        node.life.on_unreachable(2, "b/0#0", gone=True)
-        node.life.on_unreachable(2, "b/0#0", gone=True)
+        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
         assert node.life.doc().gone == ("b/0#0",)
         node.train("a/0#0")
         assert node.life.doc().gone == ()
 
     def test_a_broken_link_to_a_living_one_asks_for_a_new_link(self) -> None:
         node = member_node()
-        node.life.on_unreachable(2, "b/0#0", gone=False)
+        node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
         doc = node.life.doc()
         assert (doc.gone, doc.reset_epoch) == ((), 2)
 
     def test_reports_that_an_urgent_generation_has_settled_are_ignored(self) -> None:
         node = member_node(others=("b/0#0", "c/0#0"), max_nodes=3)
         node.train("a/0#0", "b/0#0", urgent=3)
-        node.life.on_unreachable(2, "b/0#0", gone=True)
-        node.life.on_unreachable(2, "b/0#0", gone=False)
+        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
         doc = node.life.doc()
         assert (doc.gone, doc.reset_epoch) == ((), 0)
 
     def test_reports_of_an_older_generation_count_while_changes_are_planned(self) -> None:
         node = member_node()
         node.train("a/0#0", "b/0#0", "c/0#2", urgent=2)
-        node.life.on_unreachable(2, "b/0#0", gone=True)
+        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
         assert node.life.doc().gone == ("b/0#0",)
 
     def test_whether_a_worker_of_this_node_lives_the_agent_knows_best(self) -> None:
         node = member_node(slots=2)
-        node.life.on_unreachable(2, "a/1#0", gone=True)
+        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=0.0)
         assert node.life.doc().gone == ()
+
+    def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0", 2)
+        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=node.now_s)
+        assert signalled(node.later(REFUSED_S - 0.1)) == []
+        assert node.life.due_s() == pytest.approx(node.now_s + 0.1)
+        actions = node.later(0.1)
+        assert signalled(actions) == [("a/1#0", signal.SIGKILL)]
+        assert "a/1#0 runs, but refuses the connections of its peers" in said(actions)
+        assert signalled(node.later(10.0)) == []
+        assert started(node.dies("a/1#0")) == ["a/1#1"]
+
+    @pytest.mark.parametrize("end", ["finished", "left", "ended"])
+    def test_one_that_ends_in_order_may_refuse_its_peers(self, end: str) -> None:
+        node = member_node(slots=2)
+        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=node.now_s)
+        if end == "finished":
+            node.life.on_finished("a/1#0")
+        elif end == "left":
+            node.life.on_leaving("a/1#0")
+        else:
+            node.dies("a/1#0")
+        assert signalled(node.later(2 * REFUSED_S)) == []
+
+    def test_the_links_that_broke_are_told_until_the_next_generation(self) -> None:
+        node = member_node(slots=2)
+        for worker, peer in (("a/0#0", "b/0#0"), ("a/1#0", "b/0#0"), ("a/0#0", "b/0#0"), ("a/0#0", "c/9#9")):
+            node.life.on_broken(2, worker, peer)
+        node.life.on_broken(1, "a/1#0", "a/0#0")
+        assert node.life.doc().broken == (BrokenLink("a/0#0", "b/0#0"), BrokenLink("a/1#0", "b/0#0"))
+        node.train("a/0#0", "a/1#0", "b/0#0", urgent=3)
+        assert node.life.doc().broken == ()
+
+    def test_commits_are_told_by_the_first_member_while_a_streak_lasts(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/0#0", 2)
+        assert node.life.doc().committed == 0
+        node.train("a/0#0", "a/1#0", urgent=3, streak=Streak(1))
+        node.life.on_progress("a/1#0", 3)
+        assert node.life.doc().committed == 0
+        node.life.on_progress("a/0#0", 3)
+        assert node.life.doc().committed == 3
 
     def test_one_that_finished_and_ended_here_is_gone_for_a_peer_that_still_needs_it(self) -> None:
         node = member_node(slots=2)
         node.life.on_finished("a/1#0")
         node.exits("a/1#0", 0)
-        node.life.on_unreachable(2, "a/1#0", gone=True)
+        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=0.0)
         assert node.life.doc().gone == ("a/1#0",)
 
 
@@ -663,7 +719,7 @@ class TestTheEnd:
 
     def test_a_worker_that_has_not_joined_does_not_keep_the_node_from_finishing(self) -> None:
         node = member_node(slots=2)
-        node.life.on_progress("a/1#0")
+        node.life.on_progress("a/1#0", 2)
         node.dies("a/1#0")
         node.life.on_finished("a/0#0")
         node.exits("a/0#0", 0)
@@ -685,7 +741,7 @@ class TestTheEnd:
 
     def test_success_kills_what_has_not_joined_and_starts_nothing_more(self) -> None:
         node = member_node(slots=2)
-        node.life.on_progress("a/1#0")
+        node.life.on_progress("a/1#0", 2)
         node.dies("a/1#0")
         node.life.on_finished("a/0#0")
         node.exits("a/0#0", 0)
@@ -736,7 +792,7 @@ class TestSignals:
 
     def test_draining_ends_workers_that_have_not_joined_and_replaces_nothing(self) -> None:
         node = member_node(slots=2)
-        node.life.on_progress("a/1#0")
+        node.life.on_progress("a/1#0", 2)
         node.dies("a/1#0")
         assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/1#1", signal.SIGTERM)]
         assert node.dies("a/1#1", signal.SIGTERM) == []
@@ -891,6 +947,7 @@ class TestDraining:
         ("saved", "rest"),
         [
             (None, "the state in memory is gone"),
+            (0, "the state in memory is gone"),  # no checkpoint can be read
             (40, "there is a checkpoint of 40 steps, from which the job goes on when it is started again"),
         ],
     )

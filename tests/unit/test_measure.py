@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import Stage, stages, symmetric
-from elaunch.workers.policy.estimate import estimate_step
-from elaunch.workers.policy.measure import RECENT, Measured, Recorder, Sample
-from elaunch.workers.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+from elaunch.plan import Stage, stages, symmetric
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
+from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
 
 KNOWN = LayerProfile(0.0, 0.0, 400, 1200, 10, 50)
 W = ["a/0#0", "a/1#0", "b/0#0", "b/1#0"]

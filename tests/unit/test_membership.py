@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.membership import (
+    MOST_BYTES,
+    VERSION,
+    BrokenLink,
     Generation,
     JobConfig,
     NodeDoc,
@@ -18,6 +21,7 @@ from elaunch.rendezvous.membership import (
     PlanRequest,
     Result,
     Stage,
+    Streak,
     Worker,
     WorkerState,
     from_json,
@@ -30,16 +34,19 @@ repeatable = settings(deadline=None, derandomize=True)
 
 names = st.text(max_size=8)
 numbers = st.integers(0, 10**6)
+ports = st.integers(0, 65535)
+places = st.integers(0, 4095)
 times = st.floats(0, 2e9)
-workers = st.builds(Worker, names, names, numbers, names)
+workers = st.builds(Worker, names, names, places, names)
+broken = st.lists(st.builds(BrokenLink, names, names)).map(tuple)
 documents: dict[type[Any], st.SearchStrategy[Any]] = {
     JobConfig: st.builds(JobConfig, numbers, numbers, st.none() | numbers, names),
     NodeDoc: st.builds(
         NodeDoc,
         node=names,
         host=names,
-        slots=numbers,
-        workers=st.lists(st.builds(NodeWorker, names, numbers, st.sampled_from(WorkerState), names)).map(tuple),
+        slots=st.integers(1, 4096),
+        workers=st.lists(st.builds(NodeWorker, names, places, st.sampled_from(WorkerState), names)).map(tuple),
         attempt=numbers,
         elastic=st.booleans(),
         draining=st.booleans(),
@@ -49,7 +56,9 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
         cause_t=times,
         gone=st.lists(names).map(tuple),
         reset_epoch=numbers,
-        port=numbers,
+        broken=broken,
+        committed=numbers,
+        port=ports,
         epoch=numbers,
         plan_request=names,
     ),
@@ -67,9 +76,10 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
         hold=st.booleans(),
         leaving=st.lists(names).map(tuple),
         master_addr=names,
-        master_port=numbers,
+        master_port=ports,
         plan=names,
         plan_request=names,
+        streak=st.builds(Streak, numbers, numbers, numbers, broken, st.lists(names).map(tuple)),
     ),
     PlanRequest: st.builds(PlanRequest, names, numbers, names, times),
     Result: st.builds(Result, st.booleans(), names),
@@ -116,6 +126,79 @@ def test_arbitrary_bytes_are_no_document(kind: type[Any], data: bytes) -> None:
         from_json(kind, data)
 
 
+@st.composite
+def mutated(draw: st.DrawFn, sources: list[bytes]) -> bytes:
+    """A valid document in which some bytes are changed, cut out, or repeated, or a value is another one."""
+    data = bytearray(draw(st.sampled_from(sources)))
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, len(data)))
+        end = draw(st.integers(begin, min(len(data), begin + 40)))
+        piece = st.binary(max_size=9) | st.sampled_from(HOSTILE) | st.just(bytes(data[begin:end]) * 2)
+        data[begin:end] = draw(piece)
+    return bytes(data)
+
+
+HOSTILE = [
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"[" * 900 + b"]" * 900,
+    b"9" * 5000,
+    b"-" + b"9" * 400,
+    b"1e999",
+    b"NaN",
+    b"-Infinity",
+    b'"\\ud800"',
+    b'"\xed\xa0\x80"',
+    b"\xff\xfe",
+    b"\0",
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b'""',
+    b"0.5",
+    b"-1",
+    b"9223372036854775807",
+]
+
+
+@pytest.mark.parametrize("kind", documents)
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(data=st.data())
+def test_whatever_comes_is_a_valid_document_or_a_protocol_error(kind: type[Any], data: st.DataObject) -> None:
+    example = data.draw(documents[kind])
+    found = data.draw(mutated([to_json(example)]))
+    try:
+        read = from_json(kind, found)
+    except ProtocolError:
+        return
+    assert from_json(kind, to_json(read)) == read, "what was read can be written"
+
+
+@pytest.mark.parametrize("kind", documents)
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_field_takes_what_is_hostile(kind: type[Any], value: bytes) -> None:
+    for name in (name for name in kind.__dataclass_fields__ if name != "succeeded"):
+        data = b'{"kind":"%s","v":1,"%s":%s}' % (kind.__name__.encode(), name.encode(), value)
+        with pytest.raises(ProtocolError):  # also as others are missing
+            from_json(kind, data)
+
+
+def test_a_document_that_is_too_large_is_not_parsed() -> None:
+    with pytest.raises(ProtocolError, match="at most 4194304 are expected"):
+        from_json(Result, b" " * (MOST_BYTES + 1))
+
+
+def test_a_document_is_utf_8_and_no_other_encoding() -> None:
+    with pytest.raises(ProtocolError, match="expected a Result document"):
+        from_json(Result, to_json(Result(True)).decode().encode("utf-16"))
+
+
+def test_half_of_a_surrogate_pair_is_written_as_a_question_mark() -> None:
+    result = Result(False, "no file \udcff.txt")
+    assert from_json(Result, to_json(result)) == Result(False, "no file ?.txt")
+
+
 @pytest.mark.parametrize("data", [b"null", b"3", b'"x"', b"[]", b"{}", b'{"kind":"Result"}', b"[" * 100_000])
 def test_json_without_kind_and_version_is_no_document(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="expected a Result document"):
@@ -123,11 +206,11 @@ def test_json_without_kind_and_version_is_no_document(data: bytes) -> None:
 
 
 def test_a_document_of_another_kind_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="expected JobConfig version 1, found Result version 1"):
+    with pytest.raises(ProtocolError, match=f"expected JobConfig version {VERSION}, found Result version {VERSION}"):
         from_json(JobConfig, to_json(Result(True)))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, VERSION + 1, str(VERSION), None])
 def test_a_document_of_another_version_is_refused_with_advice(version: Any) -> None:
     with pytest.raises(ProtocolError, match="all nodes of a job must run the same version of elaunch"):
         from_json(Result, changed(Result(True), v=version))
@@ -154,6 +237,17 @@ def test_a_document_of_another_version_is_refused_with_advice(version: Any) -> N
         (GENERATION, {"cause_t": "0"}),
         (GENERATION, {"cause_t": True}),
         (NodeDoc("a", "h", 1), {"workers": [{"id": "a/0#0", "slot": 0, "state": "idle"}]}),
+        (NodeDoc("a", "h", 1), {"slots": 0}),
+        (NodeDoc("a", "h", 1), {"slots": -1}),
+        (NodeDoc("a", "h", 1), {"slots": 10**9}),
+        (NodeDoc("a", "h", 1), {"port": 65536}),
+        (NodeDoc("a", "h", 1), {"epoch": 2**63 - 1}),
+        (NodeDoc("a", "h", 1), {"saved": 2**63}),
+        (NodeDoc("a", "h", 1), {"cause_t": 10**400}),
+        (GENERATION, {"epoch": -1}),
+        (GENERATION, {"roles": [["a"]]}),
+        (GENERATION, {"roles": [["a", "b", "c"]]}),
+        (Result(True), {"message": "\ud800"}),
     ],
 )
 def test_unknown_missing_and_mistyped_fields_are_refused(document: Any, changes: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from elaunch import monitor
-from elaunch.config import HealthSettings
+from elaunch.agent import monitor
+from elaunch.agent.config import HealthSettings
+from elaunch.agent.monitor import Monitor, Running
 from elaunch.detect import host
+from elaunch.detect.devices import Cpu, Reading, Xid
 from elaunch.detect.health import Finding
 from elaunch.detect.host import Files, Memory
-from elaunch.devices import Cpu, Reading, Xid
-from elaunch.monitor import Monitor, Running
 from tests.helpers import wait_until
 
 WELL = Reading(uncorrectable=0)
@@ -120,7 +120,9 @@ def test_a_defect_is_told_of_and_the_others_go_on(devices: Devices, monkeypatch:
     watched.monitor.start()
     try:
         wait_until(lambda: watched.said, 30, "a line")
-        assert watched.said == ["the health of its memory is no longer looked at: ZeroDivisionError('a defect')"]
+        assert watched.said == [
+            "the health of its memory cannot be looked at, again in 60 s: ZeroDivisionError('a defect')"
+        ]
         devices.reported.append(Xid(0, 79))
         wait_until(lambda: watched.whats() == {"xid 79"}, 30, "what another thread finds")
     finally:
@@ -134,3 +136,20 @@ def test_with_the_policy_off_nobody_looks(devices: Devices) -> None:
     assert threading.active_count() == before
     watched.monitor.stop()
     assert devices.reads == 0
+
+
+def test_what_fails_for_a_moment_is_looked_at_again(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short() -> Memory:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(monitor, "AGAIN_S", 0.01)
+    monkeypatch.setattr(host, "read_memory", short)
+    watched = Watched()
+    watched.monitor.start()
+    try:
+        wait_until(lambda: watched.said, 30, "a line")
+        monkeypatch.setattr(host, "read_memory", lambda: Memory("this machine", 1 << 40, 1 << 40))
+        wait_until(lambda: "memory" in watched.whats(), 30, "the finding of the memory")
+        assert len(watched.said) == 1
+    finally:
+        watched.monitor.stop()

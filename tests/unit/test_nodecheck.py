@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaunch.agent.node_check import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
-from elaunch.nodecheck import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
 from elaunch.rendezvous.memory import MemoryStore
+from tests.unit.test_membership import HOSTILE, mutated
 
 H100 = "matmul cuda:{} NVIDIA H100"
 
@@ -86,6 +87,34 @@ def test_other_text_is_refused(text: str) -> None:
         Figures.from_json(text)
 
 
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize(
+    "form", [b"%s", b'{"v":%s}', b'{"v":1,"rates":{"x":%s},"problems":[]}', b'{"v":1,"rates":{},"problems":[%s]}']
+)
+def test_hostile_text_is_refused(form: bytes, value: bytes) -> None:
+    try:
+        read = Figures.from_json(form % value)
+    except ProtocolError:
+        return
+    assert Figures.from_json(read.to_json()) == read
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(mutated([node(600, 610).to_json().encode(), Figures(problems=("it hangs",)).to_json().encode()]))
+def test_whatever_comes_is_figures_or_a_protocol_error(data: bytes) -> None:
+    try:
+        read = Figures.from_json(data)
+    except ProtocolError:
+        return
+    assert Figures.from_json(read.to_json()) == read
+
+
+@pytest.mark.parametrize("rate", ["1e999", "NaN", "9" * 400, "-1", "true", '"7"', "null"])
+def test_a_rate_is_a_finite_number(rate: str) -> None:
+    with pytest.raises(ProtocolError, match="expected the figures of a node check"):
+        Figures.from_json(f'{{"v":1,"rates":{{"x":{rate}}},"problems":[]}}')
+
+
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +152,10 @@ def test_figures_are_left_for_the_peers_and_taken_back_by_a_node_that_is_refused
     assert [entry.key for entry in store.range("/elaunch/job/checks/")[0]] == [
         f"/elaunch/job/checks/{name}" for name in "abc"
     ]
+    server.put("/elaunch/job/checks/ghost", b"[" * 100_000)  # is no measure, and no reason to refuse anybody
     assert "100 TFLOP/s, where the median of 3 peers is 600" in compare(store, "/elaunch/job/", "d", node(100), 4)
     assert compare(store, "/elaunch/job/", "e", Figures(problems=("it hangs",)), 4) == "it hangs"
-    assert len(store.range("/elaunch/job/checks/")[0]) == 3
+    assert len(store.range("/elaunch/job/checks/")[0]) == 4
 
 
 def test_a_store_that_is_not_there_yet_is_tried_again_and_the_refusal_names_the_node(tmp_path: Path) -> None:

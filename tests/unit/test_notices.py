@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -13,10 +14,12 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elaunch import notices
+from elaunch.agent import notices
+from elaunch.agent.notices import Announcement, Notices, parse
 from elaunch.errors import UsageError
-from elaunch.notices import Announcement, Notices, parse
 
 PATIENCE_S = 20.0
 
@@ -151,7 +154,7 @@ def test_where_there_is_no_such_service_a_line_says_so(monkeypatch: pytest.Monke
     monkeypatch.setenv(notices.METADATA_URL, f"http://127.0.0.1:{free_port}")
     with listening("gcp") as (_, complaints):
         line = complaints.get(timeout=PATIENCE_S)
-    assert re.fullmatch(r"--notice=gcp: .*refused.*; nothing will be heard from it", line)
+    assert re.fullmatch(r"--notice=gcp: .*refused.*; nothing is heard from it, it is asked again in 30 s", line)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_what_cannot_be_used_is_refused(text: str, message: str) -> None:
 
 
 PACKAGE = """
-from elaunch.notices import Announcement
+from elaunch.agent.notices import Announcement
 
 class Pager:
     def __init__(self, number):
@@ -202,7 +205,67 @@ def test_a_package_adds_one() -> None:
 def test_one_that_fails_is_named() -> None:
     with listening("pager:broken") as (heard, complaints):
         line = complaints.get(timeout=PATIENCE_S)
-    assert line == "--notice=pager:broken: no line; nothing will be heard from it"
+    assert line == "--notice=pager:broken: no line; nothing is heard from it, it is asked again in 30 s"
     assert heard.empty()
     with pytest.raises(UsageError, match=r"--notice=missing \(pager_notice:Missing\): AttributeError"):
         parse("missing")
+
+
+def test_a_service_that_is_not_there_yet_is_heard_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "AGAIN_S", 0.01)
+    path = ("GET", "/computeMetadata/v1/instance/preempted")
+    answers, asked = {path: (500, "starting")}, list[tuple[str, dict[str, str]]]()
+    with service(answers, asked) as url:
+        monkeypatch.setenv(notices.METADATA_URL, url)
+        with listening("gcp") as (heard, complaints):
+            wait_for(lambda: len(asked) > 3)
+            answers[path] = (200, "TRUE")
+            assert heard.get(timeout=PATIENCE_S).reason == "gcp: the machine is preempted"
+    assert complaints.qsize() == 1
+
+
+@pytest.mark.parametrize("nonsense", ["[]", "{}", "[" * 100_000, '{"Events": 3}', '{"action": 1, "time": 2}', "x"])
+@pytest.mark.parametrize(("name", "path"), [("aws", INSTANCE_ACTION), ("azure", EVENTS)])
+def test_nonsense_from_a_service_does_not_end_the_hearing(
+    monkeypatch: pytest.MonkeyPatch, name: str, path: tuple[str, str], nonsense: str
+) -> None:
+    monkeypatch.setattr(notices, "AGAIN_S", 0.01)
+    answers: Answers = {("PUT", "/latest/api/token"): (200, "secret"), path: (200, nonsense)}
+    asked = list[tuple[str, dict[str, str]]]()
+    good = {
+        "aws": '{"action": "stop", "time": "2026-01-01T00:00:00Z"}',
+        "azure": '{"Events": [{"EventType": "Terminate", "Resources": ["vm"]}]}',
+    }
+    with service(answers, asked) as url:
+        monkeypatch.setenv(notices.METADATA_URL, url)
+        with listening(name) as (heard, complaints):
+            wait_for(lambda: len(asked) > 3)
+            answers[path] = (200, good[name])
+            assert heard.get(timeout=PATIENCE_S).reason.startswith(f"{name}: ")
+    assert complaints.qsize() <= 1
+
+
+TEXTS = st.one_of(
+    st.text(max_size=50),
+    st.sampled_from(["[" * 100_000, '{"Events": [[]]}', '{"Events": [{"EventType": "Preempt", "Resources": 1}]}']),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["Preempt", "0001-01-01"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["Events", "EventType", "Resources", "action", "time"]) | st.text(max_size=3), inner
+            )
+        ),
+        max_leaves=8,
+    ).map(json.dumps),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(TEXTS, st.sampled_from([notices.aws_announcement, notices.azure_announcement]))
+def test_any_answer_is_an_announcement_or_none(said: str, read: Callable[[str], Announcement | None]) -> None:
+    try:
+        found = read(said)
+    except ValueError:
+        return
+    assert found is None or (found.reason and (found.within_s is None or found.within_s >= 0))

@@ -254,6 +254,23 @@ class TestWorkers:
         wait_until(lambda: not is_running(child), LIMIT_S, "the end of the child")
 
 
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("changes", [{"stdout": "/no/such/folder/log"}, {"argv": ["true", "\0"]}], ids=["log", "argv"])
+def test_a_worker_that_cannot_be_started_has_ended(
+    nursery: Nursery, script: Callable[..., Path], warm: bool, changes: dict[str, Any]
+) -> None:
+    if warm:
+        nursery.warm("json")
+    else:
+        changes = {**changes, "program": None}
+    if warm and "argv" in changes:
+        changes = {"program": {"module": False, "target": "\0", "args": []}}
+    nursery.send({**request("w", script("print('never')"), warm=warm), **changes})
+    assert nursery.hear("exited", "w")["exitcode"] != 0
+    path = script("print('well')")
+    assert nursery.run("next", path, warm=warm)["exitcode"] == 0
+
+
 class TestEnd:
     def workers(self, nursery: Nursery, script: Callable[..., Path]) -> list[int]:
         """An exec'd worker, a fork of the warm parent, and a child of each: all deaf to SIGTERM."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config import NUMA_MODES
-from elaunch.devices import Gpu, sysfs_address, visible_gpus
+from elaunch.agent.config import NUMA_MODES
+from elaunch.agent.placement import ANYWHERE, Topology, cpus_for, parse_ranges, read_topology, virtual_local_rank
+from elaunch.detect.devices import Gpu, sysfs_address, visible_gpus
 from elaunch.errors import LaunchError
-from elaunch.placement import ANYWHERE, Topology, cpus_for, parse_ranges, read_topology, virtual_local_rank
 from tests.helpers import Spawner
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from elaunch.workers.plan import (
+from elaunch.plan import (
     Feed,
     GradientGroup,
     Pipeline,
@@ -21,7 +21,7 @@ from elaunch.workers.plan import (
     stages,
     symmetric,
 )
-from elaunch.workers.plan.schedule import in_flight_limits
+from elaunch.plan.schedule import in_flight_limits
 
 # ElasWave 4.1 and fig. 3: of three replicas one is lost; the others' micro-batches of 2 grow to 3.
 RESIZED = """\

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import Plan, Tile, draw, share, symmetric, to_svg
+from elaunch.plan import Plan, Tile, draw, share, symmetric, to_svg
 from tests.unit.plan_strategies import valid_plans, well_formed_plans
 
 repeatable = settings(deadline=None, derandomize=True)

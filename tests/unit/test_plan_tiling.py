@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import Plan, PlanError, Tile, n_rows, share, stages, symmetric
-from elaunch.workers.plan.build import Stage
-from elaunch.workers.plan.coverage import bands
+from elaunch.plan import Plan, PlanError, Tile, n_rows, share, stages, symmetric
+from elaunch.plan.build import Stage
+from elaunch.plan.coverage import bands
 from tests.unit.plan_strategies import valid_plans, well_formed_plans
 
 repeatable = settings(deadline=None, derandomize=True)

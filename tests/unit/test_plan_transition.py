@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.plan.schedule import schedule
-from elaunch.workers.plan.tiling import n_rows
-from elaunch.workers.plan.transition import transitional
-from elaunch.workers.plan.views import holders
+from elaunch.plan import Plan, symmetric
+from elaunch.plan.schedule import schedule
+from elaunch.plan.tiling import n_rows
+from elaunch.plan.transition import transitional
+from elaunch.plan.views import holders
 from tests.unit.plan_strategies import valid_plans
 
 W = ["a/0", "a/1", "b/0", "b/1"]

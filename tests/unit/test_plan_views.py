@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.workers.plan import (
+from elaunch.plan import (
     Feed,
     GradientGroup,
     Plan,

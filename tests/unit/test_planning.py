@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elaunch import cli
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.policy.profile import LayerProfile, Profile
+from elaunch.cli import run as cli
+from elaunch.plan import Plan, symmetric
+from elaunch.policy.profile import LayerProfile, Profile
 
 LAYER = LayerProfile(0.001, 0.002, 10**6, 12 * 10**6, 10**5, 10**4)
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(8)]

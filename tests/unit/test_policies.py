@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from scipy.optimize import linear_sum_assignment
 
-from elaunch.workers.plan import Pipeline, Plan, Stage, Tile, n_rows, pipelines, stages, symmetric
-from elaunch.workers.plan.tiling import ORDERS
-from elaunch.workers.policy import matching
-from elaunch.workers.policy.estimate import estimate_step, ordered
-from elaunch.workers.policy.expand import expanded
-from elaunch.workers.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.workers.policy.reparallelize import Degrees, partitions, reparallelized
-from elaunch.workers.policy.reroute import rerouted
-from elaunch.workers.policy.resize import resized
-from elaunch.workers.policy.select import Settings, choose, fill
-from elaunch.workers.policy.structure import NotPossible, stages_of, tuples_of
+from elaunch.plan import Pipeline, Plan, Stage, Tile, n_rows, pipelines, stages, symmetric
+from elaunch.plan.tiling import ORDERS
+from elaunch.policy import matching
+from elaunch.policy.estimate import estimate_step, ordered
+from elaunch.policy.expand import expanded
+from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.policy.reparallelize import Degrees, partitions, reparallelized
+from elaunch.policy.reroute import rerouted
+from elaunch.policy.resize import resized
+from elaunch.policy.select import Settings, choose, fill
+from elaunch.policy.structure import NotPossible, stages_of, tuples_of
 from tests.helpers import ROOT
 from tests.unit.plan_strategies import valid_plans
 

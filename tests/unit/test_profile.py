@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks.profiles.derive import HERE, MODELS, Model, derive, flops_per_s, measured
 from elaunch.errors import ProtocolError
-from elaunch.workers.plan import Plan, PlanError, Stage, n_rows, stages, symmetric
-from elaunch.workers.plan.schedule import schedule, timeline
-from elaunch.workers.policy.profile import LayerProfile, Profile, action_s, transfer_s
+from elaunch.plan import Plan, PlanError, Stage, n_rows, stages, symmetric
+from elaunch.plan.schedule import schedule, timeline
+from elaunch.policy.profile import LayerProfile, Profile, action_s, transfer_s
 
 seconds = st.floats(0, 1e3)
 sizes = st.integers(0, 2**40)
@@ -89,7 +89,7 @@ def with_layer(**fields: Any) -> str:
         (edited(latency_s=float("nan")), "p.json: latency_s must be a number of 0 or more, got nan"),
         (edited(memory_bound=1.5), "p.json: memory_bound must be a number from 0 to 1, got 1.5"),
         (edited(notes=["a", 1]), "p.json: notes must be a list of texts, got ['a', 1]"),
-        (with_layer(count=0), "p.json: layers[1].count must be a whole number of 1 or more, got 0"),
+        (with_layer(count=0), "p.json: layers[1].count must be a number of layers, 1 to 100000, got 0"),
         (with_layer(forward_s_per_row=-1), "p.json: layers[1].forward_s_per_row must be a number of 0 or more, got -1"),
         (with_layer(parameter_bytes=True), "p.json: layers[1].parameter_bytes must be a whole number of 0 or more"),
         (with_layer(speed=1), "p.json: layers[1].speed is unknown"),

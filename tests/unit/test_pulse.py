@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.detect.pulse import (
+from elaunch.agent.hang_watch import children_cpu_s, thread_state
+from elaunch.detect.heartbeat import (
     AT_SEQUENCE,
     BEAT_S,
     COUNT,
@@ -26,13 +27,12 @@ from elaunch.detect.pulse import (
     Still,
     parse,
 )
-from elaunch.hangs import children_cpu_s, thread_state
 from elaunch.workers import pulse as worker_pulse
 from tests.helpers import Spawned, Spawner, wait_until
 
 SHOWS = """
 import os, sys, time
-from elaunch.detect.pulse import Phase
+from elaunch.detect.heartbeat import Phase
 from elaunch.workers import pulse
 from tests.jobs import hangs
 
@@ -300,3 +300,40 @@ def test_a_process_that_is_gone_has_no_state_and_no_children() -> None:
     assert not Path(f"/proc/{gone}").exists()
     assert thread_state(gone) == ""
     assert children_cpu_s(gone) == 0
+
+
+def test_code_that_cannot_be_read_ends_the_search_for_loops_and_not_the_beats(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(frame: object) -> object:
+        raise IndexError("rewritten code")
+
+    shown = worker_pulse.Pulse()
+    try:
+        monkeypatch.setattr(worker_pulse, "_loop_of", broken)
+        assert shown._loop() is None
+        assert shown._loop() is None
+        assert capfd.readouterr().err.count("loops that hang are no longer looked for: IndexError: rewritten code") == 1
+        assert shown._thread.is_alive()
+    finally:
+        shown.close()
+        shown._thread.join(20)
+
+
+DIES = """
+import threading, time
+from elaunch.workers import pulse
+
+def broken(self):
+    raise OSError("no clock")
+
+shown = pulse.open_pulse()
+pulse.Pulse._used_ns = broken
+time.sleep(60)
+"""
+
+
+def test_a_worker_whose_heartbeat_stops_ends(spawn: Spawner) -> None:
+    worker = spawn.python("-c", DIES)
+    assert worker.wait(20) == 1
+    assert "this process ends: its heartbeat failed: OSError: no clock" in worker.text()

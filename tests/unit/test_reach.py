@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from elaunch import reach
-from elaunch.reach import CutNodes, Reach, unanswered
+from elaunch.agent import reachability
+from elaunch.agent.reachability import CutNodes, Reach, unanswered
 from elaunch.rendezvous.membership import Cut
 from tests.helpers import mute_address, wait_until
 
@@ -47,7 +47,7 @@ def test_a_machine_that_refuses_has_answered() -> None:
         assert unanswered(asked, 5.0) == set()
         assert unanswered({}, 5.0) == set()
         assert unanswered({"nowhere": "no-such-host.invalid:1"}, 0.05) == {"nowhere"}
-        assert unanswered({f"n{number}": refusing for number in range(2 * reach.AT_ONCE + 1)}, 5.0) == set()
+        assert unanswered({f"n{number}": refusing for number in range(2 * reachability.AT_ONCE + 1)}, 5.0) == set()
 
 
 class Asked:
@@ -67,7 +67,7 @@ class Asked:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "AGAIN_S", 0.01)
+    monkeypatch.setattr(reachability, "AGAIN_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -105,3 +105,57 @@ def test_the_thread_ends_with_it() -> None:
     wait_until(lambda: others.asked.qsize() > 0, 20, "the first question")
     others.reach.close()
     others.reach.check({"b": "10.0.0.2:1"}, "b")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "address", ["", "x", "host:", ":1", "10.0.0.9:0", "10.0.0.9:99999", "10.0.0.9:²", "h:" + "9" * 5000]
+)
+def test_what_is_no_address_is_not_asked_and_the_others_are(address: str) -> None:
+    others = Asked()
+    others.silent = {"b"}
+    others.reach.check({"a": address, "b": "10.0.0.2:1"}, "a")
+    assert others.found.get(timeout=20) == ((Cut("b", "10.0.0.2"),), NOBODY)
+    assert others.asked.get() == ("b",)
+    others.reach.close()
+
+
+def test_a_host_that_cannot_be_one_does_not_answer() -> None:
+    assert unanswered({"a": "h" * 100 + ".:1"}, 0.05) == {"a"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_round_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    others = Asked()
+    left = iter([1, 2, 3])
+
+    def answer(addresses: object) -> set[str]:
+        if next(left, None) is not None:
+            raise OSError("too many open files")
+        return {"b"}
+
+    others.reach._ask = answer
+    others.reach.check({"b": "10.0.0.2:1"}, "b")
+    assert others.found.get(timeout=20) == ((Cut("b", "10.0.0.2"),), NOBODY)
+    others.reach.close()
+    assert capfd.readouterr().err.count("other nodes cannot be asked now") == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_thread_that_died_is_replaced_at_the_next_check(capfd: pytest.CaptureFixture[str]) -> None:
+    others = Asked()
+    others.silent = {"b"}
+    deaths = iter([SystemExit(1)])
+
+    def answer(addresses: object) -> set[str]:
+        for death in deaths:
+            raise death
+        return {"b"}
+
+    others.reach._ask = answer
+    others.reach.check({"b": "10.0.0.2:1"}, "b")
+    wait_until(lambda: others.reach._thread and not others.reach._thread.is_alive(), 20, "the death")
+    others.reach.check({"b": "10.0.0.2:1"}, "b")
+    assert others.found.get(timeout=20)[0] == (Cut("b", "10.0.0.2"),)
+    others.reach.close()
+    assert "thread elaunch-reach died: SystemExit: 1" in capfd.readouterr().err

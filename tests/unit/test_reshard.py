@@ -16,10 +16,10 @@ from hypothesis.strategies import DataObject
 from torch import Tensor
 
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
-from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.regions import Region, holdings_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from elaunch.cli.resize import leavers, limits_of
 from elaunch.errors import RequestRefused, UsageError
 from elaunch.rendezvous.membership import Generation, JobConfig, JobSize, NodeDoc, Result, Stage, Worker
 from elaunch.rendezvous.observer import Documents
-from elaunch.resize import leavers, limits_of
 
 
 def documents(*nodes: str, working: int | None = None, **fields: object) -> Documents:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from elaunch.errors import StateError
+from elaunch.plan import Plan, symmetric
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.random_trace import RandomTrace
-from elaunch.workers.plan import Plan, symmetric
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes

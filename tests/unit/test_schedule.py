@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from elaunch.workers.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
-from elaunch.workers.plan.parts import parts
-from elaunch.workers.plan.schedule import (
+from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
+from elaunch.plan.parts import parts
+from elaunch.plan.schedule import (
     Action,
     ActionPrice,
     Kind,
@@ -20,8 +20,8 @@ from elaunch.workers.plan.schedule import (
     schedule,
     timeline,
 )
-from elaunch.workers.plan.tiling import Order
-from elaunch.workers.plan.views import inputs, outputs
+from elaunch.plan.tiling import Order
+from elaunch.plan.views import inputs, outputs
 from tests.unit.plan_strategies import valid_plans
 
 

@@ -11,18 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from elaunch.detect.track import SPAN_STEPS
 from elaunch.errors import StateError, UsageError
-from elaunch.policies import SlowPolicy, Wishes, from_environment, parse
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.plan.shares import DataParallelPlan
-from elaunch.workers.policy import selector as selector_module
-from elaunch.workers.policy.data_parallel import shares, tiling
-from elaunch.workers.policy.dvfs import ClockRange
-from elaunch.workers.policy.measure import Measured
-from elaunch.workers.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.workers.policy.select import Choice, Settings, choose
-from elaunch.workers.policy.selector import (
+from elaunch.plan import Plan, symmetric
+from elaunch.plan.shares import DataParallelPlan
+from elaunch.policy import selector as selector_module
+from elaunch.policy.data_parallel import shares, tiling
+from elaunch.policy.dvfs import ClockRange
+from elaunch.policy.measure import Measured
+from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.policy.select import Choice, Settings, choose
+from elaunch.policy.selector import (
     EVERY,
     FIRST,
     SETTLED,
@@ -32,7 +30,9 @@ from elaunch.workers.policy.selector import (
     Selector,
     make_selector,
 )
-from elaunch.workers.policy.structure import NotPossible
+from elaunch.policy.settings import SlowPolicy, Wishes, from_environment, parse
+from elaunch.policy.stragglers.track import SPAN_STEPS
+from elaunch.policy.structure import NotPossible
 from tests.unit.test_measure import Took
 
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.workers.plan.shares import DataParallelPlan, micro_batches, share
+from elaunch.plan.shares import DataParallelPlan, micro_batches, share
 
 PLAN = """\
 batch 60 micro-batch 16

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.detect.slow import Detector
-from elaunch.detect.slow_links import LIKE_LINKS, LINK_BYTES, LinkDetector, LinkWatch, Slower
-from elaunch.detect.track import SPAN_STEPS, Change, centre, describe, mad
+from elaunch.policy.stragglers.slow import Detector
+from elaunch.policy.stragglers.slow_links import LIKE_LINKS, LINK_BYTES, LinkDetector, LinkWatch, Slower
+from elaunch.policy.stragglers.track import SPAN_STEPS, Change, centre, describe, mad
 from tests.unit.slow_series import (
     Bursts,
     Job,

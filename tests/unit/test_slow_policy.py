@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.detect.track import Change
 from elaunch.errors import UsageError
-from elaunch.policies import SLOW_POLICIES, SLOW_POLICY, SlowPolicy, Wishes, from_environment
-from elaunch.workers.policy.slow import Excuse, Remedies
+from elaunch.policy.settings import SLOW_POLICIES, SLOW_POLICY, SlowPolicy, Wishes, from_environment
+from elaunch.policy.slow import Excuse, Remedies
+from elaunch.policy.stragglers.track import Change
 
 MEMBERS = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
 GAIN = 0.03

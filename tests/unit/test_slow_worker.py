@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from elaunch.workers.plan import Plan, symmetric
-from elaunch.workers.policy.ahead import Ahead
-from elaunch.workers.policy.measure import Measured, Step
-from elaunch.workers.policy.profile import LayerProfile, Profile
-from elaunch.workers.policy.select import Settings
-from elaunch.workers.policy.selector import Selector
+from elaunch.plan import Plan, symmetric
+from elaunch.policy.ahead import Ahead
+from elaunch.policy.measure import Measured, Step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.select import Settings
+from elaunch.policy.selector import Selector
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(6)]
 LAYERS = 6

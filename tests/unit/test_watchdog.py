@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elaunch.detect.watchdog import TIMER_FILE, Expired, Watchdog, fifo_path, is_enabled, worker_of
+from elaunch.detect import watchdog as module
+from elaunch.detect.watchdog import TIMER_FILE, Expired, Watchdog, fifo_path, is_enabled, parse, worker_of
 from elaunch.errors import LaunchError
 from tests.helpers import Spawner, wait_until
 
@@ -121,9 +124,8 @@ def test_a_process_that_is_gone_is_forgotten_with_what_it_wrote_last(watchdog: W
     send(watchdog, request(1, "a", 5) + request(2, "a", 7))
     watchdog.receive()
     send(watchdog, request(1, "b", 6) + b"nonsense\n")
-    watchdog.forget(1)
+    (complaint,) = watchdog.forget(1)
     assert watchdog.due_s() == 7
-    (complaint,) = watchdog.receive()
     assert "nonsense" in complaint
 
 
@@ -208,3 +210,69 @@ def test_a_process_belongs_to_the_worker_whose_session_it_is_in(spawn: Spawner) 
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert worker_of(ended.pid, {worker.pid}) is None
+
+
+VALID = b'{"version": 1, "pid": 4711, "scope_id": "step", "expiration_time": 5.5, "signal": 9}'
+HOSTILE = [
+    b"[" * 60_000,
+    b'{"pid": ' + b"[" * 900 + b"]" * 900 + b"}",
+    VALID.replace(b"4711", b"9" * 3000),
+    VALID.replace(b"4711", b"99999999999"),
+    VALID.replace(b"4711", b"9" * 5000),
+    VALID.replace(b"5.5", b"9" * 400),
+    VALID.replace(b"5.5", b"NaN"),
+    VALID.replace(b"9}", b"65}"),
+    VALID.replace(b"step", b"\\ud800"),
+    VALID[:-1],
+    VALID + VALID,
+    b"\xff" * 50,
+]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.tuples(st.integers(0, len(VALID)), st.integers(0, len(VALID)), st.binary(max_size=4)).map(
+            lambda cut: VALID[: cut[0]] + cut[2] + VALID[cut[1] :]
+        ),
+        st.sampled_from(HOSTILE),
+    )
+)
+def test_any_line_is_a_request_or_none(line: bytes) -> None:
+    problem = ""
+    try:
+        request = parse(line)
+    except ValueError as error:
+        problem = str(error)
+    else:
+        worker_of(request.pid, ())
+        assert not math.isnan(request.expiry_s)
+    assert len(problem) < 1000
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
+def test_whatever_comes_the_next_request_counts(watchdog: Watchdog, line: bytes) -> None:
+    send(watchdog, line + b"\n" + request(1, "a", 5))
+    said = watchdog.receive()
+    assert all(len(text) < 2000 for text in said)
+    for expired in watchdog.expired(1e18):
+        worker_of(expired.pid, ())
+    assert watchdog.due_s() is None
+
+
+def test_many_lines_that_are_no_requests_are_counted(watchdog: Watchdog) -> None:
+    send(watchdog, b"x\n" * 5000)
+    said = watchdog.receive()
+    assert len(said) == module.MAX_LINES + 1
+    assert said[-1] == f"watchdog: ignored {5000 - module.MAX_LINES} more lines"
+    assert watchdog.receive() == []
+
+
+def test_timers_are_bounded(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TIMERS", 2)
+    send(watchdog, b"".join(request(1, scope, 5) for scope in "abc"))
+    (complaint,) = watchdog.receive()
+    assert "there are 2 timers already" in complaint
+    send(watchdog, request(1, "a", -1) + request(1, "c", 7))
+    assert watchdog.receive() == []

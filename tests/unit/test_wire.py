@@ -55,7 +55,7 @@ JSON = st.recursive(
 repeatable = settings(deadline=None, derandomize=True)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "str": st.text(),
-    "int": st.integers(),
+    "int": st.integers(0, wire.MOST - 1),
     "bool": st.booleans(),
     "dict[str, Any]": st.dictionaries(st.text(), JSON, max_size=4),
 }
@@ -118,9 +118,9 @@ def test_a_cut_line_is_no_message(message: Message, data: st.DataObject) -> None
         decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 1, "2", None, [2]])
 def test_another_version_is_refused_and_both_versions_are_named(version: Any) -> None:
-    with pytest.raises(ProtocolError, match="expected 1: worker and agent run different elaunch"):
+    with pytest.raises(ProtocolError, match="expected 2: worker and agent run different elaunch"):
         decode(line({**body_of(Ready("a:1")), "v": version}))
 
 
@@ -194,3 +194,63 @@ def test_a_line_that_is_too_long_is_refused(end: bytes, monkeypatch: pytest.Monk
     buffer.feed(b"x" * 60)
     with pytest.raises(ProtocolError, match="a line of more than 100 bytes"):
         buffer.feed(b"x" * 41 + end)
+
+
+LINE = encode(Unreachable(3, "a/1#0", True))
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=200),
+            st.tuples(st.integers(0, len(LINE)), st.integers(0, len(LINE)), st.binary(max_size=4)).map(
+                lambda cut: LINE[: cut[0]] + cut[2] + LINE[cut[1] :]
+            ),
+            st.sampled_from(
+                [
+                    LINE,
+                    LINE * 3,
+                    b"[" * 100_000 + b"\n",
+                    b'{"v":' + b"[" * 900 + b"]" * 900 + b',"kind":"Ready","body":{}}\n',
+                    b'{"v":1,"kind":' + b"[" * 900 + b"]" * 900 + b',"body":{}}\n',
+                    LINE.replace(b"3", b"9" * 5000),
+                    LINE.replace(b"3", b"9" * 4000),
+                    LINE.replace(b"3", b"-1"),
+                    LINE.replace(b"3", b"NaN"),
+                    LINE.replace(b"a/1#0", b"\\ud800"),
+                    LINE.replace(b"a/1#0", b"\xed\xa0\x80"),
+                ]
+            ),
+        ),
+        max_size=6,
+    )
+)
+def test_whatever_comes_is_a_message_or_a_protocol_error(chunks: list[bytes]) -> None:
+    buffer = LineBuffer(1 << 17)
+    found: list[Message] = []
+    problem = ""
+    try:
+        for chunk in chunks:
+            found += [decode(line) for line in buffer.feed(chunk)]
+    except ProtocolError as error:
+        problem = str(error)
+    assert len(problem) < 1000
+    for message in found:
+        assert decode(encode(message).rstrip(b"\n")) == message
+
+
+def test_a_buffer_may_take_shorter_lines_until_it_is_told_otherwise() -> None:
+    buffer = LineBuffer(10)
+    assert buffer.feed(b"x" * 10 + b"\n" + b"y" * 8) == [b"x" * 10]
+    buffer.limit_bytes = None
+    assert buffer.feed(b"y" * 8 + b"\n") == [b"y" * 16]
+    buffer.limit_bytes = 10
+    with pytest.raises(ProtocolError, match="more than 10 bytes"):
+        buffer.feed(b"x" * 11)
+
+
+@pytest.mark.parametrize("number", [-1, wire.MOST, 10**4000])
+def test_numbers_that_no_worker_has_are_refused(number: int) -> None:
+    with pytest.raises(ProtocolError, match="damaged message Saved"):
+        decode(line({**body_of(Saved(1)), "body": {"step": number}}))

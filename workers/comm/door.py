@@ -2,41 +2,80 @@
 
 Both directions are handshakes on non-blocking sockets in one poll loop, so a silent stranger delays nobody.
 When two workers dial each other at the same time, the connection dialled by the greater identity stays.
+
+Anybody may connect. Whatever comes on a connection ends that connection at most: a line is bounded, so is its time, so
+is the number of connections that have not shown the job's token; of these the oldest goes first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import socket
-import threading
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elaunch import threads
+from elaunch.accepting import Accepting
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.membership import split_address
+from elaunch.workers import fatal
 from elaunch.workers.comm import wire
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
 
+MAX_STRANGERS = 256
+"""So many accepted connections may be without a valid token at a time; no more than an eighth of the descriptors."""
+
+REDIAL_S = 0.02
+"""A dial that a busy peer dropped is repeated after this time; a dead peer refuses it then."""
+
 _CROSSED = "crossed: this worker dials as well"
+
+
+class HungUp(ProtocolError):
+    """The other side closed the connection before the handshake was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Dial `peer`, give up at `deadline_s`, and begin no sooner than `begin_s`."""
+
+    peer: str
+    address: str
+    deadline_s: float
+    begin_s: float = 0.0
 
 
 @dataclass(eq=False)
 class _Handshake:
-    """A connection on its way to becoming a link."""
+    """A connection on its way to becoming a link. `order` is that of one which this side dialled."""
 
     socket: socket.socket
     deadline_s: float
-    answer_s: float = 0.0  # of one that is being dialled: its deadline when the peer's machine has answered
     peer: str = ""
-    dialled: bool = False
+    order: _Order | None = None
     connected: bool = True
     line: bytes = b""
+
+    @property
+    def dialled(self) -> bool:
+        return self.order is not None
+
+
+def most_strangers(open_files: int) -> int:
+    """Returns how many connections may be without a valid token, where a process may have so many open files."""
+    return MAX_STRANGERS if open_files == resource.RLIM_INFINITY else max(8, min(MAX_STRANGERS, open_files // 8))
+
+
+def _end_worker(error: BaseException) -> None:
+    fatal.end_process("thread that makes its links", error)
 
 
 class Door:
@@ -44,6 +83,8 @@ class Door:
 
     `joined(peer, socket)` is called, on the door's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
+    `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
+    reach must be replaced.
     """
 
     def __init__(
@@ -54,27 +95,30 @@ class Door:
         linked: Callable[[str], bool],
         joined: Callable[[str, socket.socket], None],
         failed: Callable[[str, str], None],
+        died: Callable[[BaseException], None] = _end_worker,
     ) -> None:
         self._worker, self._token = worker, token
         self._linked, self._joined, self._failed = linked, joined, failed
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._orders: deque[tuple[str, str, float]] = deque()
+        self._orders: deque[_Order] = deque()
+        self._later: list[_Order] = []
         self._handshakes: set[_Handshake] = set()
+        self._strangers: dict[_Handshake, None] = {}  # accepted, without a valid first line; the oldest first
+        self._most_strangers = most_strangers(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._told_defect = False
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepting = Accepting(self._selector, self._listener, None, self._say)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"door of {worker}", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(f"elaunch-door {worker}", self._run, died)
 
     def dial(self, peer: str, address: str, timeout_s: float) -> None:
         """Starts to connect to `peer` in the background, unless there is a link or one on its way."""
-        self._orders.append((peer, address, time.monotonic() + timeout_s))
+        self._orders.append(_Order(peer, address, time.monotonic() + timeout_s))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -92,85 +136,129 @@ class Door:
     def _run(self) -> None:
         try:
             while not self._closing:
-                deadlines = [handshake.deadline_s for handshake in self._handshakes]
-                wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-                for key, _ in self._selector.select(wait_s):
+                for key, _ in self._selector.select(self._wait_s()):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fd == self._wake:
                         self._take_orders()
                     elif key.data in self._handshakes:
                         self._advance(key.data)
-                now_s = time.monotonic()
-                for handshake in [late for late in self._handshakes if late.deadline_s <= now_s]:
-                    self._drop(handshake, "it did not answer in time")
+                self._on_time(time.monotonic())
         finally:
             for handshake in list(self._handshakes):
                 self._drop(handshake, None)
+            self._accepting.close()
             self._selector.close()
-            self._listener.close()
+
+    def _wait_s(self) -> float | None:
+        """Returns the seconds until something is due; None: nothing is."""
+        due_s = [handshake.deadline_s for handshake in self._handshakes]
+        due_s += [order.begin_s for order in self._later]
+        if self._accepting.due_s is not None:
+            due_s.append(self._accepting.due_s)
+        return max(0.0, min(due_s) - time.monotonic()) if due_s else None
+
+    def _on_time(self, now_s: float) -> None:
+        """Does whatever is due by now."""
+        for handshake in [late for late in self._handshakes if late.deadline_s <= now_s]:
+            self._drop(handshake, "it did not answer in time")
+        if due := [order for order in self._later if order.begin_s <= now_s]:
+            self._later = [order for order in self._later if order.begin_s > now_s]
+            self._orders.extend(due)
+            self._take_orders()
+        self._accepting.on_time(now_s)
 
     def _take_orders(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._orders:
-            peer, address, deadline_s = self._orders.popleft()
+            order = self._orders.popleft()
             # Asked here and not before: a connection may have come since the order was given, and it is in use.
-            if not self._linked(peer) and all(handshake.peer != peer for handshake in self._handshakes):
-                self._dial(peer, address, deadline_s)
+            if not self._linked(order.peer) and all(one.peer != order.peer for one in self._handshakes):
+                self._dial(order)
 
-    def _dial(self, peer: str, address: str, deadline_s: float) -> None:
+    def _dial(self, order: _Order) -> None:
         try:
-            host, port = split_address(address)
+            host, port = split_address(order.address)
             sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, ValueError) as error:
-            self._failed(peer, str(error))
+            self._failed(order.peer, str(error))
             return
         sock.setblocking(False)
-        soon_s = min(deadline_s, time.monotonic() + ANSWER_TIMEOUT_S)
-        handshake = _Handshake(sock, soon_s, deadline_s, peer, dialled=True, connected=False)
+        soon_s = min(order.deadline_s, time.monotonic() + ANSWER_TIMEOUT_S)
+        handshake = _Handshake(sock, soon_s, order.peer, order, connected=False)
         self._handshakes.add(handshake)
-        self._selector.register(sock, selectors.EVENT_WRITE, handshake)
         try:
+            self._selector.register(sock, selectors.EVENT_WRITE, handshake)
             sock.connect((host, port))
         except BlockingIOError:
             pass
-        except OSError as error:
-            self._drop(handshake, error.strerror or str(error))
+        except (OSError, OverflowError, ValueError) as error:
+            self._drop(handshake, getattr(error, "strerror", None) or str(error))
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        sock.setblocking(False)
-        handshake = _Handshake(sock, time.monotonic() + ANSWER_TIMEOUT_S)
-        self._handshakes.add(handshake)
-        self._selector.register(sock, selectors.EVENT_READ, handshake)
+        sock = self._accepting.accept()
+        if sock is not None:
+            sock.setblocking(False)
+            handshake = _Handshake(sock, time.monotonic() + ANSWER_TIMEOUT_S)
+            self._handshakes.add(handshake)
+            self._strangers[handshake] = None
+            try:
+                self._selector.register(sock, selectors.EVENT_READ, handshake)
+            except OSError as error:
+                self._accepting.pause(error)
+        most = self._most_strangers if self._accepting.due_s is None else 0
+        while len(self._strangers) > most:
+            self._drop(next(iter(self._strangers)), None)
 
     def _advance(self, handshake: _Handshake) -> None:
+        """Goes on with one handshake. Whatever goes wrong in it ends this connection, and nothing else."""
         try:
-            if not handshake.connected:
-                error = handshake.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if error:
-                    raise OSError(error, os.strerror(error))
-                handshake.connected, handshake.deadline_s = True, handshake.answer_s
-                handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
-                self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
-                return
-            handshake.line += read_line(handshake.socket, len(handshake.line))
-            if not handshake.line.endswith(b"\n"):
-                return
-            line, handshake.line = handshake.line, b""
-            if handshake.dialled:
-                self._acknowledged(handshake, line)
-            elif handshake.peer:
-                wire.read_go(line)
-                self._settle(handshake)
+            self._step(handshake)
+        except HungUp as error:
+            self._hung_up(handshake, str(error))
+        except ConnectionError as error:
+            if handshake.connected:
+                self._hung_up(handshake, error.strerror or str(error))
             else:
-                self._greeted(handshake, line)
+                self._drop(handshake, error.strerror or str(error))
         except (OSError, ProtocolError) as error:
             self._drop(handshake, getattr(error, "strerror", None) or str(error))
+        except Exception as error:
+            self._drop(handshake, repr(error))
+            if not self._told_defect:
+                self._told_defect = True
+                line = f"worker {self._worker} dropped a connection because of a defect in elaunch, and goes on"
+                threads.tell(line, error)
+
+    def _step(self, handshake: _Handshake) -> None:
+        if handshake.order is not None and not handshake.connected:
+            error = handshake.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            handshake.connected, handshake.deadline_s = True, handshake.order.deadline_s
+            handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
+            self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
+            return
+        handshake.line += read_line(handshake.socket, len(handshake.line))
+        if not handshake.line.endswith(b"\n"):
+            return
+        line, handshake.line = handshake.line, b""
+        if handshake.dialled:
+            self._acknowledged(handshake, line)
+        elif handshake.peer:
+            wire.read_go(line)
+            self._settle(handshake)
+        else:
+            self._greeted(handshake, line)
+
+    def _hung_up(self, handshake: _Handshake, why: str) -> None:
+        """The peer, or a busy system in its place, dropped a connection; a dial is worth repeating."""
+        order, now_s = handshake.order, time.monotonic()
+        again = order is not None and now_s + REDIAL_S < order.deadline_s
+        self._drop(handshake, None if again else why)
+        if order is not None and again:
+            self._later.append(_Order(order.peer, order.address, order.deadline_s, now_s + REDIAL_S))
 
     def _greeted(self, handshake: _Handshake, line: bytes) -> None:
         try:
@@ -186,6 +274,7 @@ class Door:
             self._drop(handshake, None)
             return
         handshake.peer = hello.worker
+        self._strangers.pop(handshake, None)
         for crossed in own:
             self._drop(crossed, None)
 
@@ -203,31 +292,43 @@ class Door:
 
     def _settle(self, handshake: _Handshake) -> None:
         """Hands the connection over and drops the others with this peer, which it makes obsolete."""
-        self._handshakes.discard(handshake)
-        self._selector.unregister(handshake.socket)
+        self._forget(handshake)
         for other in [one for one in self._handshakes if one.peer == handshake.peer]:
             self._drop(other, None)
-        self._joined(handshake.peer, handshake.socket)
+        try:
+            self._joined(handshake.peer, handshake.socket)
+        except BaseException:
+            handshake.socket.close()
+            raise
 
     def _drop(self, handshake: _Handshake, why: str | None) -> None:
-        self._handshakes.discard(handshake)
-        self._selector.unregister(handshake.socket)
+        self._forget(handshake)
         handshake.socket.close()
         if handshake.dialled and why is not None:
             self._failed(handshake.peer, why)
+
+    def _say(self, text: str) -> None:
+        print(f"[elaunch] worker {self._worker}: {text}", file=sys.stderr, flush=True)
+
+    def _forget(self, handshake: _Handshake) -> None:
+        self._handshakes.discard(handshake)
+        self._strangers.pop(handshake, None)
+        with contextlib.suppress(KeyError, ValueError):  # it was never registered, or is not any more
+            self._selector.unregister(handshake.socket)
 
 
 def read_line(sock: socket.socket, have_bytes: int = 0) -> bytes:
     """More of a handshake line, of which `have_bytes` were read before; what follows its newline stays in the socket.
 
-    Raises `ProtocolError` when the peer closed the connection or the line is too long, `OSError` when it broke.
+    Raises `HungUp` when the peer closed the connection, `ProtocolError` when the line is too long, `OSError` when the
+    connection broke.
     """
     try:
         seen = sock.recv(wire.LINE_BYTES, socket.MSG_PEEK)
     except BlockingIOError:
         return b""
     if not seen:
-        raise ProtocolError("the connection closed in the handshake")
+        raise HungUp("the connection closed in the handshake")
     line = sock.recv(seen.find(b"\n") + 1 or len(seen))
     if have_bytes + len(line) > wire.LINE_BYTES:
         raise ProtocolError("a handshake line is too long")

@@ -25,12 +25,13 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import Literal
 
+from elaunch import threads
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
-from elaunch.workers import pulse
+from elaunch.workers import fatal, pulse
 from elaunch.workers.comm import wire
-from elaunch.workers.comm.door import Door, read_line
+from elaunch.workers.comm.door import REDIAL_S, Door, HungUp, read_line
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Destination, Link
 from elaunch.workers.comm.stream import Flow, Messages
@@ -225,8 +226,7 @@ class Fabric:
             with self._changed:
                 links = [self._links[peer] for peer in peers if peer in self._links]
             if self._driver is None:
-                self._driver = threading.Thread(target=self._drive_traffic, name="elaunch-traffic", daemon=True)
-                self._driver.start()
+                self._driver = threads.start("elaunch-traffic", self._drive_traffic, _end_worker)
             traffic = Traffic(epoch, op, links, self._find, self._wake, lambda: self._check(epoch))
         except BaseException:
             self._running.release()
@@ -243,24 +243,35 @@ class Fabric:
         does not; its process is stopped or swamped. "silent": nothing answers, so its machine or the network is down.
         """
         deadline_s = time.monotonic() + timeout_s
-        try:
-            sock = socket.create_connection(split_address(address), timeout_s)
-        except ConnectionError:
-            return "refused"
-        except OSError:
-            return "silent"
-        try:
-            with sock:
-                sock.sendall(wire.hello_line(self._token, wire.Hello(self.worker, "probe")))
-                line = b""
-                while not line.endswith(b"\n"):
-                    sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
-                    line += read_line(sock, len(line))
-                return "alive" if wire.read_ack(line) == peer or peer is None else "refused"
-        except (ConnectionError, ProtocolError):
-            return "refused"
-        except OSError:
-            return "busy"
+        while True:
+            try:
+                where = split_address(address)
+                sock = socket.create_connection(where, max(1e-3, deadline_s - time.monotonic()))
+            except (ConnectionError, ValueError, OverflowError):
+                return "refused"
+            except OSError:
+                return "silent"
+            try:
+                with sock:
+                    return "alive" if self._ask_name(sock, deadline_s) == peer or peer is None else "refused"
+            except (ConnectionError, HungUp):
+                # It has just ended, and then it refuses the next one; or it has no place for this one.
+                if time.monotonic() + REDIAL_S >= deadline_s:
+                    return "busy"
+                time.sleep(REDIAL_S)
+            except ProtocolError:
+                return "refused"
+            except OSError:
+                return "busy"
+
+    def _ask_name(self, sock: socket.socket, deadline_s: float) -> str:
+        """Returns the identity of the worker at the other end."""
+        sock.sendall(wire.hello_line(self._token, wire.Hello(self.worker, "probe")))
+        line = b""
+        while not line.endswith(b"\n"):
+            sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            line += read_line(sock, len(line))
+        return wire.read_ack(line)
 
     def close(self) -> None:
         """Closes the door and all links, in order: peers still get all that was sent. Waits until no operation runs."""
@@ -350,6 +361,10 @@ class Fabric:
         self._door.close_in_child()
         for link in (*self._links.values(), *self._replaced):
             link.socket.close()
+
+
+def _end_worker(error: BaseException) -> None:
+    fatal.end_process("thread that drives its links", error)
 
 
 _FABRICS: weakref.WeakSet[Fabric] = weakref.WeakSet()

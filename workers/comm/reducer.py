@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from elaunch import threads
 from elaunch.errors import StepInterrupted
 from elaunch.workers import pulse
 from elaunch.workers.comm.group import Group
@@ -40,8 +41,7 @@ class Reducer:
         if self._group is None or self.error is not None:
             return
         if self._thread is None and self._group.size > 1:
-            self._thread = threading.Thread(target=self._run, name="elaunch-reducer", daemon=True)
-            self._thread.start()
+            self._thread = threads.start("elaunch-reducer", self._run, self._died)
         with self._arrived:
             self._waiting.append(flat)
             self._arrived.notify()
@@ -81,6 +81,11 @@ class Reducer:
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
+
+    def _died(self, error: BaseException) -> None:
+        # Whoever waits runs what is left, so nobody hangs; and the script hears of it.
+        if self._failure is None:
+            self._failure = error
 
     def _run(self) -> None:
         pulse.in_background()

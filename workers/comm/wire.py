@@ -1,12 +1,14 @@
 """What travels on a link: three handshake lines, then frames.
 
     dialler                                     acceptor
-      {"elaunch": 1, "token", "from", "for"}  ->
+      elaunch/2 TOKEN {"from", "for"}         ->
                                               <-  {"worker"} or {"error"}
       {"go": true}                            ->             only for a link, not for a probe
       frames                                 <->             frames
 
-A link exists once the dialler has confirmed it, so a dial that was given up leaves nothing behind on the other side.
+Anybody can reach a worker's port. So the acceptor compares the first line with the version and the token it expects,
+byte by byte, and reads the rest only where they match. A link exists once the dialler has confirmed it, so a dial that
+was given up leaves nothing behind on the other side.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from elaunch.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 
@@ -29,6 +31,7 @@ SEGMENT_BYTES = 4 << 20
 MORE, LAST = 1, 2
 """Kinds of frame: further frames of this part follow, or not."""
 
+_PROTOCOL = f"elaunch/{VERSION} ".encode()
 _MAGIC = b"eL"
 _HEADER = struct.Struct("<2sBBIQQQ")
 HEADER_BYTES = _HEADER.size
@@ -68,19 +71,24 @@ def unpack_header(data: bytes | bytearray) -> Header:
 
 
 def hello_line(token: str, hello: Hello) -> bytes:
-    """The dialler's first line."""
-    return _line({"elaunch": VERSION, "token": token, "from": hello.worker, "for": hello.purpose})
+    """Returns the dialler's first line."""
+    return _credentials(token) + _line({"from": hello.worker, "for": hello.purpose})
 
 
 def read_hello(line: bytes, token: str) -> Hello:
-    """Checks version and token of a dialler's first line; raises `ProtocolError` with a reason fit for the dialler."""
-    message = _object(line)
-    if message.get("elaunch") != VERSION:
-        raise ProtocolError(f"this worker speaks link protocol {VERSION}, not {message.get('elaunch')!r}")
-    if not hmac.compare_digest(str(message.get("token")).encode(), token.encode()):
+    """Reads a dialler's first line.
+
+    Raises:
+        ProtocolError: it has another version or token, or names no worker. The text is fit for the dialler.
+    """
+    expected = _credentials(token)
+    if not hmac.compare_digest(line[: len(expected)], expected):
+        if not line.startswith(_PROTOCOL):
+            raise ProtocolError(f"not a worker: this one speaks {_PROTOCOL.decode().strip()}")
         raise ProtocolError("wrong token: this worker belongs to another job")
+    message = _object(line[len(expected) :])
     worker, purpose = message.get("from"), message.get("for")
-    if not isinstance(worker, str) or purpose not in ("link", "probe"):
+    if not isinstance(worker, str) or not worker.isprintable() or purpose not in ("link", "probe"):
         raise ProtocolError(f"hello without a worker or purpose: from={worker!r} for={purpose!r}")
     return Hello(worker, "link" if purpose == "link" else "probe")
 
@@ -99,9 +107,10 @@ def read_ack(line: bytes) -> str:
     """The acceptor's identity; raises `ProtocolError` with its reason when it refused."""
     message = _object(line)
     if "error" in message:
-        raise ProtocolError(str(message["error"]))
+        why = str(message["error"])
+        raise ProtocolError(why if why.isprintable() else repr(why))
     worker = message.get("worker")
-    if not isinstance(worker, str):
+    if not isinstance(worker, str) or not worker.isprintable():
         raise ProtocolError(f"acknowledgement without a worker: {message!r}")
     return worker
 
@@ -117,6 +126,10 @@ def read_go(line: bytes) -> None:
         raise ProtocolError("expected the confirmation of a link")
 
 
+def _credentials(token: str) -> bytes:
+    return _PROTOCOL + token.encode() + b" "
+
+
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
@@ -124,7 +137,7 @@ def _line(message: dict[str, Any]) -> bytes:
 def _object(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not a handshake line: {line[:80]!r}") from error
     if not isinstance(message, dict):
         raise ProtocolError(f"not a handshake line: {line[:80]!r}")

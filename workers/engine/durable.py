@@ -51,7 +51,8 @@ def shards_of(
     """Masters and states of some pieces from a checkpoint, and the bytes that were read.
 
     Raises:
-        StateError: the checkpoint is of another job, or damaged.
+        CheckpointDamaged: it is not what was written.
+        StateError: it is of another job.
     """
     saved.check(KIND, settings)
     _check_shapes(saved, specs)

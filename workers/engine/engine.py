@@ -6,7 +6,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError, StateLost
+from elaunch.plan.tiling import Plan
+from elaunch.policy.profile import LayerProfile
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -31,14 +33,12 @@ from elaunch.workers.engine.survey import Survey
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
-from elaunch.workers.plan.tiling import Plan
-from elaunch.workers.policy.profile import LayerProfile
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Saved
+    from elaunch.workers.state.checkpoint import Part, Read, Restored, Saved
 
 Consistency = Literal["bitwise", "fast"]
 
@@ -474,16 +474,20 @@ class Engine:
         shards = self._here.zero.shards if self.holds else self._shards((), ())
         return part_of(self.specs, shards, self._cursor(self.plan))
 
-    def restore(self, group: Group, plan: Plan, saved: Saved) -> int:
+    def restore(
+        self, group: Group, plan: Plan, go_back: Callable[[Read[Shards]], Restored[Shards]]
+    ) -> Restored[Shards]:
         """Go back to a checkpoint, under any plan; it takes effect with `install`.
 
         All members of the group call it with the same arguments, as `change`.
 
-        Returns:
-            The bytes that this worker read.
+        Args:
+            group: of the members.
+            plan: by which they go on.
+            go_back: finds a checkpoint that all members can read, with the function that reads this worker's part.
 
         Raises:
-            StateError: the checkpoint is of another job or damaged, or a worker was given other settings.
+            StateError: the checkpoint is of another job, none is whole, or a worker was given other settings.
             StepInterrupted: a link broke, or the membership changes.
         """
         from elaunch.workers.engine.durable import shards_of
@@ -493,13 +497,17 @@ class Engine:
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
         pieces = layout.pieces(worker)
         make = self._make_optimizer, self._make_scheduler
-        shards, read_bytes = shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._device, *make)
+
+        def read(saved: Saved) -> tuple[Shards, int]:
+            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._device, *make)
+
+        found = go_back(read)
         layers = {key: self._built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
-        part = self._part_of(plan, group, layout, layers, shards)
+        part = self._part_of(plan, group, layout, layers, found.state)
         with group.open() as traffic:
             part.zero.share(traffic)
-        self._next, self._next_step, self._next_hosted, self._next_migration = part, saved.step, None, None
-        return read_bytes
+        self._next, self._next_step, self._next_hosted, self._next_migration = part, found.saved.step, None, None
+        return found
 
     def _cursor(self, plan: Plan) -> dict[str, Any]:
         """What a number of steps means."""

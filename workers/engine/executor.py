@@ -1,7 +1,7 @@
 """Runs one worker's part of a step: its actions in the order of the schedule, activations and gradients as messages.
 
 Nothing here waits for a send, and every receive is of a message whose sender does not wait for this worker (see
-`elaunch.workers.plan.schedule`), so a step ends or is interrupted.
+`elaunch.plan.schedule`), so a step ends or is interrupted.
 
 The gradient of a layer goes to the owners of its shards as soon as the last backward of the layer is over. Where the
 layers of a tile have different holders, so that their reductions would queue at some workers, they go out in the rounds
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
+from elaunch.plan.schedule import Action, schedule
+from elaunch.plan.tiling import MicroBatch, Plan, n_rows
+from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.layers import Chain, Draw, Layer, LayerSpec, Saved
@@ -27,9 +30,6 @@ from elaunch.workers.engine.layout import Owned, StateLayout
 from elaunch.workers.engine.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.engine.sums import Node, TreeSum
 from elaunch.workers.engine.timing import Stopwatch
-from elaunch.workers.plan.schedule import Action, schedule
-from elaunch.workers.plan.tiling import MicroBatch, Plan, n_rows
-from elaunch.workers.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 
 LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""

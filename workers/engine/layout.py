@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
+from elaunch.plan.tiling import Plan
+from elaunch.plan.views import holders, optimizer_shards
 from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.plan.tiling import Plan
-from elaunch.workers.plan.views import holders, optimizer_shards
 from elaunch.workers.state.boxes import Box, of_interval, shift
 
 ALIGN = 64

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 
+from elaunch.plan.tiling import Plan, Tile
+from elaunch.plan.views import Feed, holders, inputs, outputs, unit_of
 from elaunch.workers.engine.layout import Owned, StateLayout
 from elaunch.workers.engine.sums import Node, nodes
-from elaunch.workers.plan.tiling import Plan, Tile
-from elaunch.workers.plan.views import Feed, holders, inputs, outputs, unit_of
 
 _NUMBERS = 1 << 28
 

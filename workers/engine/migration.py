@@ -1,6 +1,6 @@
-"""A change of plan inside a step: nobody pauses while the state moves (ElasWave 6.2; DESIGN section 8).
+"""A change of plan inside a step: nobody pauses while the state moves (ElasWave 6.2).
 
-The step is done under a plan between the old and the new one (`elaunch.workers.plan.transition`). In its background go
+The step is done under a plan between the old and the new one (`elaunch.plan.transition`). In its background go
 first the parameters of the layers that somebody gets, of which the first use waits, then what the optimizer keeps. All
 of that is what the step before committed, and stays so until this one commits. The gradients go to the owners of the
 new plan, so the commit is theirs. If the step is dropped, everybody still has what it had.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.engine.assembly import Assembly
@@ -23,7 +24,6 @@ from elaunch.workers.engine.messages import Kind, peers, tag
 from elaunch.workers.engine.samples import Samples
 from elaunch.workers.engine.shards import Shards
 from elaunch.workers.engine.tensor_parallel import Membership
-from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
 from elaunch.workers.state.regions import Region, copy_box, covering

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.plan.tiling import Plan
 from elaunch.rendezvous.membership import by_node, node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
@@ -28,7 +29,6 @@ from elaunch.workers.engine.layout import Owned, Piece, StateLayout
 from elaunch.workers.engine.messages import Kind, peers, tag
 from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.engine.standing import forms_from_json, forms_to_json
-from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.regions import Region
 
 BATCH_BYTES = 16 << 20

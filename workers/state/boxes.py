@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from elaunch.workers.plan.shares import share
+from elaunch.plan.shares import share
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension; a scalar has the box ()."""

@@ -6,6 +6,7 @@ All members hold the same state, so each writes some of its tensors; what is no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -32,11 +33,20 @@ def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, 
     return Part(KIND, settings, mine, {"manifest": manifest} if rank == 0 else {})
 
 
-def load(objects: Mapping[str, Any], saved: Saved) -> int:
-    """Restore the objects from a checkpoint; return the bytes that were read.
+@dataclass(frozen=True)
+class State:
+    """The state of objects as it was read."""
+
+    manifest: Manifest
+    tensors: Sequence[Tensor]
+
+
+def read(saved: Saved) -> tuple[State, int]:
+    """Read the state of all objects from a checkpoint; return it and its bytes.
 
     Raises:
-        StateError: it is of other objects, or damaged.
+        CheckpointDamaged: it is not what was written.
+        StateError: it is of another job.
     """
     saved.check(KIND, {})
     manifest: Manifest = saved.facts[0]["manifest"]
@@ -44,11 +54,19 @@ def load(objects: Mapping[str, Any], saved: Saved) -> int:
     read_bytes = saved.read(
         {name: _pieces(tensor) for name, tensor in zip(_names(manifest), tensors, strict=True) if tensor.numel()}
     )
+    return State(manifest, tensors), read_bytes
+
+
+def fill(objects: Mapping[str, Any], saved: Saved, state: State) -> None:
+    """Give the objects the state that was read from a checkpoint.
+
+    Raises:
+        StateError: it is of other objects.
+    """
     try:
-        restore(objects, manifest, tensors, whose="the checkpoint")
+        restore(objects, state.manifest, state.tensors, whose="the checkpoint")
     except StateError as error:
         raise StateError(f"the checkpoint {saved.path} is of another job: {error}") from error
-    return read_bytes
 
 
 def _pieces(tensor: Tensor) -> Pieces:

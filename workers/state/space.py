@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from elaunch.errors import StateError
+from elaunch.plan.tiling import Plan
 from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.engine.layout import Piece, StateLayout
-from elaunch.workers.plan.tiling import Plan
 from elaunch.workers.state.boxes import Box, subtract_all, whole
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elaunch.workers.plan.shares import share
+from elaunch.plan.shares import share
 from elaunch.workers.state.codec import Manifest, describe, dtype_of
 
 CHUNK_BYTES = 1 << 20

@@ -1,0 +1,74 @@
+"""The event log: JSON lines, one file a node, appended as things happen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+
+class EventLog:
+    """Appends events to a file; without a path it does nothing.
+
+    Args:
+        path: of the file; ``%n`` in it stands for the name of the node.
+        node: name of this node, a field of each event.
+        console: write each event to standard error too.
+
+    Raises:
+        OSError: the file cannot be opened for appending.
+    """
+
+    def __init__(self, path: str | None, node: str, console: bool = False) -> None:
+        self._node = node
+        self._console = console
+        self._fd = -1
+        if path:
+            self._fd = os.open(path.replace("%n", node), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, epoch: int, t: float | None = None, /, **fields: Any) -> None:
+        """Append one event. A line is written whole or not at all.
+
+        Args:
+            kind: of the event.
+            epoch: the generation to which it belongs.
+            t: Unix time in seconds; None: now.
+            fields: what else there is to say; none of them takes the place of these, or of the node's name.
+        """
+        if self._fd < 0 and not self._console:
+            return
+        event = {"t": time.time() if t is None else t, "kind": kind, "node": self._node, "epoch": epoch}
+        event |= {name: value for name, value in fields.items() if name not in event}
+        try:
+            line = json.dumps(event, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(event), separators=(",", ":"))
+        if self._console:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        if self._fd < 0:
+            return
+        try:
+            os.write(self._fd, line.encode() + b"\n")
+        except OSError as error:  # a full disk must not end the job
+            self.close()
+            print(f"[elaunch {self._node}] the event log ends here: {error.strerror}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have (a loss may be NaN)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

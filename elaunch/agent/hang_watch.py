@@ -1,0 +1,249 @@
+"""The agent's watch over workers that run and do not go on: it looks at them, lets `detect.hang` judge, and says what
+of.
+
+Stopped processes are found by the state that the kernel gives them, whatever they run. Those that use elaunch show
+their pulse besides.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elaunch import threads
+from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
+from elaunch.detect.heartbeat import Reader
+from elaunch.detect.host import family
+from elaunch.detect.stacks import Stacks, collect, save
+from elaunch.rendezvous.membership import Deadlock, Stalled
+
+LOOK_S = 0.25
+"""From one look at the workers to the next."""
+
+STILL_S = 0.5
+"""Children are looked at for workers that have been still for so long."""
+
+STOPPED = "T"
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A worker that the kernel has not run for too long. `state`: T: stopped by a signal; D: in the kernel's hands."""
+
+    worker: str
+    state: str
+    stopped_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A worker that hangs, with its stacks, and their file; `moved`: it went on while they were taken."""
+
+    hang: Hang
+    stacks: Stacks
+    path: str
+    moved: bool
+
+
+@dataclass(slots=True)
+class _Watched:
+    pid: int
+    reader: Reader
+    dump_fd: int
+    children_s: float = 0.0
+    busy: bool = False  # its stacks are being taken
+
+    def close(self) -> None:
+        self.reader.close()
+        os.close(self.dump_fd)
+
+
+class HangWatch:
+    """Looks at the workers of one node. All methods are for the agent's loop; `found` is called from another thread.
+
+    Args:
+        setting: what the user wants.
+        stop_limits_s: by state of a process, how long it may last.
+        found: told of a worker that hangs, when its stacks have been taken.
+    """
+
+    def __init__(
+        self, setting: HangTimeout, stop_limits_s: Mapping[str, float], found: Callable[[Found], None]
+    ) -> None:
+        self._detector = HangDetector(setting)
+        self._stop_limits_s = stop_limits_s
+        self._found = found
+        self._watched: dict[str, _Watched] = {}
+        self._stopped_since: dict[str, float] = {}
+        self.due_s = 0.0
+
+    def attached(self, worker: str, pid: int, fds: Sequence[int]) -> str:
+        """A worker has sent descriptors of its heartbeat and its stacks, or none; they belong to the watch now.
+
+        Returns:
+            Why it is not watched although it has sent some; empty where all is well.
+        """
+        self.forget(worker)
+        if len(fds) == 2 and all(map(_in_memory, fds)):
+            self._watched[worker] = _Watched(pid, Reader(fds[0]), fds[1])
+            return ""
+        for fd in fds:
+            os.close(fd)
+        return f"{len(fds)} descriptors came, expected two of files in memory" if fds else ""
+
+    def forget(self, worker: str) -> None:
+        """A worker has ended."""
+        watched = self._watched.get(worker)
+        self._stopped_since.pop(worker, None)
+        if watched is not None and not watched.busy:
+            del self._watched[worker]
+            watched.close()
+
+    def close(self) -> None:
+        for worker in list(self._watched):
+            self.forget(worker)
+
+    def look(
+        self,
+        running: Iterable[tuple[str, int]],
+        epoch: int,
+        members: Sequence[str],
+        path_of: Callable[[str], str],
+    ) -> list[Stopped]:
+        """Look at all workers, and begin to take the stacks of one that hangs.
+
+        Args:
+            running: workers of this node, with their pids (0: not known yet).
+            epoch: of the newest generation.
+            members: of that, in their order.
+            path_of: where the stacks of a worker go.
+
+        Returns:
+            Those that have been stopped for too long. They are told of once, and are to be killed.
+        """
+        now_s = time.monotonic()
+        self.due_s = now_s + LOOK_S
+        sights: dict[str, Sight] = {}
+        stopped: list[Stopped] = []
+        for worker, pid in running:
+            state = thread_state(pid) if pid else ""
+            if state in self._stop_limits_s:
+                since_s = self._stopped_since.setdefault(worker, now_s)
+                if now_s - since_s >= self._stop_limits_s[state]:
+                    del self._stopped_since[worker]
+                    stopped.append(Stopped(worker, state, now_s - since_s))
+            else:
+                self._stopped_since.pop(worker, None)
+            watched = self._watched.get(worker)
+            if watched is not None and pid and state not in ("", STOPPED, "Z") and not watched.busy:
+                sight = self._sight(watched, now_s)
+                if sight is not None:
+                    sights[worker] = sight
+        hang = self._detector.look(now_s, sights, epoch, members)
+        if hang is not None:
+            self._blame(hang, path_of(hang.worker))
+        return stopped
+
+    @property
+    def stalled(self) -> tuple[Stalled, ...]:
+        """The members on this node, if all of them wait for longer than they may and there are others elsewhere."""
+        return self._detector.stalled
+
+    def take_out(self, found: Deadlock, path_of: Callable[[str], str]) -> None:
+        """All members of the job wait for each other: begin to take the stacks of the one to go, if it still waits."""
+        hang = self._detector.take_out(time.monotonic(), found)
+        if hang is not None:
+            self._blame(hang, path_of(hang.worker))
+
+    def _blame(self, hang: Hang, path: str) -> None:
+        watched = self._watched[hang.worker]
+        watched.busy = True
+
+        def without_stacks(error: BaseException) -> None:
+            """The worker hangs, even if nobody can say where."""
+            self._found(Found(hang, Stacks("", f"they cannot be taken: {threads.describe(error)}"), "", moved=False))
+
+        try:
+            threads.start("elaunch-stacks", lambda: self._take(hang, watched, path), without_stacks)
+        except RuntimeError as error:  # the system gives this process no more threads
+            without_stacks(error)
+
+    def done(self, worker: str) -> None:
+        """The agent has heard of a worker that hangs and has acted on it."""
+        if worker in self._watched:
+            self._watched[worker].busy = False
+
+    def _sight(self, watched: _Watched, now_s: float) -> Sight | None:
+        pulse = watched.reader.read()
+        if pulse is None:
+            return None
+        sight = Sight(
+            pulse, thread_state(watched.pid, pulse.training_tid), thread_state(watched.pid, pulse.beating_tid)
+        )
+        if not pulse.still or pulse.waits or now_s - pulse.still_since_s < STILL_S:
+            return sight
+        before_s, watched.children_s = watched.children_s, children_cpu_s(watched.pid)
+        return replace(sight, children_work=watched.children_s > before_s)
+
+    def _take(self, hang: Hang, watched: _Watched, path: str) -> None:
+        """In a thread: the stacks of a worker, and whether it has gone on meanwhile."""
+        pulse = watched.reader.read()
+        assert pulse is not None, f"{hang.worker} was judged without a pulse"
+        stacks = collect(watched.pid, pulse.training_tid, pulse.thread, watched.dump_fd)
+        waits = "".join(f"\n    {line}" for line in hang.waits)
+        heading = (
+            f"{hang.worker}, pid {watched.pid}, {hang.doing}: {hang.since_s:.2f} s, limit {hang.limit_s:.2f} s{waits}"
+        )
+        if not path:
+            folder = tempfile.mkdtemp(prefix="elaunch-stacks-")
+            path = os.path.join(folder, "stacks.txt")
+        saved = save(stacks, path, heading)
+        now = watched.reader.read()
+        self._found(Found(hang, stacks, saved, moved=now is not None and now.since_s > hang.moment_s))
+
+
+def describe(found: Found) -> str:
+    """For the user, in a line."""
+    hang, stacks = found.hang, found.stacks
+    usual = f", a step takes {hang.typical_step_s:.3g} s" if hang.typical_step_s is not None else ""
+    place = f"; at {stacks.place()}" if stacks.place() else ""
+    where = f"; stacks in {found.path}" if found.path else f"; its stacks are not known: {stacks.by}"
+    waits = f" ({'; '.join(hang.waits)})" if hang.waits else ""
+    fate = "it went on while its stacks were taken, and is left alone" if found.moved else "it is killed"
+    return (
+        f"worker {hang.worker} hangs: {hang.doing} for {hang.since_s:.1f} s{usual}, the limit is "
+        f"{hang.limit_s:.1f} s{waits}{place}{where}; {fate}"
+    )
+
+
+def thread_state(pid: int, tid: int | None = None) -> str:
+    """One letter, as in /proc/PID/stat, of a process or one thread of it; empty when it is gone."""
+    found = _stat(f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat")
+    return found[0].decode() if found else ""
+
+
+def children_cpu_s(pid: int) -> float:
+    """Processor time of all processes that a process has started, and these in their turn, as far as they live."""
+    stats = [_stat(f"/proc/{child}/stat") for child in family(pid)[1:]]
+    return sum((int(found[11]) + int(found[12])) * _TICK_S for found in stats if found)
+
+
+def _in_memory(fd: int) -> bool:
+    """Whether a descriptor is of an anonymous file, of which no read waits."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+    except OSError:
+        return False
+
+
+def _stat(path: str) -> list[bytes]:
+    """The fields of a stat file after the name; none when the process or thread is gone, or cannot be looked at."""
+    try:
+        with open(path, "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,188 @@
+"""From settings to a running agent: the rendezvous that this node may have to host, the nursery, the agent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
+
+from elaunch.agent.config import STATIC_SHIFT, AgentConfig
+from elaunch.agent.forkserver import end_with_parent
+from elaunch.agent.local_jobs import LocalJob, make_folder, register
+from elaunch.agent.supervisor import Supervisor, problem_with
+from elaunch.checkpoints import make_folder as make_checkpoint_folder
+from elaunch.errors import LaunchError
+from elaunch.rendezvous.conf import ETCD_PORT, own_address, parse_endpoint
+from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
+
+PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.etcd import EtcdStore
+
+
+def launch(config: AgentConfig) -> int:
+    """Start this node's agent, with a rendezvous of its own where the settings ask for one, and run it to its end."""
+    _follow_caller()
+    problem = problem_with(config)
+    if problem:
+        raise LaunchError(problem)
+    _check_events(config)
+    if config.checkpoints is not None:
+        make_checkpoint_folder(config.checkpoints, "--checkpoint-dir")
+    hosted: EmbeddedEtcd | None = None
+    directory = ""
+    registration: BinaryIO | None = None
+    handlers = {number: signal.signal(number, _stop_early) for number in config.signals}
+    try:
+        hosted, directory, host = _host_rendezvous(config)
+        supervisor = Supervisor()
+        try:
+            if directory:
+                supervisor.remove_at_the_end(directory)
+            # From here on there are threads: everything that forks has been forked. These imports take as long as an
+            # etcd that was started above needs to get ready.
+            from elaunch.agent.agent import Agent
+            from elaunch.rendezvous.etcd import EtcdStore
+
+            if hosted is not None and not _serves(hosted, config):
+                hosted.stop()
+                hosted = None
+            if hosted is not None:
+                registration = register(directory, LocalJob(config.job, hosted.endpoint, os.getpid()))
+            open_store = partial(_open_store, EtcdStore, config, hosted.endpoint if hosted else config.endpoint)
+            folders = None
+            if config.logs_specs:
+                from elaunch.agent.plugins import plugin_folders
+
+                folders = plugin_folders(config)
+            hosts = hosted is not None and config.backend != "standalone"
+            figures = _check_node(config, open_store) if config.node_check else ""
+            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures)
+        except BaseException:
+            supervisor.close()
+            raise
+        return agent.run()
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # what follows is short, and must not be cut short
+        if hosted is not None:
+            hosted.stop()
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+        if registration is not None:
+            registration.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str:
+    """The figures of this node.
+
+    Raises:
+        LaunchError: it failed its check, or is far slower than its peers.
+    """
+    from elaunch.agent.node_check import check
+    from elaunch.rendezvous.membership import job_prefix
+
+    own = check(
+        open_store,
+        job_prefix(config.job),
+        config.node,
+        config.nproc_per_node,
+        config.max_nodes,
+        os.environ,
+        config.conf.connect_timeout,
+    )
+    print(f"[elaunch {config.node}] node check: {own.text()}", file=sys.stderr, flush=True)
+    return own.to_json()
+
+
+def _follow_caller() -> None:
+    """Where a program has started this agent (elaunch.api), its death is a SIGTERM."""
+    parent = os.environ.pop(PARENT, "")
+    if parent:
+        end_with_parent(int(parent), signal.SIGTERM)
+
+
+def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles signals until the agent does."""
+    raise LaunchError(f"stopped by {signal.Signals(number).name}")
+
+
+def _serves(hosted: EmbeddedEtcd, config: AgentConfig) -> bool:
+    """Wait for the rendezvous of this node; False when another node of this machine was quicker to host it."""
+    try:
+        hosted.wait_ready(config.conf.connect_timeout)
+    except LaunchError:
+        if config.backend != "c10d" or is_free_here(*parse_endpoint(config.endpoint, ETCD_PORT)):
+            raise
+        return False
+    return True
+
+
+def _check_events(config: AgentConfig) -> None:
+    if config.events:
+        path = config.events.replace("%n", config.node)
+        folder = os.path.dirname(path) or "."
+        if not os.access(folder, os.W_OK):
+            raise LaunchError(f"--events {config.events}: the folder {folder} does not exist or cannot be written to")
+        if os.path.exists(path) and (os.path.isdir(path) or not os.access(path, os.W_OK)):
+            raise LaunchError(f"--events {config.events}: {path} cannot be written to")
+
+
+def _host_rendezvous(config: AgentConfig) -> tuple[EmbeddedEtcd | None, str, str]:
+    """Start an etcd where this node is to host it; tell its folder, and the address of this node."""
+    if config.backend == "standalone":
+        host, name, port = config.local_addr or "127.0.0.1", "127.0.0.1", 0
+    else:
+        name, port = parse_endpoint(config.endpoint.split(",")[0], ETCD_PORT)
+        host = config.local_addr or own_address(name, port)
+        if not _is_host(config, name, port):
+            return None, "", host
+    find_etcd()
+    directory = make_folder()
+    hosted = EmbeddedEtcd(directory, name, port)
+    try:
+        hosted.start()
+    except BaseException as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, LaunchError) and config.backend == "c10d" and not is_free_here(name, port):
+            return None, "", host  # another node of this machine was quicker
+        if isinstance(error, LaunchError) and config.backend == "static":
+            raise LaunchError(
+                f"{error} (the nodes meet at a port {STATIC_SHIFT} beside --master-port: give all of them another one)"
+            ) from error
+        raise
+    return hosted, directory, host
+
+
+def _is_host(config: AgentConfig, name: str, port: int) -> bool:
+    if config.backend == "static":
+        return config.node_rank == 0
+    if config.backend != "c10d":
+        return False
+    return is_free_here(name, port) if config.conf.is_host is None else config.conf.is_host
+
+
+def is_free_here(name: str, port: int) -> bool:
+    """Whether the endpoint is an address of this machine at which nobody listens: then this node is the first."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            # Neither connections of a former job that linger, nor another agent that looks just now, is a listener.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        return True
+    except OSError:
+        return False
+
+
+def _open_store(kind: type[EtcdStore], config: AgentConfig, endpoint: str) -> EtcdStore:
+    return kind(endpoint, timeout_s=min(5.0, config.conf.connect_timeout), **config.conf.credentials())

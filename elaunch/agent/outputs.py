@@ -1,0 +1,110 @@
+"""What workers leave behind: their log files, lines for the console, error files, and the report of a failed job."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Protocol
+
+from elaunch.agent.logs import LogFolders, Tee, WorkerLogs
+
+if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.lifecycle import Ended
+
+RESULT = "ELAUNCH_RESULT"  # set by elaunch.api: where the end of the job is written down for the calling program
+
+
+class Folders(Protocol):
+    """Says where the streams of a worker that is about to start go."""
+
+    def worker(self, attempt: int, local_rank: int) -> WorkerLogs: ...
+
+
+class Outputs:
+    """The files and lines of this node's workers.
+
+    Args:
+        config: the settings.
+        folders: where streams go; by default as the flags say.
+    """
+
+    def __init__(self, config: AgentConfig, folders: Folders | None = None) -> None:
+        self._config = config
+        if folders is None:
+            folders = LogFolders(config.logs, config.nproc_per_node)
+            folders.check()
+        self._folders = folders
+        self._tee = Tee(config.logs, config.node)
+        self._result_path = os.environ.pop(RESULT, "")  # not for the workers, which may start jobs too
+        self._ranks: dict[str, int] = {}
+        self._error_files: dict[str, str] = {}
+        self._stacks: dict[str, str] = {}
+
+    def prepare(self, worker: str, attempt: int, local_rank: int, rank: int) -> tuple[WorkerLogs, dict[str, str]]:
+        """Prepare for the start of a worker: its streams, and what its environment says of them.
+
+        Raises:
+            LaunchError: a folder or file cannot be made.
+        """
+        logs = self._folders.worker(attempt, local_rank)
+        self._tee.follow(worker, local_rank, rank, logs)
+        self._ranks[worker] = rank
+        self._error_files[worker] = logs.error_file or ""
+        beside = next(filter(None, (logs.error_file, logs.stdout, logs.stderr)), os.devnull)
+        name = f"stacks.{worker.rpartition('#')[2]}.txt"
+        self._stacks[worker] = "" if beside == os.devnull else os.path.join(os.path.dirname(beside), name)
+        return logs, {"TORCHELASTIC_ERROR_FILE": logs.error_file or "", **dict(logs.variables)}
+
+    def ended(self, worker: str) -> None:
+        """Show what the worker wrote last."""
+        self._tee.ended(worker)
+
+    def stacks_path(self, worker: str) -> str:
+        """The file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
+        return self._stacks.get(worker, "")
+
+    def reason(self, worker: str) -> str:
+        """In a line, what the worker has written down of why it failed; empty where it has not."""
+        path = self._error_files.get(worker, "")
+        if not os.path.exists(path):
+            return ""
+        from elaunch.failures import summary  # only where something has failed
+
+        return summary(path)
+
+    def close(self) -> None:
+        """Show all that is left to show."""
+        self._tee.close()
+
+    def report(self, failed: Iterable[Ended], code: int, text: str) -> None:
+        """Tell how the job ended, where it did not end well: the table, and the launcher's own error file."""
+        from elaunch.failures import copy_to_launcher, read_failure, record_own_error, report, root_cause
+
+        failures = [
+            read_failure(
+                rank=self._ranks[ended.worker],
+                local_rank=ended.slot,
+                pid=ended.pid,
+                exitcode=ended.exitcode,
+                error_file=self._error_files[ended.worker] or None,
+                t=ended.t,
+            )
+            for ended in failed
+        ]
+        if code != 0 and failures:
+            sys.stderr.write(report(self._config.script, failures) + "\n")
+            sys.stderr.flush()
+            copy_to_launcher(root_cause(failures))
+        elif code != 0:
+            record_own_error(RuntimeError(text))
+        if self._result_path:
+            ranks = sorted(self._ranks.values())
+            told = {"failures": [asdict(failure) for failure in failures], "ranks": ranks, "message": text}
+            with open(self._result_path, "w", encoding="utf-8") as file:
+                json.dump(told, file)
+        if isinstance(self._folders, LogFolders):
+            self._folders.tidy()

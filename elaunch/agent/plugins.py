@@ -1,0 +1,116 @@
+"""Entry points: those that torchrun loads too, and the one that this package has for torchrun.
+
+What they name needs torch, which is imported only when one is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
+
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.logs import Masks, WorkerLogs
+from elaunch.errors import LaunchError
+
+LOGS_SPECS = "torchrun.logs_specs"
+HANDLERS = "torchrun.handlers"
+
+
+def find(group: str, name: str) -> EntryPoint | None:
+    """The entry point of this name, if a package has registered one."""
+    return next(iter(entry_points(group=group, name=name)), None)
+
+
+class PluginFolders:
+    """Asks a LogsSpecs class where streams go, once for each attempt.
+
+    Args:
+        specs: an instance of the class.
+        job: its name.
+        slots: workers of this node.
+    """
+
+    def __init__(self, specs: Any, job: str, slots: int) -> None:
+        self._job = job
+        self._specs = specs
+        self._slots = slots
+        self._attempt = -1
+        self._places: Any = None
+        self._variables: dict[int, dict[str, str]] = {}
+
+    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Where the streams of a worker go."""
+        if attempt != self._attempt:
+            given = {"TORCHELASTIC_RUN_ID": self._job, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            self._variables = {rank: dict(given) for rank in range(self._slots)}
+            # The class may set variables for the workers, as torch's own does with their error files.
+            self._places, self._attempt = self._specs.reify(self._variables), attempt
+            for variables in self._variables.values():
+                for name in given:
+                    variables.pop(name, None)
+        places = self._places
+        tee_stdout = places.tee_stdouts.get(local_rank)
+        tee_stderr = places.tee_stderrs.get(local_rank)
+        return WorkerLogs(
+            stdout=places.stdouts.get(local_rank) or tee_stdout or None,
+            stderr=places.stderrs.get(local_rank) or tee_stderr or None,
+            error_file=places.error_files.get(local_rank) or None,
+            tee_stdout=bool(tee_stdout),
+            tee_stderr=bool(tee_stderr),
+            filtered_stdout=getattr(places, "filtered_stdout", None) or None,
+            filtered_stderr=getattr(places, "filtered_stderr", None) or None,
+            variables=tuple(self._variables[local_rank].items()),
+        )
+
+
+def plugin_folders(config: AgentConfig) -> PluginFolders:
+    """Make the LogsSpecs that --logs-specs names, with what the other flags say.
+
+    Raises:
+        LaunchError: no package has registered it, or it cannot be made.
+    """
+    entry = find(LOGS_SPECS, config.logs_specs)
+    if entry is None:
+        raise LaunchError(
+            f"--logs-specs={config.logs_specs}: no installed package has registered it as a {LOGS_SPECS} entry point"
+        )
+    logs = config.logs
+    try:
+        multiprocessing = importlib.import_module("torch.distributed.elastic.multiprocessing")
+        specs = entry.load()(
+            log_dir=logs.log_dir,
+            redirects=multiprocessing.Std.from_str(_text(logs.redirects)),
+            tee=multiprocessing.Std.from_str(_text(logs.tee)),
+            local_ranks_filter=set(logs.local_ranks_filter) if logs.local_ranks_filter else None,
+        )
+    except Exception as error:  # of code that is not ours
+        raise LaunchError(
+            f"--logs-specs={config.logs_specs} ({entry.value}): {type(error).__name__}: {error}"
+        ) from error
+    return PluginFolders(specs, config.job, config.nproc_per_node)
+
+
+def _text(masks: Masks) -> str:
+    return str(masks) if isinstance(masks, int) else ",".join(f"{rank}:{mask}" for rank, mask in masks.items())
+
+
+def etcd_v3_handler() -> Callable[[Any], Any]:
+    """For stock torchrun, which calls it in every process that imports its rendezvous: so this stays light.
+
+    It is the same function at every call: torch refuses a second one under the name, and an installation may be found
+    twice on the path.
+    """
+    return _create_etcd_v3
+
+
+def _create_etcd_v3(params: Any) -> Any:
+    return importlib.import_module("elaunch.rendezvous.torchrun").create(params)
+
+
+def run_torchs_agent(flags: list[str]) -> NoReturn:
+    """Become torch's own agent, for a rendezvous that a torchrun.handlers entry point brings: it speaks to no other."""
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *flags])

@@ -1,0 +1,191 @@
+"""Which other nodes this one cannot reach: asked when a worker finds a link silent, and again until they answer."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+
+from elaunch import threads
+from elaunch.rendezvous.membership import Cut, split_address
+
+ANSWER_S = 1.0
+"""How long a machine may take to answer."""
+
+AT_ONCE = 200
+"""So many are asked at a time: each takes a file descriptor."""
+
+AGAIN_S = 1.0
+"""From one round of asking those that did not answer to the next."""
+
+END_S = 2 * ANSWER_S
+"""How long the end waits for a round; one that asks a name server may take longer, and is left."""
+
+
+class CutNodes:
+    """What follows from the answers: the nodes that cannot be reached. Pure.
+
+    Args:
+        well_s: how long a machine must have answered again to count as reachable, since a link that flaps is none.
+    """
+
+    def __init__(self, well_s: float) -> None:
+        self._well_s = well_s
+        self._since: dict[str, float | None] = {}  # since when it answers again
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(self._since)
+
+    def take(self, asked: Collection[str], silent: Collection[str], now_s: float) -> bool:
+        """Take one round of answers; return whether other nodes are cut off now.
+
+        Args:
+            asked: nodes.
+            silent: those of them that did not answer.
+            now_s: of any clock.
+        """
+        before = self.nodes
+        for node in asked:
+            if node in silent:
+                self._since[node] = None
+            elif node in self._since:
+                since_s = self._since[node]
+                if since_s is None:
+                    self._since[node] = now_s
+                elif now_s - since_s >= self._well_s:
+                    del self._since[node]
+        return self.nodes != before
+
+
+class Reach:
+    """Asks in a thread of its own, which runs only while there is something to ask.
+
+    Args:
+        found: called from that thread with the nodes that are cut off, by name, whenever they are others than before,
+            and after each `check`; and with the names of those that a worker has taken for cut off and that answer.
+        well_s: as for `CutNodes`.
+        ask: as `unanswered`.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[tuple[Cut, ...], frozenset[str]], None],
+        well_s: float,
+        ask: Callable[[Mapping[str, str]], set[str]] | None = None,
+    ) -> None:
+        self._found = found
+        self._ask = ask or unanswered
+        self._changed = threading.Condition()
+        self._addresses: dict[str, str] = {}
+        self._suspects: set[str] = set()
+        self._cut = CutNodes(well_s)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._told = ""
+
+    def check(self, addresses: Mapping[str, str], suspect: str) -> None:
+        """Ask all these nodes whether they can be reached.
+
+        Args:
+            addresses: host:port, by node. What is no address says nothing of its node, and is not asked.
+            suspect: the one that a worker cannot reach.
+        """
+        with self._changed:
+            self._addresses.update({node: address for node, address in addresses.items() if _is_address(address)})
+            self._suspects.add(suspect)
+            if not self._closed and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threads.start("elaunch-reach", self._run, self._died)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(END_S)
+
+    def _died(self, error: BaseException) -> None:
+        """The next check starts another thread, which asks all nodes."""
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._suspects, AGAIN_S if self._cut.nodes else None)
+                if self._closed:
+                    return
+                suspects, self._suspects = self._suspects, set()
+                asked = {node: self._addresses[node] for node in (self._addresses if suspects else self._cut.nodes)}
+            try:
+                self._round(asked, suspects)
+            except Exception as error:  # whatever is short now, descriptors for one, may not be short for ever
+                if self._told != (told := threads.describe(error)):
+                    self._told = told
+                    threads.tell(f"other nodes cannot be asked now, and are asked again: {told}", error)
+                with self._changed:
+                    self._suspects |= suspects
+                    self._changed.wait_for(lambda: self._closed, AGAIN_S)
+
+    def _round(self, asked: Mapping[str, str], suspects: set[str]) -> None:
+        """Ask these nodes once."""
+        silent = self._ask(asked)
+        changed = self._cut.take(asked, silent, time.monotonic())
+        if changed or suspects:
+            cut = self._cut.nodes
+            cuts = tuple(Cut(node, split_address(self._addresses[node])[0]) for node in sorted(cut))
+            self._found(cuts, frozenset(suspects & asked.keys() - cut))
+
+
+def _is_address(address: str) -> bool:
+    try:
+        return 0 < split_address(address)[1] < 1 << 16
+    except ValueError:
+        return False
+
+
+def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
+    """Ask machines for a TCP connection, many at once; return those that do not answer. A refusal is an answer.
+
+    Args:
+        addresses: host:port, by whatever names them.
+        timeout_s: how long they may take.
+
+    Raises:
+        OSError: this process has no descriptors left to ask with.
+        ValueError: one of them is no address.
+    """
+    names, silent = list(addresses), set[str]()
+    for begin in range(0, len(names), AT_ONCE):
+        silent |= _unanswered({name: addresses[name] for name in names[begin : begin + AT_ONCE]}, timeout_s)
+    return silent
+
+
+def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
+    silent = set(addresses)
+    with ExitStack() as stack:
+        poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
+        for name, address in addresses.items():
+            host, port = split_address(address)
+            sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            sock.setblocking(False)
+            try:
+                error = sock.connect_ex((host, port))
+            except (OSError, UnicodeError):  # its name is not known any more, or is none
+                continue
+            if error in (0, errno.ECONNREFUSED):
+                silent.discard(name)
+            elif error == errno.EINPROGRESS:
+                left[sock.fileno()] = name, sock
+                poll.register(sock, select.POLLOUT)
+        end_s = time.monotonic() + timeout_s
+        while left and (left_s := end_s - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left_s * 1000):
+                name, sock = left.pop(descriptor)
+                poll.unregister(descriptor)
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED, errno.ECONNRESET):
+                    silent.discard(name)
+    return silent

@@ -1,0 +1,230 @@
+"""The agent's side of the nursery, and the environment that workers are given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from elaunch.agent import forkserver
+from elaunch.checkpoints import EVERY, FOLDER
+from elaunch.detect import hang
+from elaunch.errors import ProtocolError
+from elaunch.wire import LINK_TIMEOUT
+
+if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.lifecycle import Start
+
+
+# As torchrun's --run-path: the folder of the script is not put into sys.path, and the interpreter is the launcher's.
+_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+class Supervisor:
+    """Starts workers, passes signals to them and hears of their ends, through the nursery process."""
+
+    def __init__(self) -> None:
+        self.link, self.pid = forkserver.start()
+        self._rest = b""
+        self._groups: set[int] = set()
+
+    def spawn(
+        self,
+        worker: str,
+        argv: list[str],
+        env: dict[str, str],
+        program: dict[str, Any] | None,
+        stdout: str | None = None,
+        stderr: str | None = None,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
+        """Start a worker; with a `program`, as a fork of the warm parent where there is one.
+
+        `stdout` and `stderr` are files that its streams are appended to; `cpus` those that it may run on.
+        """
+        among = sorted(cpus) if cpus else None
+        self._send(
+            op="spawn", worker=worker, argv=argv, env=env, program=program, stdout=stdout, stderr=stderr, cpus=among
+        )
+
+    def signal(self, worker: str, number: int) -> None:
+        self._send(op="signal", worker=worker, signal=number)
+
+    def warm(self, env: dict[str, str], modules: tuple[str, ...]) -> None:
+        """Begin to keep a process that has the modules imported."""
+        self._send(op="warm", env=env, modules=list(modules))
+
+    def remove_at_the_end(self, folder: str) -> None:
+        """Have a folder removed when this process ends, even if it is killed."""
+        self._send(op="remove at the end", folder=folder)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Return what the nursery says (see `nursery.start`), or None at its end.
+
+        If it was killed, the kernel ends its workers, but not the children that they have started: they end here.
+
+        Raises:
+            ProtocolError: it says what nobody understands, so nobody knows what becomes of the workers.
+        """
+        try:
+            data = self.link.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            for group in self._groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            messages: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            for message in messages:
+                if "started" in message:
+                    self._groups.add(message["pid"])
+                elif "exited" in message:
+                    self._groups.discard(message["pid"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"{data[:80]!r} ({error})") from error
+        return messages
+
+    def close(self) -> None:
+        """End the nursery, and with it whatever still runs."""
+        self.link.close()
+        os.waitpid(self.pid, 0)
+
+    def _send(self, **message: Any) -> None:
+        # If it is gone, `receive` says so.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def command(config: AgentConfig) -> tuple[list[str], dict[str, Any] | None]:
+    """What a worker executes: its argv, and the program for a warm fork where the script is Python's."""
+    if config.no_python:
+        return [config.script, *config.script_args], None
+    python = os.environ.get("PYTHON_EXEC") or sys.executable
+    if config.run_path:
+        return [sys.executable, "-u", "-c", _RUN_PATH, config.script, *config.script_args], None
+    argv = [python, "-u", *(["-m"] if config.module else []), config.script, *config.script_args]
+    if os.environ.get("PYTHON_EXEC"):
+        return argv, None
+    return argv, {"module": config.module, "target": config.script, "args": list(config.script_args)}
+
+
+def problem_with(config: AgentConfig) -> str:
+    """Say why the script cannot be run, as far as that shows before anything is started; empty if it can."""
+    if config.no_python:
+        return "" if shutil.which(config.script) else f"{config.script}: no such program"
+    if config.module or os.path.isfile(config.script):
+        return ""
+    return f"{config.script}: no such file" if not os.path.exists(config.script) else f"{config.script}: not a file"
+
+
+def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
+    """The environment of a worker: torchrun's variables, and the address of its agent.
+
+    A worker that joins a running job gets the rank it would have now; `elaunch.init()` tells it the true one.
+    """
+    generation = start.generation
+    nodes = list(generation.nodes)
+    if config.node not in nodes:
+        nodes.append(config.node)
+    roles = dict(generation.roles)
+    places = [(worker.node, worker.slot) for worker in generation.workers]
+    place = (config.node, start.slot)
+    if place not in places:
+        places.append(place)
+    peers = [each for each in places if each == place or roles.get(each[0], config.role) == config.role]
+    rank, size = places.index(place), max(len(places), config.nproc_per_node)
+    address, port = config.master or (generation.master_addr, generation.master_port)
+    variables: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": start.slot,
+        "GROUP_RANK": nodes.index(config.node),
+        "ROLE_RANK": peers.index(place),
+        "ROLE_NAME": config.role,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": config.nproc_per_node,
+        "GROUP_WORLD_SIZE": len(nodes),
+        "ROLE_WORLD_SIZE": max(len(peers), config.nproc_per_node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": generation.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": config.max_restarts or 0,
+        "TORCHELASTIC_RUN_ID": config.job,
+        # The store at MASTER_ADDR:MASTER_PORT is the one that the worker of rank 0 makes.
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.signals),
+        "ELAUNCH_CONTROL": control,
+        "ELAUNCH_WORKER": start.worker,
+    }
+    variables |= config.wishes.variables()
+    variables[hang.VARIABLE] = config.hang
+    variables[LINK_TIMEOUT] = config.conf.link_timeout
+    if config.checkpoints is not None:
+        variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if config.nproc_per_node > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def fill(argument: str, slot: int) -> str:
+    """Put the local rank in for ${local_rank}, by the rules of `string.Template` as torchrun does."""
+    return Template(argument).safe_substitute(local_rank=slot)
+
+
+def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
+    """What --virtual-local-rank changes in the environment of each local rank.
+
+    Raises:
+        LaunchError: CUDA_VISIBLE_DEVICES names fewer devices than there are workers.
+    """
+    if not config.virtual_local_rank:
+        return {}
+    from elaunch.agent.placement import virtual_local_rank
+
+    return {slot: virtual_local_rank(os.environ, slot) for slot in range(config.nproc_per_node)}
+
+
+def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
+    """The CPUs that each local rank is bound to; empty without --numa-binding.
+
+    Raises:
+        LaunchError: there is no GPU to bind to, or none of its CPUs may be used.
+    """
+    if not config.numa_binding:
+        return {}
+    from elaunch.agent.placement import cpus_for, read_topology
+
+    topology = read_topology(os.environ)
+    allowed = os.sched_getaffinity(0)
+    return {slot: cpus_for(config.numa_binding, slot, topology, allowed) for slot in range(config.nproc_per_node)}
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on just now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listen(host: str) -> socket.socket:
+    """A listening TCP socket at a free port of this address; of all addresses where it is not this machine's own."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        door = socket.create_server((host, 0), family=family)
+    except OSError:
+        door = socket.create_server(("", 0), family=family)
+    door.setblocking(False)
+    return door

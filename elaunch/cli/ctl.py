@@ -1,0 +1,323 @@
+"""The command `elaunch ctl`: look at a job that runs and what it has measured, ask for another plan, or for nodes back.
+
+It reads and writes the documents of the job in etcd, as a guest: the leader decides, the agents and workers act.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from elaunch.agent import local_jobs
+from elaunch.cli.request_plan import change_plan, still_changing
+from elaunch.cli.resize import drain, resize
+from elaunch.cli.run import FlagParser
+from elaunch.errors import ElaunchError, RequestRefused, UsageError
+from elaunch.ranges import parse_range
+from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    NodeWorker,
+    Stage,
+    WorkerState,
+    job_prefix,
+    names_text,
+    slot_of,
+)
+from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.rendezvous.store import Store
+
+if TYPE_CHECKING:
+    from elaunch.plan import Plan
+
+TIMEOUT_S = 120.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `elaunch ctl`."""
+    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask it for something.")
+    commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="the job, its nodes and its workers")
+    status.set_defaults(run=_status)
+    plan = commands.add_parser("plan", help="show the plan that was asked for, or ask for another one")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--set", metavar="FILE", dest="file", help="the text of the plan to go on by")
+    plan.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=TIMEOUT_S,
+        help=f"how long to wait until the members go by it; if not given, {TIMEOUT_S:g} s",
+    )
+    profile = commands.add_parser("profile", help="what the job has measured of its layers, workers and links")
+    profile.set_defaults(run=_profile)
+    profile.add_argument("--json", action="store_true", help="print the file that --profile and `elaunch plan` read")
+    drain = commands.add_parser("drain", help="have nodes leave at a step boundary; the others go on")
+    drain.set_defaults(run=_drain)
+    drain.add_argument("nodes", metavar="NODE", nargs="*", help="their names, as `elaunch ctl status` has them")
+    drain.add_argument("--all", action="store_true", help="every node: the job saves its state, if it can, and ends")
+    resize = commands.add_parser("resize", help="have fewer nodes, which leave at a step boundary, or more")
+    resize.set_defaults(run=_resize)
+    resize.add_argument("nodes", metavar="N|MIN:MAX", help="from now on, whatever --nnodes said")
+    for command in (drain, resize):
+        command.add_argument(
+            "--timeout",
+            metavar="S",
+            type=_seconds,
+            default=TIMEOUT_S,
+            help=f"how long to wait until nodes have left; if not given, {TIMEOUT_S:g} s",
+        )
+    for command in (status, plan, profile, drain, resize):
+        command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
+        command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
+        command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0 when it is done, 1 when it was refused or not done in time, 2 for a command line that cannot be used.
+    """
+    args = parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = args.run
+    try:
+        run(args)
+    except UsageError as error:
+        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        return 2
+    except ElaunchError as error:
+        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("elaunch ctl: interrupted; `elaunch ctl plan` shows which plan was asked for", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
+
+
+# -- which job ----------------------------------------------------------------------------------------------------
+
+
+def find_job(endpoint: str, job: str) -> tuple[str, str]:
+    """The endpoint and the id of the job that is meant: what was given, else the one that runs on this machine.
+
+    Raises:
+        UsageError: the endpoint is none, or not exactly one such job runs.
+    """
+    if endpoint:
+        for member in endpoint.split(","):
+            parse_endpoint(member, ETCD_PORT)
+        return endpoint, job or "none"  # as an agent's --rdzv-id is by default
+    found = [local for local in local_jobs.running() if job in ("", local.id)]
+    if len(found) == 1:
+        return found[0].endpoint, found[0].id
+    if found:
+        what = "--rdzv-endpoint and --rdzv-id" if job else "--rdzv-id"
+        raise UsageError(f"{len(found)} jobs run here: {', '.join(map(str, found))}; give {what} of one of them")
+    which = f"no job {job!r}" if job else "no job"
+    raise UsageError(
+        f"{which} of this user with an etcd of its own runs on this machine; "
+        "give --rdzv-endpoint=HOST:PORT and --rdzv-id=ID of one that runs elsewhere"
+    )
+
+
+@contextlib.contextmanager
+def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
+    """The store of the job that is meant, its endpoint, and the job's id."""
+    conf = parse_conf(args.rdzv_conf)
+    endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
+    from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
+
+    store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.credentials())
+    try:
+        yield store, endpoint, job
+    finally:
+        store.close()
+
+
+# -- status ---------------------------------------------------------------------------------------------------------
+
+
+def _status(args: argparse.Namespace) -> None:
+    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+        documents = observer.documents
+    if replace(documents, unreadable=documents.damaged) == Documents():
+        raise RequestRefused(f"there is no job {job!r} at {endpoint}: check --rdzv-endpoint and --rdzv-id")
+    print(f"job {job} at {endpoint}: {describe(documents)}")
+    for name, why in documents.unreadable:
+        then = "nothing changes until it is mended" if (name, why) in documents.damaged else "it is ignored"
+        print(f"{job_prefix(job)}{name} is no document of this job, {then}: {why}")
+
+
+def describe(documents: Documents) -> str:
+    """A few words, then a line each for the generation, the plan, the nodes and every worker."""
+    generation = documents.generation
+    if documents.result is not None:
+        return f"ended {'well' if documents.result.succeeded else 'with a failure'}: {documents.result.message}"
+    if generation is None:
+        return f"its nodes meet\n{_nodes_line(documents)}"
+    lines = [
+        _state(documents, generation),
+        f"epoch {generation.epoch}, attempt {generation.attempt}: {generation.cause}",
+    ]
+    if generation.plan_request:
+        left = still_changing(documents)
+        lines.append(
+            f"plan: asked for; {f'still to change over: {names_text(left)}' if left else 'all have changed over'}"
+        )
+    lines += [_nodes_line(documents), *_worker_lines(documents, generation)]
+    return "\n".join(lines)
+
+
+def _state(documents: Documents, generation: Generation) -> str:
+    if not documents.nodes:
+        return "none of its nodes is here"
+    if generation.stage is Stage.TRAIN:
+        return "waits for nodes" if generation.hold else "trains"
+    if generation.stage is Stage.ASSEMBLE:
+        return "its nodes meet again"
+    if any(doc.elastic for doc in documents.nodes):
+        return "its workers start"
+    return "runs, but no worker has called elaunch.init() or elaunch.hybrid()"
+
+
+def _nodes_line(documents: Documents) -> str:
+    present = [f"{doc.node}{_mark(doc, documents.generation)}" for doc in documents.nodes]
+    return f"nodes: {', '.join(present) or 'none'}"
+
+
+def _mark(doc: NodeDoc, generation: Generation | None) -> str:
+    if doc.draining:
+        return " (leaves)"
+    if doc.cut:
+        return f" (does not reach {', '.join(one.node for one in doc.cut)})"
+    if doc.stalled:
+        return " (all its workers wait for others)"
+    return "" if generation is None or doc.node in generation.nodes else " (waits)"
+
+
+def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
+    """The members by rank, then the workers that are none."""
+    reported = [(doc.node, worker) for doc in documents.nodes for worker in doc.workers]
+    rows: list[tuple[str, str, str, str]] = []
+    members: set[str] = set()
+    for rank, place in enumerate(generation.workers):
+        # Before training, a generation names slots, not the workers in them.
+        worker = next(
+            (w for node, w in reported if place.id in (w.id, f"{node}/{w.slot}")),
+            NodeWorker(place.id, place.slot, WorkerState.STARTING),
+        )
+        members.add(worker.id)
+        known = any(w.id == worker.id for _, w in reported)
+        rows.append((f"rank {rank}", worker.id, worker.state.value if known else "not here", place.address))
+    rows += [("no rank", w.id, w.state.value, w.address) for _, w in reported if w.id not in members]
+    speeds = _speeds(documents.profile)
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3], _slow(row[1], speeds)]).rstrip()
+        for row in rows
+    ]
+
+
+def _slow(worker: str, speeds: Mapping[str, float]) -> str:
+    """What is said of a slow worker; empty of others. After a replacement it is of the slot, until it is found anew."""
+    speed = speeds.get(slot_of(worker), 1.0)
+    return f"slow: {1 / speed:.2f} times as long as others" if speed < 1 else ""
+
+
+def _speeds(profile: str) -> dict[str, float]:
+    """By slot, of the workers that are slow or fast, from the JSON form of a profile."""
+    try:
+        workers = json.loads(profile)["workers"]
+        speeds = {slot: float(one.get("speed", 1.0)) for slot, one in workers.items()}
+        return {slot: speed for slot, speed in speeds.items() if speed > 0}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+# -- plan -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> None:
+    plan = read_plan(args.file) if args.file is not None else None
+    with _job(args) as (store, endpoint, job):
+        if plan is not None:
+            print(change_plan(store, job, plan, args.timeout))
+            return
+        with contextlib.closing(Observer(store, job)) as observer:
+            generation = observer.documents.generation
+        if generation is not None and generation.plan_request:
+            print(generation.plan)
+        else:
+            print(f"no plan was asked for in job {job} at {endpoint}", file=sys.stderr)
+
+
+# -- profile --------------------------------------------------------------------------------------------------------
+
+
+def _profile(args: argparse.Namespace) -> None:
+    from elaunch.policy.profile import Profile
+
+    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+        text = observer.documents.profile
+    if not text:
+        raise RequestRefused(
+            f"job {job!r} at {endpoint} has measured nothing yet: scripts that call elaunch.hybrid() or elaunch.init() "
+            "measure their first steps"
+        )
+    print(text if args.json else Profile.from_json(text).table())
+
+
+# -- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def _drain(args: argparse.Namespace) -> None:
+    if args.all == bool(args.nodes):
+        raise UsageError("elaunch ctl drain: name the nodes that are to leave, or give --all")
+    with _job(args) as (store, _, job):
+        print(drain(store, job, args.nodes, args.all, "elaunch ctl drain", args.timeout))
+
+
+def _resize(args: argparse.Namespace) -> None:
+    parse_range(args.nodes, "elaunch ctl resize")
+    with _job(args) as (store, _, job):
+        print(resize(store, job, args.nodes, args.timeout))
+
+
+def read_plan(path: str) -> Plan:
+    """The plan that a file holds.
+
+    Raises:
+        RequestRefused: the file cannot be read, or is no valid plan.
+    """
+    from elaunch.plan import Plan, PlanError
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            plan = Plan.parse(file.read())
+        plan.validate()
+    except OSError as error:
+        raise RequestRefused(f"--set {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestRefused(f"--set {path}: expected the text of a plan, found bytes that are no UTF-8") from error
+    except PlanError as error:
+        raise RequestRefused(f"--set {path}: {_first_line(error)}; mend the file and ask again") from error
+    return plan
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,62 @@
+"""Who does which part of a step: pure values and functions, free of torch.
+
+A plan tiles the rectangle layers × sample slots. `tiling` holds the value with its invariants and its text form (by
+way of `coverage`, a sweep over the rectangle, and `picture`, drawings of it). `build` makes plans of the usual kinds.
+`views` derives what others need to know from a plan: who feeds whom, who reduces gradients with whom, who owns which
+part of the optimizer state. A new kind of plan needs a constructor only; nothing else asks of what kind a plan is.
+
+`shares` holds the tiling of a model that is not cut into stages: one row of layers, every worker owns a run of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from elaunch.plan.build import Pipeline, Stage, pipelines, stages, symmetric
+from elaunch.plan.picture import draw, to_svg
+from elaunch.plan.shares import DataParallelPlan, micro_batches, share
+from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_rows
+from elaunch.plan.views import (
+    Feed,
+    Feeds,
+    GradientGroup,
+    Shard,
+    gradient_groups,
+    holders,
+    inputs,
+    optimizer_shards,
+    outputs,
+    rounds,
+    rows_by_unit,
+    unit_of,
+)
+
+__all__ = [
+    "DataParallelPlan",
+    "Feed",
+    "Feeds",
+    "GradientGroup",
+    "Layout",
+    "MicroBatch",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Shard",
+    "Stage",
+    "Tile",
+    "draw",
+    "gradient_groups",
+    "holders",
+    "inputs",
+    "micro_batches",
+    "n_rows",
+    "optimizer_shards",
+    "outputs",
+    "pipelines",
+    "rounds",
+    "rows_by_unit",
+    "share",
+    "stages",
+    "symmetric",
+    "to_svg",
+    "unit_of",
+]

@@ -1,0 +1,241 @@
+"""Constructors of the usual kinds of plan. Each returns a plan that has been validated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from elaunch.plan.shares import share
+from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_rows, size_findings
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Units that go through stages of their own.
+
+    Attributes:
+        units: the logical micro-batches of this pipeline.
+        stages: layers and tensor-parallel workers, from the first layer to the last.
+    """
+
+    units: range
+    stages: tuple[tuple[range, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that are held by several replicas.
+
+    Attributes:
+        layers: [lo, hi).
+        replicas: tensor-parallel workers. The position is the replica's lane; an empty tuple is a lane whose workers
+            are lost, as is each lane that only another stage has.
+        shares: for each replica its weight in an uneven distribution of the rows; None for an even one.
+    """
+
+    layers: range
+    replicas: tuple[tuple[str, ...], ...]
+    shares: tuple[int, ...] | None = None
+
+
+def symmetric(
+    workers: Sequence[str],
+    n_layers: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    zero: Layout = "interleaved",
+) -> Plan:
+    """The plan of a job that has lost nobody: `dp` equal pipelines of `pp` stages of `tp` workers each.
+
+    Worker (stage * dp + replica) * tp + tp_rank is where Megatron has it. Each replica does a contiguous run of units,
+    ascending. Shares of units and of layers differ by at most one, the first ones are the larger.
+
+    Raises:
+        PlanError: the sizes do not fit each other.
+    """
+    _check_sizes(n_layers, global_batch_size, micro_batch_size)
+    n_units = global_batch_size // micro_batch_size
+    if min(dp, pp, tp) < 1 or dp * pp * tp != len(workers):
+        raise PlanError(
+            f"dp {dp} * pp {pp} * tp {tp} is {dp * pp * tp}, but there are {len(workers)} workers: choose degrees of 1 "
+            "or more whose product is the number of workers"
+        )
+    if pp > n_layers:
+        raise PlanError(f"pp {pp} stages need a layer each, but there are {n_layers}: make pp {n_layers} or less")
+    _check_lanes(dp, "dp", n_units, micro_batch_size)
+    names = [tuple(workers[first : first + tp]) for first in range(0, len(workers), tp)]
+    cut = [Stage(share(n_layers, pp, stage), tuple(names[stage * dp : (stage + 1) * dp])) for stage in range(pp)]
+    return stages(n_layers, global_batch_size, micro_batch_size, cut, zero=zero)
+
+
+def pipelines(
+    n_layers: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    pipelines: Sequence[Pipeline],
+    *,
+    zero: Layout = "interleaved",
+    idle: Sequence[str] = (),
+) -> Plan:
+    """Pipelines that may differ in depth, in where they cut the layers and in their share of the batch.
+
+    Micro-batches are whole units, ascending (Chameleon fig. 4; Oobleck's heterogeneous pipelines).
+
+    Raises:
+        PlanError: the pipelines do not do every layer of every unit once.
+    """
+    _check_sizes(n_layers, global_batch_size, micro_batch_size)
+    size = micro_batch_size
+    tiles = tuple(
+        Tile(layers, tuple((range(unit * size, (unit + 1) * size),) for unit in pipeline.units), workers)
+        for pipeline in pipelines
+        for layers, workers in pipeline.stages
+    )
+    return _validated(Plan(n_layers, global_batch_size, micro_batch_size, tiles, zero, tuple(idle)))
+
+
+def stages(
+    n_layers: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    stages: Sequence[Stage],
+    *,
+    zero: Layout = "interleaved",
+    idle: Sequence[str] = (),
+) -> Plan:
+    """Stages that may differ in their number of replicas; all do the batch in the same turns.
+
+    There are as many *lanes* as the widest stage has replicas. A lane is a contiguous run of units; in turn t the t-th
+    unit of each lane is done. A stage with a replica in every lane does whole units. In a stage with fewer, each
+    replica does its own lane's unit and a part of the rows of the lanes without one, such that the micro-batches of a
+    turn are as equal as they can be (ElasWave 4.1); odd rows go to whoever has done the fewest. With `shares`, all rows
+    of a turn are instead apportioned by weight: each goes to the replica that is furthest behind its share of the step
+    so far (Sainte-Laguë). A replica without rows in a turn has no micro-batch for it; without any, it becomes idle.
+
+    Raises:
+        PlanError: the stages do not do every layer once, or the sizes do not fit each other.
+    """
+    _check_sizes(n_layers, global_batch_size, micro_batch_size)
+    n_lanes = max((len(stage.replicas) for stage in stages), default=0)
+    _check_lanes(
+        n_lanes, "the widest stage's number of replicas", global_batch_size // micro_batch_size, micro_batch_size
+    )
+    turns = tuple(_turns(global_batch_size, micro_batch_size, n_lanes))
+    tiles: list[Tile] = []
+    without: list[str] = []
+    for stage in stages:
+        cut = _by_weight(turns, stage) if stage.shares is not None else _own_and_even_part(turns, stage)
+        for workers, micro_batches in zip(stage.replicas, cut):
+            if any(micro_batches):
+                tiles.append(Tile(stage.layers, tuple(filter(None, micro_batches)), workers))
+            else:
+                without += workers
+    return _validated(Plan(n_layers, global_batch_size, micro_batch_size, tuple(tiles), zero, (*without, *idle)))
+
+
+_Turn = dict[int, range]
+"""For each lane that has a unit in this turn, its slots."""
+
+
+def _turns(global_batch_size: int, micro_batch_size: int, n_lanes: int) -> Iterator[_Turn]:
+    n_units = global_batch_size // micro_batch_size
+    lanes = [share(n_units, n_lanes, lane) for lane in range(n_lanes)]
+    for turn in range(len(lanes[0])):
+        units = {lane: units[turn] for lane, units in enumerate(lanes) if turn < len(units)}
+        yield {lane: range(u * micro_batch_size, (u + 1) * micro_batch_size) for lane, u in units.items()}
+
+
+def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
+    """For [replica][turn] its micro-batch, maybe without rows."""
+    present = [lane for lane, workers in enumerate(stage.replicas) if workers]
+    if not present:
+        raise PlanError(f"no workers are left for layers {stage.layers.start}:{stage.layers.stop}")
+    found: list[list[MicroBatch]] = [[] for _ in stage.replicas]
+    done = dict.fromkeys(present, 0)
+    for turn in turns:
+        lost = [slots for lane, slots in turn.items() if lane not in done]
+        queue = [(len(turn.get(lane, ())), done[lane], lane) for lane in present]
+        heapify(queue)
+        sizes = dict.fromkeys(present, 0)
+        for _ in range(sum(map(len, lost))):
+            rows, before, lane = queue[0]
+            sizes[lane] += 1
+            heapreplace(queue, (rows + 1, before + 1, lane))
+        for lane, part in zip(present, _cut(lost, sizes.values())):
+            micro_batch = _joined([*([turn[lane]] if lane in turn else []), *part])
+            found[lane].append(micro_batch)
+            done[lane] += n_rows(micro_batch)
+    return found
+
+
+def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
+    """For [replica][turn] its micro-batch, maybe without rows."""
+    weights = stage.shares or ()
+    usable = {lane: weight for lane, weight in enumerate(weights) if weight > 0}
+    if not usable or min(weights) < 0 or len(weights) != len(stage.replicas):
+        raise PlanError(
+            f"layers {stage.layers.start}:{stage.layers.stop} need a share of 0 or more for each of their "
+            f"{len(stage.replicas)} replicas, and one above 0; got {weights}"
+        )
+    if lost := [lane for lane in usable if not stage.replicas[lane]]:
+        raise PlanError(f"a lane without workers must have share 0, got {weights[lost[0]]} for lane {lost[0]}")
+    found: list[list[MicroBatch]] = [[] for _ in weights]
+    queue = [(1 / weight, lane, 0) for lane, weight in usable.items()]
+    heapify(queue)
+    for turn in turns:
+        sizes = [0] * len(weights)
+        for _ in range(sum(map(len, turn.values()))):
+            _, lane, rows = queue[0]
+            sizes[lane] += 1
+            heapreplace(queue, ((2 * rows + 3) / weights[lane], lane, rows + 1))
+        for lane, micro_batch in enumerate(_cut(list(turn.values()), sizes)):
+            found[lane].append(micro_batch)
+    return found
+
+
+def _cut(runs: Sequence[range], sizes: Iterable[int]) -> Iterator[MicroBatch]:
+    """The slots of the runs in order, cut in consecutive parts of these sizes."""
+    left = list(reversed(runs))
+    for size in sizes:
+        part: list[range] = []
+        while size:
+            run = left.pop()
+            part.append(run[:size])
+            if len(run) > size:
+                left.append(run[size:])
+            size -= len(part[-1])
+        yield _joined(part)
+
+
+def _joined(runs: Sequence[range]) -> MicroBatch:
+    """The same slots in the same order; runs that follow each other directly become one."""
+    found: list[range] = []
+    for run in runs:
+        if found and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def _check_sizes(n_layers: int, global_batch_size: int, micro_batch_size: int) -> None:
+    if wrong := size_findings(n_layers, global_batch_size, micro_batch_size):
+        raise PlanError("; ".join(wrong))
+
+
+def _check_lanes(n_lanes: int, what: str, n_units: int, micro_batch_size: int) -> None:
+    if not 1 <= n_lanes <= n_units:
+        raise PlanError(
+            f"{what} is {n_lanes}, but a step has {n_units} micro-batches of {micro_batch_size} for them: make it "
+            f"1 to {n_units}, or micro_batch_size smaller"
+        )
+
+
+def _validated(plan: Plan) -> Plan:
+    plan.validate()
+    return plan

@@ -1,0 +1,68 @@
+"""Which tiles lie on which part of the rectangle layers × sample slots: what validation and drawings look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from elaunch.plan.tiling import Plan, Tile
+
+
+class Patch(NamedTuple):
+    """Slots [start, stop) of a band of layers, and the indices of the tiles on them, ascending.
+
+    No tile is a gap, several are an overlap; a tile that does the slots twice is there twice.
+    """
+
+    start: int
+    stop: int
+    tiles: tuple[int, ...]
+
+
+def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
+    """The bands of layers in which no tile begins or ends, in order, each with its patches in slot order.
+
+    The bands partition the layers and the patches of a band the slots; neighbouring patches differ in their tiles. What
+    lies outside the rectangle is left out. Any plan will do, also an invalid one. The cost grows with the number of
+    runs in each band, not with the number of slots.
+    """
+    inside = {edge for tile in plan.tiles for edge in (tile.layers.start, tile.layers.stop) if 0 < edge < plan.n_layers}
+    runs = [tuple(_joined(tile, plan.global_batch_size)) for tile in plan.tiles]
+    for first, stop in pairwise(sorted({0, *inside, max(0, plan.n_layers)})):
+        here = (i for i, tile in enumerate(plan.tiles) if tile.layers.start <= first and stop <= tile.layers.stop)
+        boxes = ((start, end, index) for index in here for start, end in runs[index])
+        yield range(first, stop), tuple(_patches(boxes, plan.global_batch_size))
+
+
+def _joined(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
+    """The runs of a tile inside the batch; those that follow each other directly are joined."""
+    start = stop = 0
+    for run in (run for micro_batch in tile.micro_batches for run in micro_batch if run):
+        if run.start != stop:
+            if start < stop:
+                yield start, stop
+            start = max(0, run.start)
+        stop = min(batch, run.stop)
+    if start < stop:
+        yield start, stop
+
+
+def _patches(boxes: Iterable[tuple[int, int, int]], batch: int) -> list[Patch]:
+    """Sweeps over the slots; `boxes` are (start, stop, tile)."""
+    edges = [(slot, tile, begins) for start, stop, tile in boxes for slot, begins in ((start, True), (stop, False))]
+    patches: list[Patch] = []
+    active: list[int] = []
+    done = 0
+    for slot, tile, begins in sorted([*edges, (batch, -1, True)]):
+        if slot > done:
+            tiles = tuple(sorted(active))
+            start = patches.pop().start if patches and patches[-1].tiles == tiles else done
+            patches.append(Patch(start, slot, tiles))
+            done = slot
+        if begins:
+            active.append(tile)
+        else:
+            active.remove(tile)
+    return patches

@@ -1,0 +1,87 @@
+"""The parts of a plan that have nothing to do with each other, such as pipelines of their own.
+
+What follows from a plan part by part (the order of a step, its price) need be found only once for all that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from elaunch.plan.tiling import MicroBatch, Plan
+from elaunch.plan.views import once_per_plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tiles that share neither micro-batches nor workers with others.
+
+    Attributes:
+        plan: of these tiles alone; it does not cover all slots.
+        tiles: their indices in the whole plan, ascending.
+        shape: equal for parts that differ only in who and which slots they are, in order.
+    """
+
+    plan: Plan
+    tiles: tuple[int, ...]
+    shape: Hashable
+
+
+@once_per_plan
+def parts(plan: Plan) -> tuple[Part, ...]:
+    """The parts of a valid plan, by their first tile."""
+    return tuple(_part(plan, tiles) for tiles in _apart(plan))
+
+
+def _apart(plan: Plan) -> list[list[int]]:
+    """Tiles that share a unit or a worker are in the same list."""
+    leader: dict[Hashable, Hashable] = {}
+
+    def find(one: Hashable) -> Hashable:
+        while (other := leader.setdefault(one, one)) != one:
+            leader[one] = leader[other]
+            one = other
+        return one
+
+    size = plan.micro_batch_size
+    for tile in plan.tiles:
+        here = find(tile.workers[0])
+        for worker in tile.workers[1:]:
+            leader[find(worker)] = here
+        for micro_batch in tile.micro_batches:
+            for run in micro_batch:
+                for unit in range(run.start // size, -(-run.stop // size)):
+                    leader[find(unit)] = here = find(here)
+    found: dict[Hashable, list[int]] = {}
+    for index, tile in enumerate(plan.tiles):
+        found.setdefault(find(tile.workers[0]), []).append(index)
+    return list(found.values())
+
+
+def _part(plan: Plan, tiles: Sequence[int]) -> Part:
+    part = plan
+    if plan.idle or len(tiles) < len(plan.tiles):
+        # Else it keeps what was derived of it.
+        part = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
+    size = plan.micro_batch_size
+    # The stages of a pipeline mostly have the very same micro-batches.
+    cuts = {id(tile.micro_batches): tile.micro_batches for tile in part.tiles}
+    units = {run.start // size for cut in cuts.values() for runs in cut for run in runs}
+    # Units and workers count by their order only.
+    first = {unit: place * size for place, unit in enumerate(sorted(units))}
+    numbers = {worker: number for number, worker in enumerate(part.workers)}
+
+    def shape(runs: MicroBatch) -> tuple[tuple[int, int], ...]:
+        return tuple((first[run.start // size] + run.start % size, len(run)) for run in runs)
+
+    shapes = {key: tuple(map(shape, cut)) for key, cut in cuts.items()}
+    here = tuple(
+        (
+            tile.layers.start,
+            tile.layers.stop,
+            tuple(numbers[worker] for worker in tile.workers),
+            shapes[id(tile.micro_batches)],
+        )
+        for tile in part.tiles
+    )
+    return Part(part, tuple(tiles), here)

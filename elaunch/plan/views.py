@@ -1,0 +1,282 @@
+"""What follows from a plan: who feeds whom, who reduces with whom, who owns which optimizer state.
+
+All of these are pure functions of a *valid* plan. Those that look at the whole plan are computed once per plan object.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+from elaunch.plan.tiling import MicroBatch, Plan, PlanError, n_rows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Activation rows between a micro-batch of one tile and one of the next layers' tiles.
+
+    Attributes:
+        tile: index of the tile at the other end.
+        micro_batch: index of the micro-batch of that tile.
+        runs: (first row in the source micro-batch, first row in the fed one, rows), in the order of the fed rows. It is
+            the same at both ends, so it can be the layout of a message.
+    """
+
+    tile: int
+    micro_batch: int
+    runs: tuple[tuple[int, int, int], ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Of all its runs."""
+        return sum(run[2] for run in self.runs)
+
+
+Feeds = tuple[tuple[tuple[Feed, ...], ...], ...]
+"""For [tile][micro-batch] its feeds."""
+
+Ends = tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]
+"""For [tile][micro-batch] the (tile, micro-batch, rows) of its feeds."""
+
+
+@dataclass(frozen=True)
+class GradientGroup:
+    """Layers that are held by the same replicas, whose gradients are reduced together.
+
+    Attributes:
+        layers: ascending, not always next to each other.
+        replicas: tensor-parallel tuples; one alone needs no reduction.
+    """
+
+    layers: tuple[int, ...]
+    replicas: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [start, stop) of a layer's flat vector, owned by replica `replica` of the holders of that layer."""
+
+    replica: int
+    start: int
+    stop: int
+
+
+def once_per_plan(view: Callable[[Plan], T]) -> Callable[[Plan], T]:
+    """Keeps the value beside the fields, as `functools.cached_property` does: a large plan is slow to hash."""
+    key = f"{view.__module__}.{view.__name__}"
+
+    @wraps(view)
+    def kept(plan: Plan) -> T:
+        values = vars(plan)
+        if key not in values:
+            values[key] = view(plan)
+        found: T = values[key]
+        return found
+
+    return kept
+
+
+@once_per_plan
+def inputs(plan: Plan) -> Feeds:
+    """For [tile][micro-batch] the feeds that give its input rows, in row order; none for tiles that begin at layer 0.
+
+    The `tile` of a feed is the one that does the layer before for those slots.
+    """
+    starts = {tile.layers.start for tile in plan.tiles}
+    sources = {start: _slots_of_layer(plan, start - 1) for start in starts}
+    return tuple(
+        tuple(_feeds(sources[tile.layers.start], micro_batch) for micro_batch in tile.micro_batches)
+        if tile.layers.start
+        else ((),) * len(tile.micro_batches)
+        for tile in plan.tiles
+    )
+
+
+@once_per_plan
+def outputs(plan: Plan) -> Feeds:
+    """The reverse of `inputs`: for [tile][micro-batch] who takes its output rows; none for tiles that end the model.
+
+    The `tile` of a feed is the one that takes the rows. Feeds are ordered by their first row here, then by tile and
+    micro-batch.
+    """
+    found: list[list[list[Feed]]] = [[[] for _ in tile.micro_batches] for tile in plan.tiles]
+    for tile, by_micro_batch in enumerate(inputs(plan)):
+        for micro_batch, feeds in enumerate(by_micro_batch):
+            for feed in feeds:
+                found[feed.tile][feed.micro_batch].append(Feed(tile, micro_batch, feed.runs))
+    return tuple(tuple(tuple(sorted(feeds, key=_by_source_row)) for feeds in tile) for tile in found)
+
+
+@once_per_plan
+def rows_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """For [tile][micro-batch] its rows."""
+    # The stages of a pipeline mostly have the very same micro-batches.
+    known = {id(tile.micro_batches): tuple(map(n_rows, tile.micro_batches)) for tile in plan.tiles}
+    return tuple(known[id(tile.micro_batches)] for tile in plan.tiles)
+
+
+@once_per_plan
+def sources(plan: Plan) -> Ends:
+    """`inputs` without the places of the rows."""
+    return _ends(inputs(plan))
+
+
+@once_per_plan
+def takers(plan: Plan) -> Ends:
+    """`outputs` without the places of the rows."""
+    return _ends(outputs(plan))
+
+
+def _ends(feeds: Feeds) -> Ends:
+    return tuple(
+        tuple(tuple((feed.tile, feed.micro_batch, feed.n_rows) for feed in some) for some in tile) for tile in feeds
+    )
+
+
+@once_per_plan
+def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """For each layer the distinct tensor-parallel tuples that hold it, ordered by their first slot."""
+    found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(plan.n_layers)]
+    for tile in plan.tiles:
+        first = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)
+        for layer in tile.layers:
+            found[layer].append((first, tile.workers))
+    return tuple(tuple(dict.fromkeys(workers for _, workers in sorted(layer))) for layer in found)
+
+
+@once_per_plan
+def gradient_groups(plan: Plan) -> tuple[GradientGroup, ...]:
+    """The layers grouped by their holders (the same ones in the same order), by first layer."""
+    found: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for layer, replicas in enumerate(holders(plan)):
+        found.setdefault(replicas, []).append(layer)
+    return tuple(GradientGroup(tuple(layers), replicas) for replicas, layers in found.items())
+
+
+def rounds(groups: Sequence[GradientGroup]) -> tuple[tuple[int, ...], ...]:
+    """The indices of the groups, put in rounds such that no worker has two reductions in the same round.
+
+    Greedy colouring in the order of the groups (Chameleon IV-B): each goes to the first round without its workers. So
+    there are at most d + 1 rounds if no group shares workers with more than d others. Groups of one replica need no
+    reduction and are left out.
+    """
+    found: list[list[int]] = []
+    busy: list[set[str]] = []
+    for index, group in enumerate(groups):
+        if len(group.replicas) < 2:
+            continue
+        workers = {worker for replica in group.replicas for worker in replica}
+        at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(workers)), len(busy))
+        if at == len(busy):
+            busy.append(set())
+            found.append([])
+        busy[at] |= workers
+        found[at].append(index)
+    return tuple(map(tuple, found))
+
+
+def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tuple[tuple[Shard, ...], ...]:
+    """Who owns which optimizer state: for each layer disjoint, non-empty shards of its flat vector, ascending.
+
+    interleaved: each layer is cut evenly over its holders, replica j owns the j-th cut (ElasWave 6.3).
+    contiguous: the layers of a gradient group, one after the other, are cut evenly over its replicas; a shard may be a
+    whole layer. It exists for comparison.
+
+    Args:
+        plan: a valid plan.
+        elements: the length of each layer's flat vector.
+        align: cuts inside a layer are multiples of it, in elements; the last shard of a layer takes what is left.
+
+    Raises:
+        PlanError: `elements` does not fit the plan, or `align` is not positive.
+    """
+    if len(elements) != plan.n_layers or min(elements) < 0 or align < 1:
+        raise PlanError(
+            f"expected {plan.n_layers} lengths of 0 or more, one per layer, and an align of 1 or more; "
+            f"got the lengths {list(elements)} and align {align}"
+        )
+    found: list[tuple[Shard, ...]] = [()] * plan.n_layers
+    for group in gradient_groups(plan):
+        together = [group.layers] if plan.zero == "contiguous" else [(layer,) for layer in group.layers]
+        for layers in together:
+            for layer, shards in zip(layers, _cut([elements[la] for la in layers], len(group.replicas), align)):
+                found[layer] = shards
+    return tuple(found)
+
+
+def rows_by_unit(plan: Plan, micro_batch: MicroBatch) -> tuple[tuple[int, range, int], ...]:
+    """The parts of units that a micro-batch consists of: (unit, rows inside that unit, first row in the micro-batch).
+
+    In row order; parts of a unit that follow each other in both are put together.
+    """
+    size = plan.micro_batch_size
+    found: list[tuple[int, range, int]] = []
+    row = 0
+    for run in micro_batch:
+        for unit in range(run.start // size, -(-run.stop // size)):
+            rows = range(max(run.start - unit * size, 0), min(run.stop - unit * size, size))
+            if found and found[-1][0] == unit and found[-1][1].stop == rows.start:
+                found[-1] = unit, range(found[-1][1].start, rows.stop), found[-1][2]
+            else:
+                found.append((unit, rows, row))
+            row += len(rows)
+    return tuple(found)
+
+
+def unit_of(plan: Plan, micro_batch: MicroBatch) -> int | None:
+    """The unit that the rows of a micro-batch are, all of them and in order; None if they are anything else."""
+    parts = rows_by_unit(plan, micro_batch)
+    return parts[0][0] if len(parts) == 1 and len(parts[0][1]) == plan.micro_batch_size else None
+
+
+_Source = tuple[int, int, int, int, int]
+"""First slot, end, tile, micro-batch, and the row of the first slot in the micro-batch."""
+
+
+def _slots_of_layer(plan: Plan, layer: int) -> list[_Source]:
+    """Who does which slots of a layer, by slot; every slot once, because the plan is valid."""
+    found: list[_Source] = []
+    for index, tile in enumerate(plan.tiles):
+        if layer not in tile.layers:
+            continue
+        for number, micro_batch in enumerate(tile.micro_batches):
+            rows = accumulate(map(len, micro_batch), initial=0)
+            found += [(run.start, run.stop, index, number, row) for run, row in zip(micro_batch, rows)]
+    return sorted(found)
+
+
+def _feeds(sources: list[_Source], micro_batch: MicroBatch) -> tuple[Feed, ...]:
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    here = 0
+    for run in micro_batch:
+        slot = run.start
+        at = bisect_right(sources, slot, key=lambda source: source[0]) - 1
+        while slot < run.stop:
+            start, stop, tile, number, row = sources[at]
+            runs = found.setdefault((tile, number), [])
+            there, n_rows = row + slot - start, min(stop, run.stop) - slot
+            if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (there, here):
+                runs[-1] = runs[-1][0], runs[-1][1], runs[-1][2] + n_rows
+            else:
+                runs.append((there, here, n_rows))
+            slot, here, at = slot + n_rows, here + n_rows, at + 1
+    return tuple(Feed(tile, number, tuple(runs)) for (tile, number), runs in found.items())
+
+
+def _by_source_row(feed: Feed) -> tuple[int, int, int]:
+    return min(run[0] for run in feed.runs), feed.tile, feed.micro_batch
+
+
+def _cut(lengths: Sequence[int], n_replicas: int, align: int) -> Iterator[tuple[Shard, ...]]:
+    """For each of these vectors, padded to `align` and joined, its shards under an even cut of the whole."""
+    ends = list(accumulate((-(-length // align) for length in lengths), initial=0))
+    cuts = [replica * ends[-1] // n_replicas for replica in range(n_replicas + 1)]
+    for length, (first, last) in zip(lengths, pairwise(ends)):
+        edges = [min(length, (min(max(cut, first), last) - first) * align) for cut in cuts]
+        yield tuple(Shard(replica, *ends) for replica, ends in enumerate(pairwise(edges)) if ends[0] < ends[1])

@@ -1,0 +1,292 @@
+"""What a plan costs: seconds of a step and memory of each worker.
+
+The step is played through in the very order that the executor follows (Chameleon eq. 11). Parts of the plan that have
+nothing to do with each other, such as whole pipelines, are played once for all that are alike; so it takes
+O(tiles x micro-batches) of those that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from typing import TypeVar
+
+from elaunch.plan.parts import Part, parts
+from elaunch.plan.schedule import Action, Schedule, by_workers, schedule, sequences, timeline
+from elaunch.plan.tiling import ORDERS, Plan
+from elaunch.plan.views import gradient_groups, holders, rows_of
+from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One step under a plan.
+
+    Attributes:
+        step_s: from commit to commit.
+        bubble: the part of their time in which the workers with tiles wait for each other, 0..1.
+        busy_s: of computing, by worker with a tile.
+        peak_bytes: by worker with a tile, at the worst moment of the step.
+    """
+
+    step_s: float
+    bubble: float
+    busy_s: Mapping[str, float]
+    peak_bytes: Mapping[str, int]
+
+    def over(self, profile: Profile) -> dict[str, tuple[int, float]]:
+        """By worker that needs more memory than it may use: what it needs, and what it may use."""
+        caps = {worker: profile.cap_bytes(worker) for worker in self.peak_bytes}
+        return {worker: (n, caps[worker]) for worker, n in self.peak_bytes.items() if n > caps[worker]}
+
+
+def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
+    """Play a step of a valid plan through.
+
+    Raises:
+        PlanError: the profile is for another number of layers.
+    """
+    profile.check(plan)
+
+    def play(part: Plan) -> _Played:
+        return _play(part, schedule(part), profile)
+
+    return _joined(_each(plan, profile, play), _Rest(plan, profile))
+
+
+def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
+    """The plan with the order and the costs under which its step is fastest, and the estimate of that.
+
+    Costs are those of the profile, or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
+    What does not fit in memory comes after what does; of equal ones that with the shorter text is taken.
+
+    Raises:
+        PlanError: the profile is for another number of layers.
+    """
+    profile.check(plan)
+    clocks = list(dict.fromkeys([(), profile.costs]))
+    ways = list(product(clocks, ORDERS))
+
+    def play(part: Plan) -> list[_Played]:
+        known: dict[tuple[Action, ...], _Played] = {}
+        found = [by_order[order] for costs in clocks for by_order in [sequences(part, costs)] for order in ORDERS]
+        for sequence in found:
+            if sequence not in known:
+                known[sequence] = _play(part, by_workers(part, sequence), profile)
+        return [known[sequence] for sequence in found]
+
+    each, rest = _each(plan, profile, play), _Rest(plan, profile)
+    estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
+    for number in range(len(ways)):
+        mine = [(part, played[number]) for part, played in each]
+        same = tuple(id(played) for _, played in mine)
+        if same not in estimates:
+            estimates[same] = number, _joined(mine, rest)
+    number, step = min(estimates.values(), key=lambda one: (bool(one[1].over(profile)), round(one[1].step_s, 9)))
+    costs, order = ways[number]
+    if (costs, order) != (plan.costs, plan.order):
+        plan = replace(plan, costs=costs, order=order)
+    return plan, step
+
+
+def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
+    """By worker with a tile: parameters, their gradients, and its part of masters and optimizer states."""
+    found: dict[str, float] = defaultdict(float)
+    for layer, tuples in zip(profile.layers, holders(plan), strict=True):
+        for workers in tuples:
+            mine = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tuples)
+            for worker in workers:
+                found[worker] += mine / len(workers)
+    return {worker: math.ceil(n) for worker, n in found.items()}
+
+
+def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
+    """Of a tuple with some layers: parameters, gradients, its part of the optimizer, activations (Suika A.3).
+
+    Args:
+        profile: of the model.
+        layers: of the stage.
+        replicas: among which the optimizer's state is shared out.
+        kept_rows: whose activations are there at the worst moment.
+    """
+    mine = profile.layers[layers.start : layers.stop]
+    needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / replicas for layer in mine)
+    return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in mine)
+
+
+def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
+    """Seconds of `n` micro-batches through one pipeline by 1F1B, whose stages may differ (Chameleon eq. 11).
+
+    Args:
+        forward_s: of each stage, for a micro-batch.
+        backward_s: likewise.
+        n: micro-batches.
+    """
+    depth = len(forward_s)
+    ahead = [min(depth - stage, n) for stage in range(depth)]
+    free = [0.0] * depth
+    forwards = [[0.0] * n for _ in range(depth)]
+    # In turn t a stage does its forward number t + ahead - 1 after its backward number t - 1.
+    for stage in range(depth):
+        for number in range(ahead[stage]):
+            ready = forwards[stage - 1][number] if stage else 0.0
+            # Of the stages before, later ones are not known yet: they come with the turns.
+            free[stage] = forwards[stage][number] = max(free[stage], ready) + forward_s[stage]
+    for turn in range(n):
+        arrived = 0.0
+        for stage in range(depth - 1, -1, -1):
+            free[stage] = arrived = max(free[stage], arrived) + backward_s[stage]
+        for stage in range(depth):
+            number = turn + ahead[stage]
+            if number < n:
+                ready = forwards[stage - 1][number] if stage else 0.0
+                free[stage] = forwards[stage][number] = max(free[stage], ready) + forward_s[stage]
+    return max(free)
+
+
+def long_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
+    """As `pipeline_s`; once it has filled, each further micro-batch takes as long as the one before."""
+    short = 3 * len(forward_s)
+    if n <= short + 2:
+        return pipeline_s(forward_s, backward_s, n)
+    begin_s, end_s = (pipeline_s(forward_s, backward_s, some) for some in (short, short + 2))
+    return begin_s + (n - short) * (end_s - begin_s) / 2
+
+
+# -- the parts of a plan ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Of the workers of a part, in their order: end of their actions, length of the last, computing, activations."""
+
+    ends_s: tuple[float, ...]
+    last_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    kept_bytes: tuple[int, ...]
+
+
+T = TypeVar("T")
+
+
+def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple[Part, T]]:
+    """The parts of a plan with what playing them gives; those that are alike are played once."""
+    known: dict[Hashable, T] = {}
+    found = []
+    for part in parts(plan):
+        key = _likeness(part, profile)
+        if key not in known:
+            known[key] = play(part.plan)
+        found.append((part, known[key]))
+    return found
+
+
+def _joined(each: Sequence[tuple[Part, _Played]], rest: _Rest) -> StepEstimate:
+    ends_s: dict[str, float] = {}
+    last_s: dict[str, float] = {}
+    busy_s: dict[str, float] = {}
+    kept: dict[str, int] = {}
+    for part, played in each:
+        workers = part.plan.workers
+        ends_s |= zip(workers, played.ends_s)
+        last_s |= zip(workers, played.last_s)
+        busy_s |= zip(workers, played.busy_s)
+        kept |= zip(workers, played.kept_bytes)
+    makespan_s = max(ends_s.values(), default=0.0)
+    bubble = 1 - sum(busy_s.values()) / (len(busy_s) * makespan_s) if makespan_s else 0.0
+    step_s = max((end_s + rest.tail_s(worker, last_s[worker]) for worker, end_s in ends_s.items()), default=0.0)
+    peak_bytes = {worker: rest.fixed[worker] + n for worker, n in kept.items()}
+    return StepEstimate(step_s + rest.common_s, bubble, busy_s, peak_bytes)
+
+
+class _Rest:
+    """What a step takes beside its actions, whatever their order."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
+        self._overlap = profile.overlap
+        self.common_s = max(shared_s.values(), default=0.0) + profile.step_s
+        self.fixed = static_bytes(plan, profile)
+
+    def tail_s(self, worker: str, last_s: float) -> float:
+        """Of a worker after its last action, which took `last_s`."""
+        return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
+
+
+def _likeness(part: Part, profile: Profile) -> Hashable:
+    """Parts with equal ones take as long."""
+    if not profile.workers and not profile.links:
+        return part.shape
+    speeds = tuple(profile.tile_speed(tile) for tile in part.plan.tiles)
+    links: tuple[LinkProfile, ...] = ()
+    if profile.links:
+        heads = list(dict.fromkeys(tile.workers[0] for tile in part.plan.tiles))
+        links = tuple(profile.link(one, other) for one in heads for other in heads if one != other)
+    return part.shape, speeds, links
+
+
+def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
+    workers, rows = part.workers, rows_of(part)
+    price = action_s(profile, part)
+    played = timeline(part, order, price, transfer_s(profile, part))
+    activations = list(accumulate((layer.activation_bytes_per_row for layer in profile.layers), initial=0))
+    per_row = [
+        (activations[tile.layers.stop] - activations[tile.layers.start]) / len(tile.workers) for tile in part.tiles
+    ]
+    known: dict[int, tuple[float, float, int]] = {}
+    for worker in workers:
+        # The members of a tuple have one order.
+        mine = order.by_worker[worker]
+        if id(mine) not in known:
+            kept = most = 0.0
+            for kind, tile, micro_batch in mine:
+                n_bytes = rows[tile][micro_batch] * per_row[tile]
+                kept += n_bytes if kind == "F" else -n_bytes
+                most = max(most, kept)
+            last = mine[-1]
+            last_s = price(last.kind, last.tile, rows[last.tile][last.micro_batch])
+            known[id(mine)] = played.ends_s[last], last_s, math.ceil(most)
+    found = [known[id(order.by_worker[worker])] for worker in workers]
+    return _Played(
+        tuple(end_s for end_s, _, _ in found),
+        tuple(last_s for _, last_s, _ in found),
+        tuple(played.busy_s[worker] for worker in workers),
+        tuple(most for _, _, most in found),
+    )
+
+
+# -- after the last backward --------------------------------------------------------------------------------------
+
+
+def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """By worker, the seconds of reducing gradients, of sharing new values and of the optimizer's step."""
+    reduced: dict[str, float] = defaultdict(float)
+    shared: dict[str, float] = defaultdict(float)
+    updated: dict[str, float] = defaultdict(float)
+    for group in gradient_groups(plan):
+        n = len(group.replicas)
+        n_bytes = sum(profile.layers[layer].parameter_bytes for layer in group.layers)
+        update_s = sum(profile.layers[layer].update_s for layer in group.layers) / n
+        seconds = 0.0
+        if n > 1:
+            heads = [workers[0] for workers in group.replicas]
+            ring = pairwise([*heads, heads[0]]) if profile.links else [(heads[0], heads[1])]
+            slowest = min((profile.link(*pair) for pair in ring), key=lambda link: link.bandwidth_bytes_per_s)
+            seconds = slowest.seconds(n_bytes * (n - 1) / n)
+        for workers in group.replicas:
+            for worker in workers:
+                reduced[worker] += seconds / len(workers)
+                shared[worker] += seconds / len(workers)
+                updated[worker] += update_s / len(workers) / profile.speed(worker)
+    return reduced, shared, updated
+
+
+def _not_hidden(computing_s: float, telling_s: float, overlap: float) -> float:
+    """What remains of `telling_s` beside `computing_s` (Suika A.2, with the exponent 1/k)."""
+    longer, shorter = max(computing_s, telling_s), min(computing_s, telling_s)
+    if not longer or math.isinf(overlap):
+        return longer - computing_s
+    return float(longer * (1 + (shorter / longer) ** overlap) ** (1 / overlap) - computing_s)

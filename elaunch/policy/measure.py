@@ -1,0 +1,492 @@
+"""The profile of a job that runs, from what its workers measure in the steps that train (Suika 3.1 and A.4).
+
+    each worker      Turn (layer, rows, seconds) of measured steps -> Recorder -> Sample, told at a commit barrier
+    every worker     Samples of all -> Measured -> Profile
+
+The seconds of a layer are those of a worker as fast as most. `elaunch.policy.stragglers.slow` finds who is not: by how
+long each measured step took beside the Sample that was told last.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol
+
+from elaunch.plan.tiling import Plan
+from elaunch.policy.dvfs import ClockRange
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+from elaunch.policy.stragglers.slow import Detector
+from elaunch.policy.stragglers.slow_links import LinkDetector, Slower
+from elaunch.policy.stragglers.track import Change
+from elaunch.rendezvous.membership import slot_of
+
+RECENT = 3
+"""A figure is the median of so many measured steps, the newest ones."""
+
+SURE = 2
+"""What was seen in fewer steps is not told."""
+
+SAME = 0.05
+"""Figures that differ by less are the same: they are not told again, and count as stable."""
+
+QUIET = 12
+"""A figure that nobody has told anew for so many steps is stable."""
+
+NOMINAL_S = 1e-9
+"""Seconds of a forward per row and parameter where nothing was measured: what counts then is only that larger layers
+take longer."""
+
+LINK = LinkProfile(1e9, 1e-4)
+"""Where none was measured."""
+
+Point = tuple[int, int, int]
+"""A layer, a number of rows, and the workers of the tensor-parallel tuple that does them."""
+
+
+class Turn(Protocol):
+    """See `elaunch.workers.engine.timing.Turn`."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def backward_s(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn of a model that is a single layer."""
+
+    layer: int
+    rows: int
+    width: int
+    forward_s: float
+    backward_s: float
+    waited_s: float
+
+    @classmethod
+    def of(cls, seconds: float, rows: int) -> Step:
+        """Both ways together."""
+        return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one worker has measured.
+
+    Attributes:
+        turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
+            others of its tensor-parallel tuple.
+        kept_bytes: by layer, for backward, of a row.
+        update_s: of the optimizer, per element that this worker owns.
+        links: by the slot of the receiver: bytes per second, seconds.
+        memory_bytes: of its device; None: of a host.
+        clocks: of its device, if they may be set.
+    """
+
+    turns: Mapping[Point, tuple[float, float, float]] = field(default_factory=dict)
+    kept_bytes: Mapping[int, float] = field(default_factory=dict)
+    update_s: float = 0.0
+    links: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    clocks: ClockRange | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON, short: it goes to all members."""
+        return {
+            "turns": [[*point, *(_short(seconds) for seconds in spent)] for point, spent in self.turns.items()],
+            "kept": {str(layer): round(n) for layer, n in self.kept_bytes.items()},
+            "update": _short(self.update_s),
+            "links": {slot: [round(rate), _short(latency_s)] for slot, (rate, latency_s) in self.links.items()},
+            "memory": self.memory_bytes,
+            "clocks": None if self.clocks is None else astuple(self.clocks),
+        }
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Sample:
+        """The inverse of `to_json`, but for rounding."""
+        return cls(
+            {
+                (layer, rows, width): (forward_s, backward_s, wait_s)
+                for layer, rows, width, forward_s, backward_s, wait_s in said["turns"]
+            },
+            {int(layer): n for layer, n in said["kept"].items()},
+            said["update"],
+            {slot: (rate, latency_s) for slot, (rate, latency_s) in said["links"].items()},
+            said["memory"],
+            None if said["clocks"] is None else _clock_range(*said["clocks"]),
+        )
+
+    def differs(self, other: Sample | None) -> bool:
+        """Whether some figure is another one."""
+        if other is None or self.turns.keys() != other.turns.keys() or self.kept_bytes != other.kept_bytes:
+            return True
+        pairs = [(sum(self.turns[point][:2]), sum(other.turns[point][:2])) for point in self.turns]
+        return any(_moved(*pair) for pair in pairs)
+
+
+class Recorder:
+    """One worker's own figures."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Point, deque[tuple[float, float, float]]] = {}
+        self._kept: dict[int, float] = {}
+        self._update_s: deque[float] = deque(maxlen=RECENT)
+        self._told: Sample | None = None
+        self._n_told = 0
+        self._fresh = False
+        self._looked = True
+
+    def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
+        """Take what a step has shown.
+
+        Args:
+            turns: of the layers of this worker.
+            kept_bytes: by layer, of a row, if counted.
+            update_s: of the optimizer's step.
+            elements: of parameters on which it was done.
+        """
+        now: dict[Point, deque[tuple[float, float, float]]] = {}
+        for one in turns:
+            point = one.layer, one.rows, one.width
+            now[point] = self._turns.get(point, deque(maxlen=RECENT))
+            now[point].append((one.forward_s, one.backward_s, one.waited_s))
+        self._fresh, self._looked = True, False
+        self._turns = now  # of layers that have gone elsewhere others tell
+        self._kept |= kept_bytes
+        if elements:
+            self._update_s.append(update_s / elements)
+
+    def news(
+        self,
+        links: Callable[[], Mapping[str, tuple[float, float]]],
+        memory_bytes: int | None = None,
+        clocks: ClockRange | None = None,
+        anew: bool = False,
+    ) -> Sample | None:
+        """What the others do not know yet; None if nothing was measured since, or it is what was told before.
+
+        Args:
+            links: asked for them when they are to be told, by the slot of the receiver.
+            memory_bytes: of the device.
+            clocks: of the device, if they may be set.
+            anew: tell it anyway: somebody has come who was told nothing.
+        """
+        if not self._fresh:
+            return None
+        sample = Sample(
+            {
+                point: tuple(statistics.median(column) for column in zip(*spent))
+                for point, spent in self._turns.items()
+                if len(spent) >= SURE
+            },
+            dict(self._kept),
+            statistics.median(self._update_s) if self._update_s else 0.0,
+            {},
+            memory_bytes,
+            clocks,
+        )
+        known = self._n_told >= RECENT and not anew
+        if not sample.turns or (known and not sample.differs(self._told)):
+            return None
+        self._told, self._fresh = sample, False
+        self._n_told += 1
+        return replace(sample, links=links())
+
+    def pace(self) -> float | None:
+        """Seconds of computing in the step that was measured last, relative to what was told of its layers; once.
+
+        None: no step was measured since, or its layers are others than those that were told of.
+        """
+        if self._looked or self._told is None or self._told.turns.keys() != self._turns.keys():
+            return None
+        self._looked = True
+        told_s = sum(map(_own_s, self._told.turns.values()))
+        return sum(_own_s(spent[-1]) for spent in self._turns.values()) / told_s
+
+
+class Measured:
+    """What all workers have told, by their slots.
+
+    Args:
+        name: of the model.
+        layers: what is known of them without measuring; their seconds do not count.
+        elements: of their parameters.
+        prior: a profile of an earlier run, for what has not been measured yet.
+    """
+
+    def __init__(
+        self, name: str, layers: Sequence[LayerProfile], elements: Sequence[int], prior: Profile | None = None
+    ) -> None:
+        self._name, self._layers, self._elements, self._prior = name, tuple(layers), tuple(elements), prior
+        self._samples: dict[str, Sample] = {}
+        self._detector = Detector()
+        self._links = LinkDetector()
+        # What a turn took at speed 1 when it was last sure.
+        self._usual: dict[Point, tuple[float, float]] = {}
+        self._steps = 0
+        # The step in which a worker last told something else than before of a layer.
+        self._moved: dict[int, int] = {}
+        self._step_s: deque[float] = deque(maxlen=RECENT)
+        self._change_s: deque[float] = deque(maxlen=RECENT)
+
+    def speeds(self) -> dict[str, float]:
+        """Of the workers that are not as fast as most, by slot."""
+        return self._detector.speeds()
+
+    @property
+    def doubts(self) -> bool:
+        """Whether every step should be looked at, since somebody may be about to become slow, or to recover."""
+        return self._detector.doubts or self._links.doubts
+
+    @property
+    def waits(self) -> bool:
+        """Whether more slow workers of a node may be told of soon."""
+        return self._detector.waits
+
+    def look(
+        self,
+        step: int,
+        time_s: float,
+        paces: Mapping[str, float],
+        links: Mapping[tuple[str, str], Slower],
+    ) -> list[Change]:
+        """Take what a measured step has shown; see `Detector.look` and `LinkDetector.look`.
+
+        Returns:
+            Who has become slow, or has recovered.
+        """
+        changes = self._detector.look(step, time_s, paces)
+        return changes + self._links.look(step, time_s, paces.keys(), links, self._detector.may_be_slow)
+
+    def take_links(self, slot: str, usual: Mapping[str, tuple[float, int]]) -> None:
+        """What the links of a worker carry usually; see `LinkDetector.told`."""
+        self._links.told(slot, usual)
+
+    def known(self) -> dict[str, float]:
+        """Of slots that are slow or fast, as factors: for who joins; see `adopt`."""
+        return self._detector.known()
+
+    def adopt(self, factors: Mapping[str, float]) -> None:
+        """Begin with what the members know of the speeds of slots."""
+        self._detector.adopt(factors)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody has told anything."""
+        return not self._samples
+
+    def clocks(self) -> dict[str, ClockRange]:
+        """Of the devices whose clocks may be set, by slot."""
+        return {slot: sample.clocks for slot, sample in self._samples.items() if sample.clocks is not None}
+
+    def take(self, slot: str, sample: Sample) -> None:
+        """What the worker of a slot has measured."""
+        before = self._samples.get(slot, Sample())
+        for point, spent in sample.turns.items():
+            if _moved(sum(spent[:2]), sum(before.turns.get(point, ())[:2])):
+                self._moved[point[0]] = self._steps
+        self._samples[slot] = sample
+        self._detector.told(slot, {point: _own_s(spent) for point, spent in sample.turns.items()})
+
+    def keep(self, workers: Collection[str]) -> None:
+        """These are the members; what is known of the speed of other slots counts when they return."""
+        slots = set(map(slot_of, workers))
+        self._samples = {slot: one for slot, one in self._samples.items() if slot in slots}
+        self._detector.entered(workers)
+        self._links.entered(workers)
+
+    def step_took(self, seconds: float) -> None:
+        """A step under the present plan, in which nothing changed."""
+        self._steps += 1
+        self._step_s.append(seconds)
+
+    def change_took(self, seconds: float) -> None:
+        """A transition, whatever moved in it."""
+        self._change_s.append(seconds)
+
+    def plan_changed(self) -> None:
+        """Steps take another time from now on."""
+        self._step_s.clear()
+
+    def profile(self, plan: Plan | None = None) -> Profile:
+        """All that is known.
+
+        Args:
+            plan: under which the steps were done; what they took longer than its parts is of every step, and the
+                layers' figures are for tuples as wide as most of its are.
+        """
+        width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
+        self._find_usual()
+        speeds, prior = self.speeds(), self._prior
+        links = {
+            (slot, other): LinkProfile(*found)
+            for slot, sample in self._samples.items()
+            for other, found in sample.links.items()
+        }
+        anywhere = _median_link(links.values()) or self._prior_link() or LINK
+        for ends, factor in self._links.factors().items():
+            link = links.get(ends, anywhere)
+            links[ends] = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
+        widths = {} if plan is None else {index: len(tile.workers) for tile in plan.tiles for index in tile.layers}
+        layers = tuple(
+            self._layer(index, known, widths.get(index, width), width, anywhere.bandwidth_bytes_per_s)
+            for index, known in enumerate(self._layers)
+        )
+        caps = {slot: one.memory_bytes for slot, one in self._samples.items() if one.memory_bytes is not None}
+        most = statistics.mode(caps.values()) if caps else None
+        special = {} if prior is None else {slot: replace(one, speed=1.0) for slot, one in prior.workers.items()}
+        special |= {slot: replace(special.get(slot, WorkerProfile()), speed=speed) for slot, speed in speeds.items()}
+        special = {slot: one for slot, one in special.items() if one != WorkerProfile()}
+        for slot, cap in caps.items():
+            if cap != most:
+                special[slot] = replace(special.get(slot, WorkerProfile()), memory_bytes=cap)
+        found = Profile(
+            self._name,
+            layers,
+            tensor_parallel=width,
+            bandwidth_bytes_per_s=anywhere.bandwidth_bytes_per_s,
+            latency_s=anywhere.latency_s,
+            width=width,
+            memory_bytes=prior.memory_bytes if most is None and prior is not None else most,
+            change_s=statistics.median(self._change_s) if self._change_s else 0.0,
+            workers=special,
+            links=links,
+        )
+        if plan is not None and self._step_s:
+            parts_s = estimate_step(plan, found).step_s
+            found = replace(found, step_s=max(0.0, statistics.median(self._step_s) - parts_s))
+        return replace(found, unstable=self._unstable())
+
+    # -- how fast the workers are ---------------------------------------------------------------------------------
+
+    def _find_usual(self) -> None:
+        """What each turn takes at speed 1."""
+        speeds = self.speeds()
+        own: dict[Point, dict[str, float]] = defaultdict(dict)
+        for slot, sample in self._samples.items():
+            for point, spent in sample.turns.items():
+                own[point][slot] = _own_s(spent)
+        for point, holders in own.items():
+            normal = [slot for slot in holders if slot not in speeds] or list(holders)
+            forwards, backwards = zip(*(self._turn_s(slot, point, holders, speeds) for slot in normal))
+            self._usual[point] = statistics.median_low(forwards), statistics.median_low(backwards)
+
+    def _turn_s(
+        self, slot: str, point: Point, spent: Mapping[str, float], speeds: Mapping[str, float]
+    ) -> tuple[float, float]:
+        """Forward and backward at speed 1. The last of a tuple waits for nobody: its waiting is what telling takes."""
+        forward_s, backward_s, _ = self._samples[slot].turns[point]
+        told_s = min(self._samples[one].turns[point][2] for one in spent)
+        usual_s = self._detector.usual_s(slot, point) if len(spent) == 1 else None
+        if usual_s is None:
+            usual_s = spent[slot] * speeds.get(slot, 1.0)
+        seconds = usual_s + told_s
+        part = seconds / (forward_s + backward_s)
+        return part * forward_s, part * backward_s
+
+    def _layer(self, index: int, known: LayerProfile, here: int, width: int, rate: float) -> LayerProfile:
+        """As on a tuple of `width`, from what was measured on one as wide as it has now (`here`), or had before."""
+        points: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+        for (layer, rows, of), spent in self._usual.items():
+            if layer == index:
+                points[of][rows] = spent
+        kept = [sample.kept_bytes[index] for sample in self._samples.values() if index in sample.kept_bytes]
+        updates = [sample.update_s for sample in self._samples.values() if sample.update_s]
+        if not points:
+            return self._unmeasured(index, known, width)
+        of = min(points, key=lambda one: (one != here, one != width, one))
+        fixed_forward_s, forward_s = _line({rows: one[0] for rows, one in points[of].items()})
+        fixed_backward_s, backward_s = _line({rows: one[1] for rows, one in points[of].items()})
+        found = replace(
+            known,
+            forward_s_per_row=forward_s,
+            backward_s_per_row=backward_s,
+            fixed_forward_s=fixed_forward_s,
+            fixed_backward_s=fixed_backward_s,
+        )
+        return replace(
+            found.on_width(of, width, rate),
+            activation_bytes_per_row=round(max(kept)) if kept else known.activation_bytes_per_row,
+            update_s=statistics.median(updates) * self._elements[index] if updates else 0.0,
+        )
+
+    def _unmeasured(self, index: int, known: LayerProfile, width: int) -> LayerProfile:
+        if self._prior is not None:
+            return self._prior.layers[index]
+        # As long as measured ones of its size are, if there are such.
+        rates = [
+            sum(spent) * of / width / rows / max(1, self._elements[layer])
+            for (layer, rows, of), spent in self._usual.items()
+        ]
+        rate = statistics.median(rates) / 3 if rates else NOMINAL_S
+        seconds = rate * max(1, self._elements[index])
+        return replace(known, forward_s_per_row=seconds, backward_s_per_row=2 * seconds)
+
+    def _prior_link(self) -> LinkProfile | None:
+        prior = self._prior
+        return None if prior is None else LinkProfile(prior.bandwidth_bytes_per_s, prior.latency_s)
+
+    def _unstable(self) -> tuple[str, ...]:
+        """The layers whose seconds have moved lately, or are not known, and the step if its own do."""
+        known = {layer for layer, *_ in self._usual}
+        moving = [
+            f"layers[{layer}]"
+            for layer in range(len(self._layers))
+            if layer not in known or self._steps - self._moved.get(layer, 0) < QUIET
+        ]
+        spread = max(self._step_s, default=0.0) - min(self._step_s, default=0.0)
+        still = len(self._step_s) == RECENT and spread <= SAME * max(self._step_s)
+        return (*moving, *(() if still else ("step_s",)))
+
+
+def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int) -> ClockRange:
+    return ClockRange(base_mhz, tuple(supported_mhz), measured_mhz)
+
+
+def _moved(now: float, before: float) -> bool:
+    return abs(now - before) > SAME * before
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def _own_s(spent: Sequence[float]) -> float:
+    """Of forward, backward and the waiting in them: what is the worker's own."""
+    forward_s, backward_s, waited_s = spent
+    return max(1e-9, forward_s + backward_s - waited_s)
+
+
+def _median_link(links: Iterable[LinkProfile]) -> LinkProfile | None:
+    some = list(links)
+    if not some:
+        return None
+    return LinkProfile(
+        statistics.median(link.bandwidth_bytes_per_s for link in some),
+        statistics.median(link.latency_s for link in some),
+    )
+
+
+def _line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Fixed seconds and seconds per row, by least squares; neither is negative."""
+    if len(points) == 1:
+        ((rows, seconds),) = points.items()
+        return 0.0, seconds / rows
+    slope, fixed = statistics.linear_regression(list(points), list(points.values()))
+    if slope <= 0:
+        return 0.0, statistics.fmean(seconds / rows for rows, seconds in points.items())
+    if fixed < 0:
+        return 0.0, statistics.linear_regression(list(points), list(points.values()), proportional=True).slope
+    return fixed, slope

@@ -1,0 +1,504 @@
+"""What a job's layers, workers and links cost: the numbers that price a plan (Suika 3.1, A.2 to A.4).
+
+The JSON form has a `version`; an entry of its `layers` may have a `count`, for so many equal layers in a row:
+
+    {"version": 1, "name": "llama2-7b", "tensor_parallel": 4, "bandwidth_bytes_per_s": 8.76e9, "latency_s": 2e-05,
+     "notes": ["…"], "layers": [{"count": 32, "forward_s_per_row": 0.0029, …}, …],
+     "workers": {"n0/1": {"speed": 0.8}}, "links": [{"source": "n0/1", "target": "n1/0", …}]}
+
+Workers are named by their slot, node/slot: who comes back to a slot computes on the same device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+from elaunch.errors import ProtocolError
+from elaunch.plan.schedule import ActionPrice, Kind, TransferPrice
+from elaunch.plan.tiling import Plan, PlanError, Tile
+from elaunch.rendezvous.membership import node_of, slot_of
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer on one tensor-parallel tuple, all devices of the tuple taken together.
+
+    A row is one sample. Seconds of an action are `fixed_*_s` + rows × `*_s_per_row`.
+
+    Attributes:
+        forward_s_per_row: includes what the devices of the tuple tell each other.
+        backward_s_per_row: likewise; gradients of input and parameters.
+        parameter_bytes: as they are kept for computing.
+        optimizer_bytes: masters and states, before they are sharded over replicas.
+        activation_bytes_per_row: kept from forward to backward.
+        output_bytes_per_row: what the next layer is given.
+        fixed_forward_s: of an action, whatever its rows.
+        fixed_backward_s: likewise.
+        update_s: of the optimizer's step on the whole layer, by one owner.
+    """
+
+    forward_s_per_row: float
+    backward_s_per_row: float
+    parameter_bytes: int
+    optimizer_bytes: int
+    activation_bytes_per_row: int
+    output_bytes_per_row: int
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+    update_s: float = 0.0
+
+    def forward_s(self, rows: int) -> float:
+        """Seconds of the forward of `rows` rows."""
+        return self.fixed_forward_s + rows * self.forward_s_per_row
+
+    def backward_s(self, rows: int) -> float:
+        """Seconds of the backward of `rows` rows."""
+        return self.fixed_backward_s + rows * self.backward_s_per_row
+
+    def on_width(self, of: int, width: int, bandwidth_bytes_per_s: float) -> LayerProfile:
+        """The same layer on a tensor-parallel tuple of `width` workers, if these are its seconds on one of `of`."""
+        if of == width:
+            return self
+        n_bytes = self.output_bytes_per_row
+
+        def on(seconds: float, n_bytes: float) -> float:
+            return _on_width(seconds, n_bytes / bandwidth_bytes_per_s, of, width)
+
+        return dataclasses.replace(
+            self,
+            forward_s_per_row=on(self.forward_s_per_row, n_bytes),
+            backward_s_per_row=on(self.backward_s_per_row, n_bytes),
+            fixed_forward_s=on(self.fixed_forward_s, 0),
+            fixed_backward_s=on(self.fixed_backward_s, 0),
+        )
+
+    def scaled(self, factor: float) -> LayerProfile:
+        """The same layer, taking `factor` times as long."""
+        return dataclasses.replace(
+            self,
+            forward_s_per_row=factor * self.forward_s_per_row,
+            backward_s_per_row=factor * self.backward_s_per_row,
+            fixed_forward_s=factor * self.fixed_forward_s,
+            fixed_backward_s=factor * self.fixed_backward_s,
+            update_s=factor * self.update_s,
+        )
+
+
+@dataclass(frozen=True)
+class WorkerProfile:
+    """What is particular to a worker.
+
+    Attributes:
+        speed: of computing, in units of what the layers' figures are for; 0.5 takes twice as long.
+        memory_bytes: that it may use; None: what the profile says of all.
+    """
+
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What messages take from one worker to another: latency_s + bytes / bandwidth_bytes_per_s."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} us"
+
+    def seconds(self, n_bytes: float) -> float:
+        """Of a message."""
+        return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model, its workers and the links between them.
+
+    Attributes:
+        name: of the model.
+        layers: in their order.
+        tensor_parallel: devices of the tuple that the layers' figures are for.
+        bandwidth_bytes_per_s: from one tuple to another.
+        latency_s: of a message from one tuple to another.
+        notes: where the figures come from and what they assume.
+        width: workers of the tuple that the layers' figures are for; one may stand for several devices.
+        memory_bytes: that a worker may use; None: nobody has said.
+        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k
+            of the errata): 1 is none, infinity is all.
+        memory_bound: the part of the seconds of computing that a higher clock of the device does not shorten, 0..1.
+        step_s: of a step, whatever the plan: samples, agreement, the like.
+        change_s: of a transition, whatever moves: agreement, plan, links.
+        workers: those that are not as the others, by slot.
+        links: those that were measured, by the slots of sender and receiver.
+        unstable: the figures that still move.
+    """
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    tensor_parallel: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    notes: tuple[str, ...] = ()
+    width: int = 1
+    memory_bytes: int | None = None
+    overlap: float = 1.0
+    memory_bound: float = 0.0
+    step_s: float = 0.0
+    change_s: float = 0.0
+    workers: Mapping[str, WorkerProfile] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkProfile] = field(default_factory=dict)
+    unstable: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file in the JSON form.
+
+        Raises:
+            ProtocolError: names the file, the field and what was expected there.
+            OSError: the file cannot be read.
+        """
+        return cls.from_json(path.read_text(), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "profile") -> Profile:
+        """Read the JSON form; `source` is what errors call it.
+
+        Raises:
+            ProtocolError: names the source, the field and what was expected there.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"{source} is not JSON: {error}") from error
+        fields = _checked(document, _DOCUMENT, source)
+        layers = []
+        for place, entry in enumerate(fields["layers"]):
+            layer = dict(_checked(entry, _LAYER, f"{source}: layers[{place}]"))
+            count = layer.pop("count", 1)
+            layers += [LayerProfile(**layer)] * count
+        workers = {
+            slot: WorkerProfile(**_checked(entry, _WORKER, f"{source}: workers[{slot!r}]"))
+            for slot, entry in fields.get("workers", {}).items()
+        }
+        links = {}
+        for place, entry in enumerate(fields.get("links", [])):
+            link = dict(_checked(entry, _LINK, f"{source}: links[{place}]"))
+            ends = link.pop("source"), link.pop("target")
+            links[ends] = LinkProfile(**link)
+        made: dict[str, Any] = {"layers": tuple(layers), "workers": workers, "links": links}
+        made |= {name: tuple(fields[name]) for name in ("notes", "unstable") if name in fields}
+        rest = {name: value for name, value in fields.items() if name != "version" and name not in made}
+        return cls(**made, **rest)
+
+    def to_json(self) -> str:
+        """The JSON form, with a line end; `from_json` gives the same profile. What is as usual is left out."""
+        document = {"version": VERSION, **_unusual(self)}
+        document["layers"] = [{"count": len(list(equal)), **_unusual(layer)} for layer, equal in groupby(self.layers)]
+        if self.workers:
+            document["workers"] = {slot: _unusual(worker) for slot, worker in self.workers.items()}
+        if self.links:
+            document["links"] = [
+                {"source": source, "target": target, **_unusual(link)} for (source, target), link in self.links.items()
+            ]
+        return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+    def speed(self, worker: str) -> float:
+        """Of computing, in units of what the layers' figures are for."""
+        here = self._of(worker)
+        return 1.0 if here is None else here.speed
+
+    def cap_bytes(self, worker: str) -> float:
+        """The memory that a worker may use; infinite if nobody has said."""
+        here = self._of(worker)
+        cap = here.memory_bytes if here is not None and here.memory_bytes is not None else self.memory_bytes
+        return math.inf if cap is None else cap
+
+    def link(self, source: str, target: str) -> LinkProfile:
+        """From one worker to another: as measured, else as links between these two nodes are, else as any."""
+        found = self.links.get((slot_of(source), slot_of(target)))
+        if found is None:
+            found = self._by_nodes.get((node_of(source), node_of(target)))
+        return self._any if found is None else found
+
+    def tile_speed(self, tile: Tile) -> float:
+        """Of the slowest worker of a tensor-parallel tuple, on which the others wait."""
+        if not self.workers:
+            return 1.0
+        return min(map(self.speed, tile.workers))
+
+    def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the forward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        return self._seconds(self._forward, layers, rows, width)
+
+    def backward_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the backward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        return self._seconds(self._backward, layers, rows, width)
+
+    def turn_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Seconds of the forward and the backward of some layers."""
+        return self.forward_s(layers, rows, width) + self.backward_s(layers, rows, width)
+
+    def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
+        fixed, per_row = sums
+        seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])
+        if width in (0, self.width):
+            return seconds
+        output_bytes = rows * (self._outputs[layers.stop] - self._outputs[layers.start])
+        return _on_width(seconds, output_bytes / self.bandwidth_bytes_per_s, self.width, width)
+
+    def _of(self, worker: str) -> WorkerProfile | None:
+        return self.workers.get(slot_of(worker)) if self.workers else None
+
+    @cached_property
+    def _any(self) -> LinkProfile:
+        return LinkProfile(self.bandwidth_bytes_per_s, self.latency_s)
+
+    @cached_property
+    def _by_nodes(self) -> dict[tuple[str, str], LinkProfile]:
+        """The median link between two nodes of which some were measured."""
+        found: dict[tuple[str, str], list[LinkProfile]] = {}
+        for (source, target), link in self.links.items():
+            found.setdefault((node_of(source), node_of(target)), []).append(link)
+        return {
+            nodes: LinkProfile(
+                statistics.median(link.bandwidth_bytes_per_s for link in some),
+                statistics.median(link.latency_s for link in some),
+            )
+            for nodes, some in found.items()
+        }
+
+    @cached_property
+    def costs(self) -> tuple[int, ...]:
+        """What a row costs in each layer, in eighths of the median layer, for `Plan.costs`; none if all are alike.
+
+        So coarse that what is measured of equal layers is equal.
+        """
+        seconds = [layer.forward_s_per_row + layer.backward_s_per_row for layer in self.layers]
+        median_s = statistics.median(seconds) or max(seconds)
+        costs = tuple(round(8 * one / median_s) for one in seconds) if median_s else ()
+        return costs if len(set(costs)) > 1 else ()
+
+    @cached_property
+    def _outputs(self) -> list[int]:
+        return list(accumulate((layer.output_bytes_per_row for layer in self.layers), initial=0))
+
+    @cached_property
+    def _forward(self) -> _Sums:
+        return _sums([(layer.fixed_forward_s, layer.forward_s_per_row) for layer in self.layers])
+
+    @cached_property
+    def _backward(self) -> _Sums:
+        return _sums([(layer.fixed_backward_s, layer.backward_s_per_row) for layer in self.layers])
+
+    def scaled(self, factor: float) -> Profile:
+        """The same model on devices that take `factor` times as long to compute; links stay as they are."""
+        return dataclasses.replace(self, layers=tuple(layer.scaled(factor) for layer in self.layers))
+
+    def table(self) -> str:
+        """For people: a line for each layer, or run of equal ones, then what is particular to workers and links."""
+        rows = [("layers", "forward", "backward", "update", "parameters", "optimizer", "activation", "output", "")]
+        first = 0
+        for layer, equal in groupby(self.layers):
+            stop = first + len(list(equal))
+            moving = any(f"layers[{index}]" in self.unstable for index in range(first, stop))
+            rows.append(
+                (
+                    f"{first}:{stop}",
+                    _seconds_text(layer.fixed_forward_s, layer.forward_s_per_row),
+                    _seconds_text(layer.fixed_backward_s, layer.backward_s_per_row),
+                    f"{layer.update_s * 1e3:.3g} ms",
+                    f"{layer.parameter_bytes:,}",
+                    f"{layer.optimizer_bytes:,}",
+                    f"{layer.activation_bytes_per_row:,} a row",
+                    f"{layer.output_bytes_per_row:,} a row",
+                    "not stable yet" if moving else "",
+                )
+            )
+            first = stop
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        moving_step = ", not stable yet" if "step_s" in self.unstable else ""
+        lines += [
+            f"a step: {self.step_s * 1e3:.3g} ms besides{moving_step}; a change: {self.change_s * 1e3:.3g} ms besides",
+            f"links: {self._any}; {len(self.links)} measured",
+        ]
+        for slot, worker in self.workers.items():
+            memory = "" if worker.memory_bytes is None else f", {worker.memory_bytes:,} bytes"
+            lines.append(f"worker {slot}: speed {worker.speed:g}{memory}")
+        lines += [f"link {source} to {target}: {link}" for (source, target), link in self.links.items()]
+        return "\n".join(lines)
+
+    def check(self, plan: Plan) -> None:
+        """That it is for as many layers as a plan.
+
+        Raises:
+            PlanError: it is not.
+        """
+        if len(self.layers) != plan.n_layers:
+            raise PlanError(
+                f"the profile {self.name} has {len(self.layers)} layers and the plan {plan.n_layers}; give the "
+                "profile of the model that the plan is for"
+            )
+
+
+def _unusual(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not what they are by default."""
+    found = {one.name: (one, getattr(value, one.name)) for one in dataclasses.fields(value)}
+    return {
+        name: here
+        for name, (one, here) in found.items()
+        if here != (one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
+    }
+
+
+def _seconds_text(fixed_s: float, per_row_s: float) -> str:
+    fixed = f"{fixed_s * 1e3:.3g} ms + " if fixed_s else ""
+    return f"{fixed}{per_row_s * 1e3:.3g} ms a row"
+
+
+_Sums = tuple[list[float], list[float]]
+"""Of the layers before each: the fixed seconds, and those per row."""
+
+
+def _sums(seconds: list[tuple[float, float]]) -> _Sums:
+    fixed = accumulate((one[0] for one in seconds), initial=0.0)
+    return list(fixed), list(accumulate((one[1] for one in seconds), initial=0.0))
+
+
+def action_s(profile: Profile, plan: Plan) -> ActionPrice:
+    """Seconds of computation of an action of `plan`, for `elaunch.plan.schedule.timeline`.
+
+    Each tile of the plan counts as one tuple of the profile.
+
+    Raises:
+        PlanError: the plan is for another number of layers.
+    """
+    profile.check(plan)
+
+    def seconds(kind: Kind, tile: int, rows: int) -> float:
+        here = plan.tiles[tile]
+        price = profile.forward_s if kind == "F" else profile.backward_s
+        return price(here.layers, rows, len(here.workers)) / profile.tile_speed(here)
+
+    return seconds
+
+
+def _on_width(seconds: float, output_s: float, of: int, width: int) -> float:
+    """What takes so long on a tensor-parallel tuple of `of` workers, on one of `width`.
+
+    The computing is cut; what the members tell each other grows with the degree (Suika A.2): two all-reduces in rings
+    of the output, which takes `output_s` from one member to another.
+    """
+    told_s = [2 * 2 * (some - 1) / some * output_s for some in (of, width)]
+    return max(0.0, seconds - told_s[0]) * of / width + told_s[1]
+
+
+def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
+    """Seconds from the end of an action to the arrival of its rows at one that needs them, for `timeline`.
+
+    Zero where both are done by the same workers.
+
+    Raises:
+        PlanError: the plan is for another number of layers.
+    """
+    profile.check(plan)
+
+    def seconds(source: int, target: int, rows: int) -> float:
+        here, there = plan.tiles[source], plan.tiles[target]
+        if here.workers == there.workers:
+            return 0.0
+        # The gradient of an output is as large as the output.
+        layer = profile.layers[max(here.layers.start, there.layers.start) - 1]
+        return profile.link(here.workers[0], there.workers[0]).seconds(rows * layer.output_bytes_per_row)
+
+    return seconds
+
+
+def _checked(given: Any, expected: Mapping[str, _Expected], where: str) -> dict[str, Any]:
+    """The fields of a JSON object."""
+    if not isinstance(given, dict):
+        raise ProtocolError(f"{where} must be an object, got {given!r}")
+    dot = "." if where.endswith("]") else ": "
+    for name, one in expected.items():
+        if name in given and not one.fits(given[name]):
+            raise ProtocolError(f"{where}{dot}{name} must be {one.what}, got {given[name]!r}")
+        if name not in given and not one.optional:
+            raise ProtocolError(f"{where}{dot}{name} is missing; it must be {one.what}")
+    if unknown := sorted(set(given) - set(expected)):
+        raise ProtocolError(f"{where}{dot}{unknown[0]} is unknown; expected {', '.join(expected)}")
+    return given
+
+
+@dataclass(frozen=True)
+class _Expected:
+    what: str
+    fits: Callable[[Any], bool]
+    optional: bool = False
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_SECONDS = _Expected("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+_FIXED_SECONDS = dataclasses.replace(_SECONDS, optional=True)
+_BYTES = _Expected("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+_LAYERS = _Expected("a number of layers, 1 to 100000", lambda value: _is_whole(value) and 1 <= value <= 100_000, True)
+_COUNT = _Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+_SPEED = _Expected("a number above 0", lambda value: _is_number(value) and value > 0)
+_MEMORY = _Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
+_TEXT = _Expected("a text", lambda value: isinstance(value, str))
+_TEXTS = _Expected(
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
+    optional=True,
+)
+_DOCUMENT = {
+    "version": _Expected(f"{VERSION}, or the profile has to be written again", lambda value: value == VERSION),
+    "name": _TEXT,
+    "layers": _Expected("a list with an entry or more", lambda value: isinstance(value, list) and bool(value)),
+    "tensor_parallel": _COUNT,
+    "bandwidth_bytes_per_s": _SPEED,
+    "latency_s": _SECONDS,
+    "notes": _TEXTS,
+    "width": dataclasses.replace(_COUNT, optional=True),
+    "memory_bytes": _MEMORY,
+    "overlap": _Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
+    "memory_bound": _Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True),
+    "step_s": _FIXED_SECONDS,
+    "change_s": _FIXED_SECONDS,
+    "workers": _Expected("an object", lambda value: isinstance(value, dict), optional=True),
+    "links": _Expected("a list", lambda value: isinstance(value, list), optional=True),
+    "unstable": _TEXTS,
+}
+_WORKER = {"speed": dataclasses.replace(_SPEED, optional=True), "memory_bytes": _MEMORY}
+_LINK = {"source": _TEXT, "target": _TEXT, "bandwidth_bytes_per_s": _SPEED, "latency_s": _SECONDS}
+_LAYER = {
+    "count": _LAYERS,
+    "forward_s_per_row": _SECONDS,
+    "backward_s_per_row": _SECONDS,
+    "parameter_bytes": _BYTES,
+    "optimizer_bytes": _BYTES,
+    "activation_bytes_per_row": _BYTES,
+    "output_bytes_per_row": _BYTES,
+    "fixed_forward_s": _FIXED_SECONDS,
+    "fixed_backward_s": _FIXED_SECONDS,
+    "update_s": _FIXED_SECONDS,
+}

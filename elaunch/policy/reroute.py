@@ -1,0 +1,68 @@
+"""Reroute: the micro-batches of lost workers go whole to their peers (ReCycle; Chameleon 4.A). No parameters move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
+from elaunch.policy.profile import Profile
+from elaunch.policy.structure import NotPossible
+
+
+def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None) -> Plan:
+    """The plan in which those who hold the layers of a lost tile do its micro-batches, each of them whole.
+
+    Where pipelines cut the layers differently, the layers of a lost tile are cut as those of the peers are. Of several
+    peers the one takes a micro-batch that has the least to do.
+
+    Args:
+        plan: valid.
+        members: who is left, and who has come and stays idle.
+        profile: of the model, for the speeds of workers; None: they are alike.
+
+    Raises:
+        NotPossible: nobody is lost, or nobody else has some of the layers.
+    """
+    here = set(members)
+    whole = [tile for tile in plan.tiles if here.issuperset(tile.workers)]
+    lost = [tile for tile in plan.tiles if not here.issuperset(tile.workers)]
+    if not lost:
+        raise NotPossible("all micro-batches have their workers")
+    work: dict[tuple[str, ...], float] = {}
+    given: dict[tuple[tuple[str, ...], range], list[MicroBatch]] = {}
+
+    def give(workers: tuple[str, ...], layers: range, micro_batch: MicroBatch) -> None:
+        speed = 1.0 if profile is None else min(map(profile.speed, workers))
+        work[workers] = work.get(workers, 0.0) + n_rows(micro_batch) * len(layers) / speed
+        given.setdefault((workers, layers), []).append(micro_batch)
+
+    for tile in whole:
+        for micro_batch in tile.micro_batches:
+            give(tile.workers, tile.layers, micro_batch)
+    cuts = sorted({end for tile in whole for end in (tile.layers.start, tile.layers.stop)})
+    for tile in lost:
+        ends = [tile.layers.start, *(cut for cut in cuts if tile.layers.start < cut < tile.layers.stop)]
+        for band in [range(*pair) for pair in pairwise([*ends, tile.layers.stop])]:
+            peers = list(
+                dict.fromkeys(
+                    other.workers
+                    for other in whole
+                    if other.layers.start <= band.start and band.stop <= other.layers.stop
+                )
+            )
+            if not peers:
+                gone = ", ".join(worker for worker in tile.workers if worker not in here)
+                raise NotPossible(f"nobody else has the layers {band.start}:{band.stop} of {gone}")
+            for micro_batch in tile.micro_batches:
+                give(min(peers, key=lambda workers: (work[workers], workers)), band, micro_batch)
+    tiles = tuple(Tile(layers, _ordered(some), workers) for (workers, layers), some in given.items())
+    busy = {worker for tile in tiles for worker in tile.workers}
+    found = replace(plan, tiles=tiles, idle=tuple(member for member in members if member not in busy))
+    found.validate(members)
+    return found
+
+
+def _ordered(micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+    return tuple(sorted(micro_batches, key=lambda runs: runs[0].start))

@@ -1,0 +1,89 @@
+"""What kind of plan a plan is, for policies that change it within its kind."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from elaunch.plan.build import Stage
+from elaunch.plan.shares import share
+from elaunch.plan.tiling import Plan, PlanError, Tile
+from elaunch.rendezvous.membership import by_node
+
+
+class NotPossible(PlanError):
+    """A policy has no plan for what has happened; says why."""
+
+
+def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
+    """The stages of a plan in which all pipelines cut the layers alike, each replica in its lane.
+
+    Replicas with somebody lost are empty. A stage may have fewer replicas than lanes.
+
+    Raises:
+        NotPossible: the plan is of another kind.
+    """
+    gone = set(lost)
+    found: dict[tuple[int, int], list[Tile]] = {}
+    for tile in plan.tiles:
+        found.setdefault((tile.layers.start, tile.layers.stop), []).append(tile)
+    spans = sorted(found)
+    if spans[0][0] != 0 or any(one[1] != other[0] for one, other in pairwise(spans)):
+        raise NotPossible("its pipelines do not cut the layers at the same places")
+    replicas = [{tile.workers for tile in tiles} for tiles in found.values()]
+    if len(set().union(*replicas)) < sum(map(len, replicas)):
+        raise NotPossible("a worker has layers of several stages")
+    n_lanes = max(map(len, replicas))
+    stages = []
+    for span in spans:
+        lanes: list[tuple[str, ...]] = [()] * n_lanes
+        for lane, workers in _in_lanes(plan, found[span], n_lanes).items():
+            lanes[lane] = workers if gone.isdisjoint(workers) else ()
+        stages.append(Stage(range(*span), tuple(lanes)))
+    return stages
+
+
+def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tuple[str, ...]]:
+    """Each tuple in the lane of which it does the most rows, as far as that is free."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    first: dict[tuple[str, ...], int] = {}
+    size = plan.micro_batch_size
+    lanes = [share(plan.n_units, n_lanes, lane) for lane in range(n_lanes)]
+    ends = [units.stop * size for units in lanes]
+    for tile in tiles:
+        mine = rows.setdefault(tile.workers, [0] * n_lanes)
+        for run in (run for runs in tile.micro_batches for run in runs):
+            first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
+            for lane in range(bisect_right(ends, run.start), n_lanes):
+                start, stop = max(run.start, lanes[lane].start * size), min(run.stop, ends[lane])
+                if start >= stop:
+                    break
+                mine[lane] += stop - start
+    found: dict[int, tuple[str, ...]] = {}
+    for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
+        free = [lane for lane in range(n_lanes) if lane not in found]
+        found[max(free, key=lambda lane: (rows[workers][lane], -lane))] = workers
+    return found
+
+
+def width_of(plan: Plan) -> int:
+    """The number of workers of its tensor-parallel tuples; of different ones the least, which `expand` began with."""
+    return min(len(tile.workers) for tile in plan.tiles)
+
+
+def tuples_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The members in tensor-parallel tuples of one width (0: that of the plan's), and those who are left over.
+
+    Tuples of that width that are whole stay as they are; of the others' members new ones are made, each on one node.
+    """
+    width, here = width or width_of(plan), set(members)
+    whole = [tile.workers for tile in plan.tiles if len(tile.workers) == width and here.issuperset(tile.workers)]
+    found = list(dict.fromkeys(whole))
+    taken = {worker for workers in found for worker in workers}
+    rest: list[str] = []
+    for some in by_node(worker for worker in members if worker not in taken).values():
+        end = len(some) - len(some) % width
+        found += [tuple(some[place : place + width]) for place in range(0, end, width)]
+        rest += some[end:]
+    return found, rest

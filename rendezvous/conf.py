@@ -1,0 +1,165 @@
+"""How the rendezvous is reached: `--rdzv-conf`, and endpoints as users write them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field, replace
+
+from elaunch.errors import LaunchError, UsageError
+
+ETCD_PORT = 2379
+CONNECT_S = 10.0  # for a store that should be there already
+
+# Read by torchrun's rendezvous, and without an effect here: an etcd needs no such setting.
+_TORCHRUN_ONLY = ("close_timeout", "heartbeat_timeout", "store_type", "rank")
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousConf:
+    """The keys of `--rdzv-conf`. Times in seconds.
+
+    Attributes:
+        join_timeout: how long a job may have fewer nodes than its minimum before it fails.
+        last_call_timeout: how long a job with enough nodes waits for more before it starts.
+        connect_timeout: how long an agent tries to reach the store at the start; 0 for what is usual for the backend.
+        lease_ttl: a node that is silent for this long has left.
+        ready_timeout: how long ready workers wait for others that still start before the first step.
+        attach_timeout: how long a script has to call `elaunch.init()` before a new node restarts it as a whole.
+        stop_timeout: how long a worker may be stopped (SIGSTOP) before it is replaced.
+        link_timeout: how long nothing may come from the machine of a worker for which others wait, not even the
+            acknowledgement of a byte, before their link counts as cut.
+        user, password: of etcd; also ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD.
+        read_timeout: for c10d, how long a node tries to reach the one that hosts the rendezvous.
+        timeout: for static, the same.
+        keep_alive_interval, keep_alive_max_attempt: their product is `lease_ttl` where that is not given.
+        is_host: for c10d, whether this node hosts the rendezvous; otherwise it finds out by itself.
+        cacert, cert, key: TLS files for etcd; also ELAUNCH_ETCD_CACERT, ELAUNCH_ETCD_CERT, ELAUNCH_ETCD_KEY.
+    """
+
+    join_timeout: float = 600.0
+    last_call_timeout: float = 2.0
+    connect_timeout: float = 0.0
+    lease_ttl: float = 5.0
+    ready_timeout: float = 30.0
+    attach_timeout: float = 10.0
+    stop_timeout: float = 1.0
+    link_timeout: float = 5.0
+    read_timeout: float = 60.0
+    timeout: float = 900.0
+    keep_alive_interval: float = 0.0
+    keep_alive_max_attempt: float = 3.0
+    is_host: bool | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+    cacert: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def credentials(self) -> dict[str, str | None]:
+        """The same as arguments of `EtcdStore`."""
+        given = {
+            "user": self.user,
+            "password": self.password,
+            "ca_cert": self.cacert,
+            "cert": self.cert,
+            "key": self.key,
+        }
+        return {name: value or None for name, value in given.items()}
+
+
+def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> RendezvousConf:
+    """Read `--rdzv-conf`: key=value, separated by commas; environment variables give the defaults of secrets.
+
+    Raises:
+        UsageError: an unknown key, no number of seconds where one is needed, or a file that is not there.
+    """
+    values: dict[str, str | float | bool] = {}
+    for name in ("user", "password", "cacert", "cert", "key"):
+        if os.environ.get(f"ELAUNCH_ETCD_{name.upper()}"):
+            values[name] = os.environ[f"ELAUNCH_ETCD_{name.upper()}"]
+    known = {name: type(getattr(defaults, name)) for name in RendezvousConf.__slots__}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = item.partition("=")
+        name = name.strip()
+        if not equals or name not in (*known, *_TORCHRUN_ONLY):
+            raise UsageError(f"--rdzv-conf {item!r}: expected key=value with a key of {', '.join(sorted(known))}")
+        if name == "store_type" and value.strip() != "tcp":
+            raise UsageError(f"--rdzv-conf {item!r}: the rendezvous is an etcd; expected store_type=tcp or none")
+        if name == "is_host":
+            if value.strip().lower() not in _BOOLEANS:
+                raise UsageError(f"--rdzv-conf {item!r}: expected true or false")
+            values[name] = _BOOLEANS[value.strip().lower()]
+            continue
+        if name not in known:
+            continue
+        if known[name] is str:
+            values[name] = value.strip()
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            raise UsageError(f"--rdzv-conf {item!r}: expected a number of seconds")
+        if name == "lease_ttl" and number < 1:
+            raise UsageError(f"--rdzv-conf {item!r}: a lease lasts at least 1 second")
+        if name == "link_timeout" and number < 2:
+            raise UsageError(f"--rdzv-conf {item!r}: a link that lives may be silent for a second; expected at least 2")
+        values[name] = number
+    conf = replace(defaults, **values)  # type: ignore[arg-type]
+    if conf.keep_alive_interval and "lease_ttl" not in values:
+        conf = replace(conf, lease_ttl=max(1.0, conf.keep_alive_interval * conf.keep_alive_max_attempt))
+    if bool(conf.user) != bool(conf.password):
+        raise UsageError("--rdzv-conf: user and password go together")
+    if bool(conf.cert) != bool(conf.key):
+        raise UsageError("--rdzv-conf: cert and key go together")
+    for name in ("cacert", "cert", "key"):
+        path = getattr(conf, name)
+        if path and not os.path.isfile(path):
+            raise UsageError(f"--rdzv-conf {name}={path}: no such file")
+    return conf
+
+
+def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """Read HOST, HOST:PORT or [V6]:PORT.
+
+    Raises:
+        UsageError: the port is no port.
+    """
+    host, port = text, str(default_port)
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":") or port
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise UsageError(f"--rdzv-endpoint={text}: expected HOST:PORT")
+    return host, int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Write what `parse_endpoint` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_address(endpoint_host: str, endpoint_port: int) -> str:
+    """The address of this machine on the route to the endpoint; nothing is sent.
+
+    Raises:
+        LaunchError: the host name does not resolve, or there is no route.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            endpoint_host, endpoint_port or 2379, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+            return found
+    except OSError as error:
+        raise LaunchError(
+            f"--rdzv-endpoint {endpoint_host}:{endpoint_port}: {error.strerror or error}; "
+            "check the name, or give this machine's address with --local-addr"
+        ) from error

@@ -1,4 +1,0 @@
-"""How a job goes on after a change: candidate plans, their estimates and the choice. Imports no torch.
-
-Pure, but for `ahead`, which has plans for likely events made by a process of its own.
-"""
