@@ -173,7 +173,7 @@ class _Line:
 
 
 def _with_whole_commits(events: Iterable[Event]) -> list[Event | list[Committed]]:
-    """Put the commits of one step in one generation where the first of them stands; where some are missing, the last."""
+    """Put the commits of a step in a generation where the first of them stands; where some are missing, the last."""
     steps = dict[tuple[int, int], list[Committed]]()
     for event in events:
         if isinstance(event, Committed):
@@ -204,10 +204,10 @@ def _append(lines: list[_Line], event: Event | list[Committed]) -> None:
     elif isinstance(event, Said):
         if event.text.startswith("says:") and event.text.endswith(("workers go on", "worker goes on")):
             return  # what the generation says as its cause
-        if event.text.startswith("starts ") and lines and lines[-1].who == [event.who]:
-            if lines[-1].text.startswith("starts "):
-                lines[-1].text += f", {event.text.removeprefix('starts ')}"
-                return
+        last = lines[-1] if lines else None
+        if last and last.who == [event.who] and last.text.startswith("starts ") and event.text.startswith("starts "):
+            last.text += f", {event.text.removeprefix('starts ')}"
+            return
         if not _merge(lines, event):
             lines.append(_Line(event.t_s, [event.who] if event.who else [], event.text, event.of_worker))
     elif text := str(event):
@@ -223,7 +223,7 @@ def _merge(lines: list[_Line], event: Said) -> bool:
     for line in reversed(lines):
         if event.t_s - line.t_s > TOGETHER_S or not event.who:
             return False
-        if line.text == event.text and line.who and event.who not in line.who:
+        if (line.text, line.of_worker) == (event.text, event.of_worker) and line.who and event.who not in line.who:
             line.who.append(event.who)
             return True
         if not (event.of_worker and line.of_worker) or event.who in line.who:
