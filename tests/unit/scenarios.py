@@ -159,6 +159,20 @@ def a_member_dies_during_a_drain(played: Played) -> None:
     assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
 
 
+def a_member_dies_as_a_drain_begins(played: Played) -> None:
+    check_whole(played, members=2)
+    first, without, leave, _ = played.training
+    assert is_urgent(without)
+    assert lost(first, without) == {"n2/0#0"}
+    assert without.ids == ("n0/0#0", "n1/0#0"), "in an urgent generation nobody leaves"
+    assert without.leaving == ()
+    assert leave.leaving == ("n1/0#0",)
+    assert not is_urgent(leave)
+    assert set(played.committed_in(7)) == {without.epoch}
+    assert sorted(played.committed_in(7)[without.epoch]) == ["n0/0#0", "n1/0#0"], "it does the step again with the rest"
+    assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
+
+
 def two_nodes_are_parted(played: Played) -> None:
     check_whole(played, members=3, ended=1)
     first, without, whole = played.training
@@ -439,6 +453,17 @@ SCENARIOS = (
         nodes=3,
         slots=1,
         faults=(at(3.9, drain("n1")), at(3.95, kill("n2/0"))),
+    ),
+    Scenario(
+        "a_member_dies_as_a_drain_begins",
+        """
+        A node is told to leave, and within 5 ms a member of another node is killed.
+        Look for the generation without the dead, in which the draining node stays; only the one after lets it go.
+        """,
+        a_member_dies_as_a_drain_begins,
+        nodes=3,
+        slots=1,
+        faults=(at(4.0, drain("n1")), at(4.001, kill("n2/0"))),
     ),
     Scenario(
         "two_nodes_are_parted",
