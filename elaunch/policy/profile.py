@@ -136,8 +136,8 @@ class Profile:
         notes: where the figures come from and what they assume.
         width: workers of the tuple that the layers' figures are for; one may stand for several devices.
         memory_bytes: that a worker may use; None: nobody has said.
-        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k
-            of the errata): 1 is none, infinity is all.
+        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k:
+            docs/papers.md, error 2): 1 is none, infinity is all.
         memory_bound: the part of the seconds of computing that a higher clock of the device does not shorten, 0..1.
         step_s: of a step, whatever the plan: samples, agreement, the like.
         change_s: of a transition, whatever moves: agreement, plan, links.
