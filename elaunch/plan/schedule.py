@@ -214,7 +214,7 @@ class _Run:
 
 @once_per_plan
 def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each tile, the workers whose clocks matter: the first member, if the tuple always acts together."""
+    """Returns, for each tile, the workers whose clocks matter: one per tuple, if every worker is in one tuple only."""
     tuples: dict[str, set[tuple[str, ...]]] = {}
     for tile in plan.tiles:
         for worker in tile.workers:
