@@ -154,7 +154,7 @@ class _Run:
         return Action("F", tile, state.forward[0]) if can_forward else None
 
     def _best(self, tiles: Sequence[int]) -> Action | None:
-        """Returns the best next action of several tiles: first kind, then nearest to the model's end, then first slots."""
+        """Returns the best next action of these tiles: first kind, then nearest to the end, then first slot."""
         best: tuple[bool, int, int, Action] | None = None
         for tile in tiles:
             action = self._next(tile)

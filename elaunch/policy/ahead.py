@@ -131,7 +131,7 @@ class Cache:
         self._left.remove(answer.event)
 
     def find(self, wanted: Key, members: Sequence[str]) -> Choice | None:
-        """Returns the choice for exactly these members, whose key is `wanted`; None if there is none that can be used."""
+        """Returns the choice for exactly these members, whose key is `wanted`; None if none can be used."""
         made_for, text = self._found.get(wanted, ((), ""))
         if not text:
             return None

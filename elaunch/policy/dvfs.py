@@ -186,7 +186,7 @@ def upclocked(plan: Plan, profile: Profile, devices: Mapping[str, ClockRange]) -
 
 
 def _busy_s(plan: Plan, profile: Profile) -> dict[str, float]:
-    """Returns, by slot, the seconds that a worker computes in a step, without waiting for slower partners of its tuple."""
+    """Returns, by slot, the seconds that a worker computes in a step, not counting waits in its tuple."""
     found: dict[str, float] = defaultdict(float)
     for tile in plan.tiles:
         sizes = Counter(n_rows(runs) for runs in tile.micro_batches)
@@ -224,7 +224,7 @@ def _lowest_clocks(
 def _levels(
     peers_s: float, stragglers: Mapping[str, float], devices: Mapping[str, ClockRange], memory_bound: float
 ) -> list[float]:
-    """Returns every level at which the clock of some straggler changes, highest first; the last is that of the peers."""
+    """Returns every level at which the clock of some straggler changes, highest first; the peers' is the last."""
     found = {peers_s}
     for busy_s, device in {(busy_s, devices[slot]) for slot, busy_s in stragglers.items() if slot in devices}:
         clocks_mhz = (device.base_mhz, *device.above_base_mhz)

@@ -38,7 +38,7 @@ class StepEstimate:
     peak_bytes: Mapping[str, int]
 
     def over(self, profile: Profile) -> dict[str, tuple[int, float]]:
-        """Returns, for each worker that needs more memory than it may use, both numbers of bytes: needed and allowed."""
+        """Returns, for each worker that needs more memory than it may use, the bytes needed and allowed."""
         caps = {worker: profile.cap_bytes(worker) for worker in self.peak_bytes}
         return {worker: (n, caps[worker]) for worker, n in self.peak_bytes.items() if n > caps[worker]}
 

@@ -102,7 +102,9 @@ def _singly(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple
 
 
 def _by_kind(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple_kinds: Sequence[int]) -> list[int]:
-    """Solves the matching as a transport of kinds of tuples to kinds of roles: a linear programme with whole vertices."""
+    """Solves the matching as a transport of kinds of tuples to kinds of roles: a linear programme, whole at its
+    vertices.
+    """
     import numpy as np
     from scipy.optimize import linprog
 

@@ -300,7 +300,7 @@ class Selector:
         return events
 
     def excused(self) -> Excuse | None:
-        """Returns, once, the request for this worker to leave that all members know since the last barrier; else None."""
+        """Returns, once, the request for this worker to leave, when all members know it since the last barrier."""
         excuse, self._excused = self._excused, None
         return excuse
 

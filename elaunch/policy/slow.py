@@ -118,7 +118,7 @@ class Remedies:
         return change.fields() | {"action": "exclude", "reason": rates}
 
     def take(self) -> Excuse | None:
-        """Returns the request for members to leave, if any, until all have heard it: an interrupted step tells nobody."""
+        """Returns the request for members to leave until all have heard it: an interrupted step tells nobody."""
         return self._next
 
     def heard(self, excuse: Excuse) -> None:

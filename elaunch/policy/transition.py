@@ -83,7 +83,7 @@ _Holders = Sequence[tuple[str, ...]]
 
 
 def _handed(before: _Holders, after: _Holders) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], float]]:
-    """Yields who gives whom which part of a layer's optimizer state, if each replica owns an even cut (ElasWave 6.3)."""
+    """Yields who gives whom which part of a layer's optimizer state, each replica owning an even cut (ElasWave 6.3)."""
     place = 0
     for new, taker in enumerate(after):
         place = new * len(before) // len(after)
