@@ -164,8 +164,7 @@ class Participant:
 
     def _wait_s(self) -> float:
         """Returns how long there is nothing to do if nothing comes: at most a second."""
-        renew_s, lead_s = self._session.lease.due_s, self._leader.wake_s
-        due_s = renew_s if lead_s is None else min(renew_s, lead_s)
+        due_s = min(self._session.lease.due_s, self._leader.due_s)
         return max(0.0, min(due_s - self._clock(), 1.0))
 
     def _look_again(self) -> None:

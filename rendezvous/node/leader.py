@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.decide import decide, surplus
@@ -51,9 +52,6 @@ class Leader:
         node: name of this node.
         reporter: for lines to the user.
         clock: in seconds.
-
-    Attributes:
-        wake_s: when the rule is to be applied next at the latest; None: it never was.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Leader:
         reporter: Reporter,
         clock: Callable[[], float],
     ) -> None:
-        self.wake_s: float | None = None
         self._session = session
         self._replica = replica
         self._requests = requests
@@ -75,11 +72,17 @@ class Leader:
         self._reporter = reporter
         self._clock = clock
         self._wait = Wait()
+        self._wake_s = 0.0  # when to apply the rule next at the latest
 
     @property
     def leads(self) -> bool:
         """Whether this node leads."""
         return self._session.leadership.leads
+
+    @property
+    def due_s(self) -> float:
+        """When the rule is to be applied next at the latest; infinite while this node does not lead."""
+        return self._wake_s if self.leads else inf
 
     # -- documents ------------------------------------------------------------------------------------------------
 
@@ -232,7 +235,7 @@ class Leader:
         if self._session.leadership.is_due:
             self._session.leadership.is_due = False
             self._campaign()
-        if self.leads and (has_news or self.wake_s is None or self._clock() >= self.wake_s):
+        if self.leads and (has_news or self._clock() >= self._wake_s):
             self.lead()
 
     def lead(self) -> None:
@@ -240,21 +243,21 @@ class Leader:
         if self._node not in self._replica.nodes:
             # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
             self._session.written = None
-            self.wake_s = self._clock() + 1.0
+            self._wake_s = self._clock() + 1.0
             return
         damaged = self._replica.intake.damaged
         if damaged:
             self._wait.reason, self._wait.until_s = f"damaged in the store: {', '.join(damaged)}", None
-            self.wake_s = self._clock() + 1.0
+            self._wake_s = self._clock() + 1.0
             return
         settings = self._settings_now()
         decision = decide(self._replica.view, self._clock(), settings)
         self._wait.reason, self._wait.until_s = decision.reason, decision.wake_s
-        self.wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
+        self._wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
         self._replica.note_pending(decision.pending)
         self._requests.drain_surplus(surplus(self._replica.view, settings.max_nodes), settings.max_nodes)
         if decision.generation is not None and self._put_generation(decision.generation):
-            self.wake_s = self._clock()
+            self._wake_s = self._clock()
         self._requests.end_deadlock(deadlock.find(self._replica.view))
         if decision.result is not None:
             self._end_job(decision.result)

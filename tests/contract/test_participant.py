@@ -506,6 +506,21 @@ class TestLeading:
         finally:
             job.stop()
 
+    def test_a_node_that_leads_no_more_rests_between_its_renewals(self) -> None:
+        job = Job(MemorySite(), replace(PATIENT, max_nodes=1))
+        try:
+            a = job.node("a", JobConfig(1, 1, None))
+            a.hears(lambda one: one.stage is Stage.START)
+            job.admin.put("/elaunch/job/nodes/b", to_json(NodeDoc("b", "host-b", 1)))
+            job.admin.put("/elaunch/job/leader", b"b")
+            wait_until(lambda: not a.participant._leader.leads, LIMIT_S, "a to give way")
+            due_s = a.participant._leader._wake_s
+            wait_until(lambda: time.monotonic() > due_s, LIMIT_S, "the time at which a was to lead next")
+            assert a.participant._wait_s() > 0
+            assert (a.absences, a.refusals) == ([], [])
+        finally:
+            job.stop()
+
     def test_epochs_grow_whoever_leads(self, job: Job) -> None:
         a, b, c = job.three()
         a.participant.stop()
