@@ -27,7 +27,7 @@ _NODE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 def is_known(name: str) -> bool:
-    """Whether a key, without the job's prefix, is one that elaunch writes."""
+    """Return whether a key, without the job's prefix, is one that elaunch writes."""
     return name in _NAMES or name.startswith(_FOLDERS)
 
 
@@ -89,7 +89,7 @@ def read_text(value: bytes) -> str:
 
 
 def is_ours(name: str, own: str, nodes: Collection[str], generation: Generation | None) -> bool:
-    """Whether a damaged key is one that the job depends on.
+    """Return whether a damaged key is one that the job depends on.
 
     Args:
         name: of the key, without the job's prefix.

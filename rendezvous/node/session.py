@@ -44,7 +44,7 @@ class Entrant:
 
 
 @dataclass(slots=True)
-class Lease:
+class HeldLease:
     """The node's lease in the store.
 
     Attributes:
@@ -102,7 +102,7 @@ class Session:
         reporter: Reporter,
         clock: Callable[[], float],
     ) -> None:
-        self.lease = Lease()
+        self.lease = HeldLease()
         self.leadership = Leadership()
         self.written: NodeDoc | None = None
         self.joined = False
