@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elaunch.agent.lifecycle import Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell
+from elaunch.agent.actions import Exit, Say, Signal, Start, Tell
+from elaunch.agent.lifecycle import Lifecycle
+from elaunch.agent.node_state import NodeSettings
 from elaunch.rendezvous.decide import Settings, View, decide
 from elaunch.rendezvous.membership import (
     Generation,
