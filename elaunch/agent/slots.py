@@ -239,12 +239,13 @@ def _rows() -> Rows:
     rows: dict[tuple[State, Event], tuple[Transition, ...]] = {}
 
     def row(states: State | Iterable[State], event: Event, *transitions: Transition) -> None:
-        for state in (states,) if isinstance(states, State) else states:
+        wanted = {states} if isinstance(states, State) else set(states)
+        for state in (state for state in State if state in wanted):
             assert (state, event) not in rows, f"{state} and {event} have two rows"
             rows[state, event] = transitions
 
     def stay(states: State | Iterable[State], event: Event, *effects: Effect) -> None:
-        for state in (states,) if isinstance(states, State) else states:
+        for state in {states} if isinstance(states, State) else states:
             row(state, event, Transition(state, effects))
 
     # A worker comes, and takes part.
@@ -254,7 +255,7 @@ def _rows() -> Rows:
     row(s.READY, e.ADMIT, to(s.JOINING, (f.NOTE_ADMISSION, f.TELL)))
     row(_UNJOINED, e.JOIN, to(s.MEMBER, (f.NOTE_JOINED,)))
     stay(_MEMBERS, e.JOIN, f.NOTE_JOINED)
-    stay(REACHABLE | _LEAVING, e.COMMIT, f.NOTE_COMMIT)
+    stay(REACHABLE, e.COMMIT, f.NOTE_COMMIT)
 
     # Training generations name it or do not. One that starts may bear the name of a worker that was lost.
     stay(s.STARTING, e.ADMIT, f.NOTE_ADMISSION)
@@ -339,7 +340,8 @@ IGNORED = (
     _ignored(_NEW | _UNJOINED, (*_EVICTIONS, Event.FINISH), "it is no member"),
     _ignored(_NEW | {State.READY}, (Event.LEAVE,), "no generation names it"),
     _ignored(_MEMBERS - {State.MEMBER}, _EVICTIONS, "it is to leave already"),
-    _ignored(_LEAVING, (Event.JOIN, *_EVICTIONS, Event.LEAVE, Event.FINISH, Event.REFUSE), "it has left, and ends"),
+    _ignored(_LEAVING, (Event.JOIN, Event.COMMIT, *_EVICTIONS, Event.LEAVE), "it has left, and ends"),
+    _ignored(_LEAVING, (Event.FINISH, Event.REFUSE), "it has left, and ends"),
     _ignored({State.FINISHED}, (Event.JOIN, Event.COMMIT, *_EVICTIONS), "its steps are all committed"),
     _ignored({State.FINISHED}, (Event.LEAVE, Event.FINISH, Event.REFUSE), "it has finished, and ends"),
 )

@@ -1036,3 +1036,74 @@ class TestExcused:
         node.life.on_signal(signal.SIGTERM, node.now_s)
         assert node.life.evict("a/0#0", False, "it is slow") == []
         assert node.life.doc().excused == ()
+
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_who_finishes_before_it_leaves_is_not_evicted_any_more(self, replace: bool) -> None:
+        node = member_node(slots=2)
+        node.life.evict("a/0#0", replace, "it is slow")
+        node.life.on_finished("a/0#0")
+        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+        node.exits("a/0#0", 1)
+        assert node.life.doc().failed == "worker a/0#0 exited with code 1"
+
+    def test_an_eviction_does_not_outlive_its_attempt(self) -> None:
+        node = member_node(slots=2)
+        node.life.evict("a/0#0", True, "it is slow")
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.dies("a/0#0", signal.SIGTERM)
+        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+
+
+class TestLeavers:
+    """A worker that has told that it leaves, though neither its node drains nor it was evicted."""
+
+    def test_one_that_dies_on_its_way_out_is_replaced(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0", 2)
+        node.life.on_leaving("a/0#0")
+        assert started(node.exits("a/0#0", 1)) == ["a/0#1"]
+        assert node.life.due_s() is None
+
+    def test_it_has_left_in_order_also_where_a_new_attempt_begins_meanwhile(self) -> None:
+        node = member_node()
+        node.life.on_leaving("a/0#0")
+        node.life.drain("x", NOW_S)
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+        assert node.life.doc().gone == ()
+
+    def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:
+        node = member_node()
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.life.on_leaving("a/0#0")
+        node.exits("a/0#0", 0)
+        assert started(node.train("b/0#5")) == ["a/0#1"]
+
+
+def test_a_slot_that_was_given_up_is_used_as_any_other_once_the_job_starts_anew() -> None:
+    node = member_node(max_restarts=0)
+    node.dies("a/0#0")
+    assert started(node.start()) == ["a/0#1"]
+    node.life.settings = replace(node.life.settings, max_restarts=None)
+    node.life.workers.max_restarts = None
+    node.ready("a/0#1")
+    node.train("a/0#1")
+    node.life.on_progress("a/0#1", node.epoch)
+    assert started(node.dies("a/0#1")) == ["a/0#2"]
+
+
+def test_a_worker_that_has_ended_is_told_nothing() -> None:
+    node = member_node(slots=2)
+    node.life.on_finished("a/0#0")
+    node.exits("a/0#0", 0)
+    assert [tell.worker for tell in only(Tell, node.train("a/1#0", "b/0#0", urgent=3))] == ["a/1#0"]
+
+
+def test_who_has_no_part_in_the_job_neither_finishes_nor_leaves_it() -> None:
+    node = Node()
+    node.start()
+    node.ready("a/0#0")
+    before = node.life.doc()
+    node.life.on_finished("a/0#0")
+    node.life.on_leaving("a/0#0")
+    assert node.life.doc() == before
