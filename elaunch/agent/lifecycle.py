@@ -13,15 +13,7 @@ from elaunch.agent.actions import Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.local_workers import REFUSED_S, LocalWorkers
 from elaunch.agent.node_state import Ending, NodeSettings
 from elaunch.agent.slots import Event, News, Slot, State
-from elaunch.rendezvous.membership import (
-    Cut,
-    Generation,
-    NodeDoc,
-    Result,
-    Stage,
-    Stalled,
-    WorkerState,
-)
+from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, Result, Stage, Stalled, WorkerState
 
 
 @dataclass(slots=True)
@@ -70,16 +62,6 @@ class Lifecycle:
     def running(self) -> list[Slot]:
         return self.workers.running
 
-    @property
-    def finished(self) -> bool:
-        """Whether each worker of this node has ended well, and there was at least one."""
-        over = [slot for slot in self.slots if slot.exitcode == 0]
-        done = any(slot.state is State.ENDED for slot in over)
-        # Once members have finished, a worker that has not joined yet never will.
-        counted = (WorkerState.MEMBER, WorkerState.DONE)
-        left = [slot for slot in self.running if not done or slot.state.reported in counted]
-        return bool(over) and not left and not self.workers.blame.failed
-
     def doc(self) -> NodeDoc:
         """Returns the report of this node, as it is now."""
         draining, evicted = self.ending.draining, self.workers.evicted
@@ -92,7 +74,7 @@ class Lifecycle:
             attempt=self.attempt,
             elastic=self.workers.elastic,
             draining=draining,
-            finished=self.finished,
+            finished=self.workers.finished,
             failed=blame.failed,
             cause=blame.cause,
             cause_t=blame.cause_t,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elaunch.agent.actions import Action, Say, Signal, Start, Tell
 from elaunch.agent.node_state import Blame, PeerReports
 from elaunch.agent.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
-from elaunch.rendezvous.membership import Generation, NodeWorker, incarnation, worker_id
+from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, incarnation, worker_id
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
@@ -54,6 +54,16 @@ class LocalWorkers:
     def elastic(self) -> bool:
         """Whether a worker uses elaunch."""
         return any(slot.state is not State.STARTING for slot in self.occupied) or self.admitted
+
+    @property
+    def finished(self) -> bool:
+        """Whether each worker has ended well, and there was at least one."""
+        over = [slot for slot in self.slots if slot.exitcode == 0]
+        done = any(slot.state is State.ENDED for slot in over)
+        # Once members have finished, a worker that has not joined yet never will.
+        counted = (WorkerState.MEMBER, WorkerState.DONE)
+        left = [slot for slot in self.running if not done or slot.state.reported in counted]
+        return bool(over) and not left and not self.blame.failed
 
     @property
     def admitted(self) -> bool:
