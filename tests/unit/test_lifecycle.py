@@ -1084,7 +1084,6 @@ def test_a_slot_that_was_given_up_is_used_as_any_other_once_the_job_starts_anew(
     node = member_node(max_restarts=0)
     node.dies("a/0#0")
     assert started(node.start()) == ["a/0#1"]
-    node.life.settings = replace(node.life.settings, max_restarts=None)
     node.life.workers.max_restarts = None
     node.ready("a/0#1")
     node.train("a/0#1")
