@@ -19,12 +19,14 @@ from types import FrameType
 from typing import Any
 
 from elaunch.accepting import Accepting
+from elaunch.agent.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import Connection, ControlServer
 from elaunch.agent.events import EventLog
 from elaunch.agent.hang_watch import Found, HangWatch, describe
-from elaunch.agent.lifecycle import Action, Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.lifecycle import Lifecycle
 from elaunch.agent.monitor import Monitor, Running
+from elaunch.agent.node_state import NodeSettings
 from elaunch.agent.notices import Announcement, Notices
 from elaunch.agent.outputs import Folders, Outputs
 from elaunch.agent.reachability import Reach
@@ -161,7 +163,7 @@ class Agent:
             config.nproc_per_node,
             os.environ,
             _folders(config),
-            lambda: [Running(slot.index, slot.worker, slot.pid) for slot in self._life.running if slot.pid],
+            lambda: [Running(slot.local_rank, slot.worker, slot.pid) for slot in self._life.running if slot.pid],
             lambda findings: self.post(partial(self._on_findings, findings)),
             self.say,
         )
@@ -228,7 +230,8 @@ class Agent:
         if self._exit.text:
             self.say(self._exit.text)
         # Not those of a node whose workers ended only because they were told to.
-        failures = list(self._life.failures.values()) if any(one.own for one in self._life.failures.values()) else []
+        failed = list(self._life.workers.blame.failures.values())
+        failures = failed if any(one.own for one in failed) else []
         self._outputs.report(failures, self._exit.code, self._exit.text)
         return self._exit.code
 
@@ -365,9 +368,9 @@ class Agent:
                 if self._watchdog is not None:
                     for line in self._watchdog.forget(message["pid"]):
                         self.say(line)
-                local_rank = slot.index if slot else None
+                local_rank = slot.local_rank if slot else None
                 if number is not None and self._config.wishes.allow_dvfs and slot is not None:
-                    self._give_back_clock(slot.index)
+                    self._give_back_clock(slot.local_rank)
                 self._log(
                     "worker_exited", t=message["t"], worker=worker, pid=message["pid"], local_rank=local_rank, **ended
                 )
@@ -389,7 +392,7 @@ class Agent:
 
     def _log_worker(self, kind: str, worker: str, pid: int) -> None:
         slot = self._life.find(worker)
-        self._log(kind, worker=worker, pid=pid, local_rank=slot.index if slot else None)
+        self._log(kind, worker=worker, pid=pid, local_rank=slot.local_rank if slot else None)
 
     def _on_message(self, connection: Connection, message: Message) -> None:
         """Act on one message.
@@ -412,7 +415,7 @@ class Agent:
             newest = life.generation.epoch if life.generation is not None else 0
             if message.epoch > newest:
                 raise ProtocolError(f"it is a member of generation {message.epoch}, but the newest is {newest}")
-            life.on_settled(worker, message.epoch)
+            life.on_joined(worker, message.epoch)
         elif isinstance(message, Progress):
             life.on_progress(worker, message.epoch)
         elif isinstance(message, Saved):
@@ -432,7 +435,7 @@ class Agent:
         elif isinstance(message, Finished):
             life.on_finished(worker)
         elif isinstance(message, Excused):
-            self._act(life.excuse(worker, message.again, " ".join(message.why.split())[:MAX_WHY]))
+            self._act(life.evict(worker, message.again, " ".join(message.why.split())[:MAX_WHY]))
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
 
@@ -460,7 +463,7 @@ class Agent:
         if unwatched:
             self.say(f"worker {worker} is not watched for hangs: {unwatched}")
         settings = self._life.settings
-        connection.send(Welcome(self.token, settings.host, settings.node, slot.index, settings.min_nodes))
+        connection.send(Welcome(self.token, settings.host, settings.node, slot.local_rank, settings.min_nodes))
         self._act(self._life.on_attach(worker))
 
     def _report(self, report: Report) -> None:
@@ -487,7 +490,7 @@ class Agent:
         self._reach.check(addresses, node_of(found.peer))
 
     def _on_reach(self, cut: tuple[Cut, ...], well: frozenset[str], life: Lifecycle) -> list[Action]:
-        if cut != life.cut:
+        if cut != life.workers.peers.cut:
             self._log("cut", nodes=[one.node for one in cut])
         return life.on_reach(cut, well)
 
@@ -502,7 +505,7 @@ class Agent:
             why = ", without its stacks: a stopped process shows none" if one.state == "T" else ""
             self.say(f"worker {one.worker} has been {what} for {one.stopped_s:.1f} s; it is killed{why}")
             self._act([Signal(one.worker, signal.SIGKILL)])
-        self._life.stalled = self._hangs.stalled
+        self._life.on_stalled(self._hangs.stalled)
 
     def take_out(self, found: Deadlock) -> list[Action]:
         """The leader says that all members wait for each other, and which one of this node is to go."""

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.lifecycle import Exit, Lifecycle, NodeSettings, Say, Signal, Start, Tell
+from elaunch.agent.actions import Exit, Say, Signal, Start, Tell
+from elaunch.agent.lifecycle import Lifecycle
+from elaunch.agent.node_state import NodeSettings
 from elaunch.rendezvous.decide import View, decide, surplus
 from elaunch.rendezvous.membership import (
     Cut,

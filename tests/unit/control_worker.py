@@ -216,7 +216,7 @@ class Worker:
         self.entering, self.holds = False, True
         epoch = self.generation().epoch
         self.world.linked.update(frozenset((self.id, one)) for one in self.generation().ids)
-        self.send_up(lambda: self.node.life.on_settled(self.id, epoch))
+        self.send_up(lambda: self.node.life.on_joined(self.id, epoch))
         newest = self.newest
         if newest is not None and newest.urgent > self.generation().epoch:
             self.tell_of_end(f"generation {newest.epoch} is urgent")

@@ -132,7 +132,7 @@ def replace_worker(slot: str, why: str) -> Fault:
     def act(world: Script) -> None:
         one = world.worker(slot)
         world.note("REQUEST:", f"{one.id} is to be replaced: {why}")
-        one.node.step(lambda: one.node.life.excuse(one.id, True, why))
+        one.node.step(lambda: one.node.life.evict(one.id, True, why))
 
     return act
 

@@ -20,7 +20,8 @@ from elaunch.accepting import PAUSE_S
 from elaunch.agent import control
 from elaunch.agent.agent import Agent
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.lifecycle import Lifecycle, Phase
+from elaunch.agent.lifecycle import Lifecycle
+from elaunch.agent.slots import State
 from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
 from elaunch.rendezvous.membership import Generation, Stage
@@ -57,7 +58,7 @@ class Node:
         self._nursery = NoNursery()
         self.agent = Agent(config, MemoryStore, cast(Supervisor, self._nursery), "127.0.0.1")
         for slot in self.agent._life.slots:
-            slot.worker, slot.phase, slot.alive, slot.pid = f"a/{slot.index}#0", Phase.STARTING, True, os.getpid()
+            slot.worker, slot.state, slot.pid = f"a/{slot.local_rank}#0", State.STARTING, os.getpid()
         self.agent._life.generation = Generation(3, Stage.START)
         self.control = self.agent._control
         self._links: list[socket.socket] = []
@@ -182,7 +183,7 @@ def test_what_no_worker_sends_ends_its_connection_and_no_other(
     assert not node.send(worker, message)
     assert f"worker {WORKER}: " in capfd.readouterr().err
     assert node.send(other, Ready("127.0.0.1:1"))
-    assert [slot.phase for slot in node.agent._life.slots] == [Phase.ATTACHED, Phase.READY]
+    assert [slot.state for slot in node.agent._life.slots] == [State.ATTACHED, State.READY]
     assert list(node.control.connections) == ["a/1#0"]
 
 

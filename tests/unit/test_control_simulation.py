@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from elaunch.agent.slots import State
 from elaunch.rendezvous.membership import Generation, Stage, from_json
 from tests.unit.control_faults import random_fault
 from tests.unit.control_worker import STEP_S
@@ -60,10 +61,11 @@ def check_that_it_goes_on(world: World) -> None:
         said = node.life.doc().plan_request
         assert said == (generation.plan_request if node.name in generation.nodes else ""), f"{node.name} says {said!r}"
     assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
+    over = (State.GIVEN_UP, State.LEFT)
     for node in agents:
         in_place = node.name in generation.nodes or len(generation.nodes) < case.max_nodes
         for slot in node.life.slots:
-            if in_place and not (slot.given_up or slot.left or node.life.draining):
+            if in_place and not (slot.state in over or slot.state.leaving or node.life.ending.draining):
                 assert slot.worker in members, f"{slot.worker or node.name} is no member"
 
 

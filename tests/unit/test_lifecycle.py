@@ -9,21 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from elaunch.agent.lifecycle import (
-    BACKOFF_S,
-    FRUITLESS_LIMIT,
-    REFUSED_S,
-    Action,
-    Exit,
-    Lifecycle,
-    NodeSettings,
-    Phase,
-    Say,
-    Signal,
-    Start,
-    Tell,
-    Warm,
-)
+from elaunch.agent.actions import Action, Exit, Say, Signal, Start, Tell, Warm
+from elaunch.agent.lifecycle import Lifecycle
+from elaunch.agent.local_workers import BACKOFF_S, REFUSED_S
+from elaunch.agent.node_state import NodeSettings
+from elaunch.agent.slots import FRUITLESS_LIMIT, State
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -65,7 +55,7 @@ class Node:
 
     def start(self, *places: str, **fields: Any) -> list[Action]:
         """The job starts on these slots; by default on all of this node."""
-        mine = [f"a/{slot.index}" for slot in self.life.slots]
+        mine = [f"a/{slot.local_rank}" for slot in self.life.slots]
         return self.generation(Stage.START, *(places or mine), **fields)
 
     def train(self, *ids: str, **fields: Any) -> list[Action]:
@@ -83,7 +73,7 @@ class Node:
 
     def settled(self, *workers: str) -> None:
         for worker in workers:
-            self.life.on_settled(worker, self.epoch)
+            self.life.on_joined(worker, self.epoch)
 
     def dies(self, worker: str, number: int = signal.SIGKILL, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
@@ -231,7 +221,7 @@ class TestProgressOfAWorker:
     def test_to_settle_an_older_generation_does_not_count(self) -> None:
         node = member_node()
         node.train("a/0#0", plan="plan layers 4", plan_request="r1")
-        node.life.on_settled("a/0#0", node.epoch - 1)
+        node.life.on_joined("a/0#0", node.epoch - 1)
         assert node.life.doc().plan_request == ""
         # The next generation carries the request on, and is the one that is settled.
         node.train("a/0#0", plan="plan layers 4", plan_request="r1")
@@ -673,7 +663,7 @@ class TestWhatIsNamedAsTheCause:
 
 def test_what_is_said_of_workers_that_wait_is_of_one_generation() -> None:
     node = member_node()
-    node.life.stalled = stalled = (Stalled("a/0#0", 7, "in step 7", 2, 40),)
+    node.life.on_stalled(stalled := (Stalled("a/0#0", 7, "in step 7", 2, 40),))
     assert node.life.doc().stalled == stalled
     node.train("a/0#0", "b/0#0")
     assert node.life.doc().stalled == (), "the new one may be what they waited for"
@@ -700,7 +690,7 @@ class TestNodesOutOfReach:
     def test_a_worker_whom_the_others_left_out_is_ended_and_another_takes_its_place(self, settled: bool) -> None:
         node = member_node()
         if not settled:
-            node.life.find("a/0#0").phase = Phase.READY  # type: ignore[union-attr]
+            node.life.find("a/0#0").state = State.JOINING  # type: ignore[union-attr]
         (killed,) = only(Signal, node.train("b/0#0"))
         assert (killed.worker, killed.number) == ("a/0#0", signal.SIGKILL)
         node.dies("a/0#0")
@@ -924,7 +914,7 @@ class TestDraining:
 
     def test_so_does_one_with_a_worker_that_is_excused(self) -> None:
         node = member_node(slots=2)
-        node.life.excuse("a/1#0", again=False, why="x")
+        node.life.evict("a/1#0", replace=False, why="x")
         assert node.life.doc().settled == node.epoch
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
@@ -1003,12 +993,10 @@ def test_a_report_stays_the_same_while_nothing_happens() -> None:
 class TestExcused:
     def test_a_member_that_is_excused_stays_one_until_the_job_goes_on_without_it(self) -> None:
         node = member_node(slots=2)
-        assert "a/0#0 leaves at the next step boundary" in said(
-            node.does(node.life.excuse("a/0#0", True, "it is slow"))
-        )
+        assert "a/0#0 leaves at the next step boundary" in said(node.does(node.life.evict("a/0#0", True, "it is slow")))
         assert node.life.doc().excused == ("a/0#0",)
         assert node.states() == {"a/0#0": WorkerState.MEMBER, "a/1#0": WorkerState.MEMBER}
-        assert node.life.excuse("a/0#0", True, "it is slow") == []
+        assert node.life.evict("a/0#0", True, "it is slow") == []
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
         assert [told.worker for told in only(Tell, node.actions)] == ["a/0#0", "a/1#0"]
         assert signalled(node.actions) == []
@@ -1016,7 +1004,7 @@ class TestExcused:
     @pytest.mark.parametrize("code", [0, 1])
     def test_another_process_takes_its_place_however_it_ended(self, code: int) -> None:
         node = member_node(slots=2, max_restarts=0)
-        node.life.excuse("a/0#0", True, "it is slow")
+        node.life.evict("a/0#0", True, "it is slow")
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert started(node.exits("a/0#0", code)) == ["a/0#1"]
@@ -1024,7 +1012,7 @@ class TestExcused:
 
     def test_or_nobody_does_until_all_are_started_again(self) -> None:
         node = member_node(slots=2)
-        node.life.excuse("a/0#0", False, "it is slow")
+        node.life.evict("a/0#0", False, "it is slow")
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert started(node.exits("a/0#0", 0)) == []
@@ -1034,7 +1022,7 @@ class TestExcused:
 
     def test_a_node_of_which_nobody_is_used_any_more_waits_for_the_end_of_the_job(self) -> None:
         node = member_node(slots=1)
-        node.life.excuse("a/0#0", False, "it is slow")
+        node.life.evict("a/0#0", False, "it is slow")
         node.train("b/0#0", leaving=("a/0#0",))
         node.exits("a/0#0", 0)
         assert "no slot of this node is used any more" in said(node.actions)
@@ -1044,7 +1032,77 @@ class TestExcused:
 
     def test_who_is_no_member_or_is_to_leave_anyway_is_not_excused(self) -> None:
         node = member_node(slots=1)
-        assert node.life.excuse("a/0#7", False, "it is slow") == []
+        assert node.life.evict("a/0#7", False, "it is slow") == []
         node.life.on_signal(signal.SIGTERM, node.now_s)
-        assert node.life.excuse("a/0#0", False, "it is slow") == []
+        assert node.life.evict("a/0#0", False, "it is slow") == []
         assert node.life.doc().excused == ()
+
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_who_finishes_before_it_leaves_is_not_evicted_any_more(self, replace: bool) -> None:
+        node = member_node(slots=2)
+        node.life.evict("a/0#0", replace, "it is slow")
+        node.life.on_finished("a/0#0")
+        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+        node.exits("a/0#0", 1)
+        assert node.life.doc().failed == "worker a/0#0 exited with code 1"
+
+    def test_an_eviction_does_not_outlive_its_attempt(self) -> None:
+        node = member_node(slots=2)
+        node.life.evict("a/0#0", True, "it is slow")
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.dies("a/0#0", signal.SIGTERM)
+        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+
+
+class TestLeavers:
+    """A worker that has told that it leaves, though neither its node drains nor it was evicted."""
+
+    def test_one_that_dies_on_its_way_out_is_replaced(self) -> None:
+        node = member_node()
+        node.life.on_progress("a/0#0", 2)
+        node.life.on_leaving("a/0#0")
+        assert started(node.exits("a/0#0", 1)) == ["a/0#1"]
+        assert node.life.due_s() is None
+
+    def test_it_has_left_in_order_also_where_a_new_attempt_begins_meanwhile(self) -> None:
+        node = member_node()
+        node.life.on_leaving("a/0#0")
+        node.life.drain("x", NOW_S)
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        assert node.exits("a/0#0", 0) == [Exit(0)]
+        assert node.life.doc().gone == ()
+
+    def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:
+        node = member_node()
+        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.life.on_leaving("a/0#0")
+        node.exits("a/0#0", 0)
+        assert started(node.train("b/0#5")) == ["a/0#1"]
+
+
+def test_a_slot_that_was_given_up_is_used_as_any_other_once_the_job_starts_anew() -> None:
+    node = member_node(max_restarts=0)
+    node.dies("a/0#0")
+    assert started(node.start()) == ["a/0#1"]
+    node.life.workers.max_restarts = None
+    node.ready("a/0#1")
+    node.train("a/0#1")
+    node.life.on_progress("a/0#1", node.epoch)
+    assert started(node.dies("a/0#1")) == ["a/0#2"]
+
+
+def test_a_worker_that_has_ended_is_told_nothing() -> None:
+    node = member_node(slots=2)
+    node.life.on_finished("a/0#0")
+    node.exits("a/0#0", 0)
+    assert [tell.worker for tell in only(Tell, node.train("a/1#0", "b/0#0", urgent=3))] == ["a/1#0"]
+
+
+def test_who_has_no_part_in_the_job_neither_finishes_nor_leaves_it() -> None:
+    node = Node()
+    node.start()
+    node.ready("a/0#0")
+    before = node.life.doc()
+    node.life.on_finished("a/0#0")
+    node.life.on_leaving("a/0#0")
+    assert node.life.doc() == before

@@ -1,0 +1,227 @@
+"""The workers of this node: their slots go through the table of `elaunch.agent.slots`, whose effects happen here."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+from elaunch.agent.actions import Action, Say, Signal, Start, Tell
+from elaunch.agent.node_state import Blame, PeerReports
+from elaunch.agent.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
+from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, incarnation, worker_id
+
+REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
+BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
+
+
+@dataclass(slots=True)
+class LocalWorkers:
+    """The slots of a node, and what their workers have done.
+
+    Attributes:
+        node: name of the node.
+        max_restarts: how many workers that die are replaced; None: all.
+        slots: by local rank.
+        blame: what failed.
+        peers: where workers are reported that ended before they could leave.
+        replaced: how many workers that died were replaced.
+        took_part: whether one was a member in the present attempt.
+        takes_plans: whether the newest that registered carries out plans that users ask for.
+    """
+
+    node: str
+    max_restarts: int | None
+    slots: list[Slot]
+    blame: Blame = field(default_factory=Blame)
+    peers: PeerReports = field(default_factory=PeerReports)
+    replaced: int = 0
+    took_part: bool = False
+    takes_plans: bool = False
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Slot]:
+        """The slots in which a process runs."""
+        return [slot for slot in self.slots if slot.state.alive]
+
+    @property
+    def occupied(self) -> list[Slot]:
+        """The slots whose worker the node reports."""
+        return [slot for slot in self.slots if slot.state.reported is not None]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a worker uses elaunch."""
+        return any(slot.state is not State.STARTING for slot in self.occupied) or self.admitted
+
+    @property
+    def finished(self) -> bool:
+        """Whether each worker has ended well, and there was at least one."""
+        over = [slot for slot in self.slots if slot.exitcode == 0]
+        done = any(slot.state is State.ENDED for slot in over)
+        # Once members have finished, a worker that has not joined yet never will.
+        counted = (WorkerState.MEMBER, WorkerState.DONE)
+        left = [slot for slot in self.running if not done or slot.state.reported in counted]
+        return bool(over) and not left and not self.blame.failed
+
+    @property
+    def admitted(self) -> bool:
+        """Whether a training generation has named the present or the last worker of any slot."""
+        return any(slot.admitted_epoch for slot in self.slots)
+
+    @property
+    def restarts_left(self) -> bool:
+        """Whether another worker may be replaced after its death."""
+        return self.max_restarts is None or self.replaced < self.max_restarts
+
+    @property
+    def evicted(self) -> tuple[str, ...]:
+        """Workers that are to leave although the node stays."""
+        return tuple(slot.worker for slot in self.slots if slot.state.evicted)
+
+    @property
+    def refusing(self) -> list[Slot]:
+        """The slots whose worker a peer could not reach, though peers must be able to."""
+        return [slot for slot in self.slots if slot.refused_s is not None and slot.state in REACHABLE]
+
+    def joined_epoch(self, ids: tuple[str, ...]) -> int:
+        """Returns the newest epoch that all of these workers that are of this node have entered; 0 without any."""
+        return min((slot.joined_epoch for slot in self.occupied if slot.worker in ids), default=0)
+
+    def report(self) -> tuple[NodeWorker, ...]:
+        """Returns the workers as the node's report lists them."""
+        return tuple(
+            NodeWorker(slot.worker, slot.local_rank, reported, slot.address)
+            for slot in self.slots
+            if (reported := slot.state.reported) is not None
+        )
+
+    def find(self, worker: str) -> Slot | None:
+        """Returns the slot of a worker that the node reports."""
+        return next((slot for slot in self.occupied if slot.worker == worker), None)
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def happens(self, event: Event, worker: str, news: News) -> list[Action]:
+        """Lets an event happen to a worker of this node; one of another node, or of a former agent, is ignored."""
+        slot = next((slot for slot in self.slots if worker and slot.worker == worker), None)
+        return [] if slot is None else self.apply(slot, event, news)
+
+    def apply(self, slot: Slot, event: Event, news: News) -> list[Action]:
+        """Takes a slot through the transition that the table has for an event, if it has one."""
+        transition = find_transition(slot, event, news)
+        if transition is None:
+            return []
+        slot.state = transition.state
+        return [action for effect in transition.effects for action in self._carry_out(effect, slot, news)]
+
+    def end_refusing(self, now_s: float) -> list[Action]:
+        """Kills workers that live and train, and at whose address nobody listens any more: no peer can reach them."""
+        actions: list[Action] = []
+        for slot in self.refusing:
+            if slot.refused_s is not None and now_s >= slot.refused_s + REFUSED_S:
+                slot.refused_s = None
+                actions.append(Say(f"worker {slot.worker} runs, but refuses the connections of its peers; it is ended"))
+                actions.append(Signal(slot.worker, signal.SIGKILL))
+        return actions
+
+    def begin_attempt(self) -> None:
+        """Forgets the workers of the former attempt, all of which have ended."""
+        self.blame.failed, self.took_part = "", False
+        self.blame.failures.clear()
+        for slot in self.slots:
+            self.apply(slot, Event.RESET, News())
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect, slot: Slot, news: News) -> list[Action]:
+        match effect:
+            case Effect.START_WORKER:
+                return self._start(slot, news)
+            case Effect.TELL:
+                assert news.generation is not None
+                return [Tell(slot.worker, news.generation)]
+            case Effect.KILL:
+                # The others went on without it: what it computes may no longer count.
+                text = f"worker {slot.worker} was given up by its peers; it is ended"
+                return [Say(text), Signal(slot.worker, signal.SIGKILL)]
+            case Effect.NOTE_ADDRESS:
+                slot.address, self.takes_plans = news.address, news.takes_plans
+            case Effect.NOTE_ADMISSION:
+                slot.admitted_epoch, self.took_part = news.epoch, True
+            case Effect.NOTE_JOINED:
+                slot.joined_epoch = news.epoch
+            case Effect.NOTE_COMMIT:
+                slot.committed_epoch, slot.fruitless = news.epoch, 0
+            case Effect.NOTE_REFUSED:
+                if slot.refused_s is None:
+                    slot.refused_s = news.now_s  # it is about to end, as a rule
+            case Effect.SAY_EVICTED:
+                return [Say(_leaves(slot, "its slot is not used again", news))]
+            case Effect.SAY_REPLACED:
+                return [Say(_leaves(slot, "another process takes its place", news))]
+            case Effect.REPORT_LOST:
+                self.peers.note_gone(slot.worker)
+                self.blame.cause = f"{news.text} before the step boundary at which it was to leave"
+                self.blame.cause_t = news.t
+                return [Say(self.blame.cause)]
+            case Effect.BLAME_EARLY_EXIT:
+                self.blame.note(f"{news.text} before the job's end", news.t)
+                return [Say(self.blame.cause)]
+            case Effect.BLAME:
+                self.blame.note(news.text, news.t)
+            case Effect.FAIL:
+                self.blame.failed = self.blame.failed or news.text
+                return [Say(news.text)]
+            case Effect.NOTE_CAUSE:
+                self.blame.cause, self.blame.cause_t = news.text, news.t
+            case Effect.SAY_UNUSED:
+                if all(other.state is State.GIVEN_UP for other in self.slots):
+                    return [Say("no slot of this node is used any more; its agent stays until the job ends")]
+            case Effect.GIVE_UP_RESTARTS:
+                return self._give_up(slot, news, f"--max-restarts {self.max_restarts} is used up")
+            case Effect.GIVE_UP_FRUITLESS:
+                tries = f"{slot.fruitless_deaths} workers in a row died here before they saw a step commit"
+                return self._give_up(slot, news, tries)
+            case Effect.REPLACE_LATER:
+                slot.fruitless = slot.fruitless_deaths
+                self.replaced += 1
+                slot.retry_s = news.now_s + BACKOFF_S[min(slot.fruitless, len(BACKOFF_S) - 1)]
+                return [Say(f"{news.text}; a replacement starts")]
+            case Effect.REPLACE_NOW:
+                slot.retry_s = news.now_s
+            case Effect.FORGET:
+                slot.admitted_epoch, slot.exitcode, slot.fruitless = 0, None, 0
+        return []
+
+    def _start(self, slot: Slot, news: News) -> list[Action]:
+        generation = news.generation
+        assert generation is not None
+        number = incarnation(slot.worker) + 1 if slot.worker else self._first_incarnation(generation)
+        slot.worker = worker_id(self.node, slot.local_rank, number)
+        slot.address, slot.exitcode, slot.told_to_end = "", None, False
+        slot.admitted_epoch, slot.joined_epoch, slot.committed_epoch, slot.refused_s = 0, 0, None, None
+        self.blame.failures.pop(slot.local_rank, None)
+        self.blame.failed = ""
+        return [Start(slot.local_rank, slot.worker, generation, news.warm)]
+
+    def _first_incarnation(self, generation: Generation) -> int:
+        """Returns a number that no worker had: an agent that was killed may have run some under this node's name."""
+        former = [
+            incarnation(worker)
+            for worker in (*generation.ids, *generation.leaving)
+            if worker.startswith(f"{self.node}/")
+        ]
+        return max([generation.epoch - 1, *(number + 1 for number in former)])
+
+    def _give_up(self, slot: Slot, news: News, why: str) -> list[Action]:
+        slot.fruitless = slot.fruitless_deaths
+        over = (State.GIVEN_UP, State.LEFT, State.EMPTY)
+        if all(other.state in over or other.state.leaving for other in self.slots):
+            self.blame.failed = news.text
+        return [Say(f"{news.text}; it is not replaced: {why}")]
+
+
+def _leaves(slot: Slot, then: str, news: News) -> str:
+    return f"worker {slot.worker} leaves at the next step boundary, {then}: {news.text}"

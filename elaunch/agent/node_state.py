@@ -1,0 +1,146 @@
+"""What a node knows beside the state of its slots: settings, how it ends, what failed, what it hears of peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elaunch.agent.actions import Action, Ended, Exit, Say
+from elaunch.rendezvous.membership import BrokenLink, Cut, Generation, Result, Stalled, names_text
+
+TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What the lifecycle needs to know of the command line. Times in seconds."""
+
+    node: str
+    host: str
+    slots: int
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int | None
+    shutdown_s: float = 30.0
+    role: str = "default"
+    rank: int = 0
+    warm_start: bool = False
+
+
+@dataclass(slots=True)
+class Ending:
+    """How and why this node leaves the job, if it does.
+
+    Attributes:
+        draining: it leaves as soon as the others can go on without it.
+        reason: why it drains.
+        stopping: why its workers are stopped; "" while they are not.
+        exit_code: of the agent, once its workers have ended.
+        kill_s: when workers that still run are killed.
+        killed: whether they have been.
+        signalled: whether the agent itself got a signal.
+        sick: what of this node is about to fail; "" while nothing is.
+        sick_told: whether the user was told that the job cannot spare the sick node.
+    """
+
+    draining: bool = False
+    reason: str = ""
+    stopping: str = ""
+    exit_code: int = 1
+    kill_s: float | None = None
+    killed: bool = False
+    signalled: bool = False
+    sick: str = ""
+    sick_told: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        return self.draining or bool(self.stopping)
+
+    def exit(self, result: Result | None, saved: int | None) -> Exit | None:
+        """Returns how the agent ends now that no worker runs; None if it stays.
+
+        Args:
+            result: of the job, once there is one.
+            saved: number of steps in the newest checkpoint.
+        """
+        if self.stopping:
+            return Exit(self.exit_code, "" if self.exit_code == 0 else self.stopping)
+        if self.draining:
+            return Exit(self.exit_code, f"stopped by {self.reason}; {_kept(saved)}" if self.exit_code else "")
+        if result is not None:
+            return Exit(0 if result.succeeded else 1, "" if result.succeeded else result.message)
+        return None
+
+
+@dataclass(slots=True)
+class Blame:
+    """What failed on this node.
+
+    Attributes:
+        failed: why nothing of this node runs or will; "" while that is not so.
+        cause: the last event that changed the job's members here, for people.
+        cause_t: its Unix time in seconds.
+        failures: by local rank, workers that failed and were not replaced.
+    """
+
+    failed: str = ""
+    cause: str = ""
+    cause_t: float = 0.0
+    failures: dict[int, Ended] = field(default_factory=dict)
+
+    def note(self, text: str, t: float) -> None:
+        """Takes the first of deaths that come together as the cause: what follows from it must not hide it."""
+        if not 0 <= t - self.cause_t < TOGETHER_S:
+            self.cause, self.cause_t = text, t
+
+
+@dataclass(slots=True)
+class PeerReports:
+    """What the workers of this node, and its probes, found out about peers.
+
+    Attributes:
+        gone: peers that cannot be reached, and workers of this node that ended before they could leave.
+        reset_epoch: the generation whose links are to be made anew.
+        broken: links to live peers that failed in the present generation.
+        cut: other nodes that cannot be reached.
+        stalled: the members of this node, while all of them wait for longer than they may.
+        committed: the newest generation after urgent ones in which a step committed, as the first member saw it.
+    """
+
+    gone: tuple[str, ...] = ()
+    reset_epoch: int = 0
+    broken: tuple[BrokenLink, ...] = ()
+    cut: tuple[Cut, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
+    committed: int = 0
+
+    def enter(self, generation: Generation) -> None:
+        """Drops what a new generation has settled."""
+        self.stalled, self.broken = (), ()
+        known = {*generation.ids, *generation.leaving}
+        self.gone = tuple(worker for worker in self.gone if worker in known)
+
+    def note_gone(self, worker: str) -> None:
+        self.gone = tuple(dict.fromkeys((*self.gone, worker)))
+
+    def note_broken(self, worker: str, peer: str) -> None:
+        self.broken = tuple(dict.fromkeys((*self.broken, BrokenLink(worker, peer))))
+
+    def note_cut(self, cut: tuple[Cut, ...]) -> list[Action]:
+        """Replaces the nodes that cannot be reached, and says which are new and which are back."""
+        now, before = {one.node: one.host for one in cut}, {one.node: one.host for one in self.cut}
+        self.cut = cut
+        new = [f"{node} ({host})" for node, host in now.items() if node not in before]
+        back = [f"{node} ({host})" for node, host in before.items() if node not in now]
+        actions: list[Action] = []
+        if new:
+            actions.append(Say(f"nothing comes from {names_text(new)} any more: the network from here to there is cut"))
+        if back:
+            actions.append(Say(f"{names_text(back)} can be reached again from here"))
+        return actions
+
+
+def _kept(saved: int | None) -> str:
+    if saved is None:
+        return "the state in memory is gone"
+    return f"there is a checkpoint of {saved} steps, from which the job goes on when it is started again"
