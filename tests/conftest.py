@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
+from tests import cpu_report, forks
 from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port
 from tests.jobs.plain_etcd import serving
 
@@ -35,6 +36,15 @@ GRACE_S = 5.0
 _numbers = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-report", action="store_true", help="processor time by test file (tests/cpu_report.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu-report"):
+        config.pluginmanager.register(cpu_report)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_id() -> Iterator[str]:
     """Marks what fixtures of a module or of the session start, and fails the run if any of it is left at its end."""
@@ -46,6 +56,7 @@ def session_id() -> Iterator[str]:
         del os.environ[TEST_ID]
     else:
         os.environ[TEST_ID] = before
+    forks.close_all()
     left = end_processes_left(token, frozenset(), GRACE_S)
     if left:
         pytest.fail("left behind by fixtures of a module or of the session, now killed:\n" + "\n".join(left))

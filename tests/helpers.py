@@ -17,6 +17,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from tests import forks
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +102,7 @@ def child_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
 class Spawned:
     """A process in a session of its own, whose standard output and error go to `log`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | forks.Forked, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -151,8 +153,9 @@ class Spawned:
             if self.process.poll() is not None:
                 return
             for number in numbers:
-                # Not reaped yet, so the number still belongs to this group.
-                os.killpg(self.pid, number)
+                # Not reaped yet, so the number still belongs to this group; a fork server may reap at any moment.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
 
@@ -173,8 +176,7 @@ class Spawner:
         name: str | None = None,
     ) -> Spawned:
         """Start `command` in the environment that `child_environment(env)` gives; its log is `<number>-<name>.log`."""
-        name = name or Path(command[0]).name
-        log = self._folder / f"{len(self._spawned)}-{name}.log"
+        log = self._new_log(name or Path(command[0]).name)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [str(part) for part in command],
@@ -199,6 +201,22 @@ class Spawner:
         """Start this interpreter with `arguments`."""
         return self([sys.executable, *arguments], env=env, cwd=cwd, name=name)
 
+    def fork(
+        self, modules: str, module: str, *arguments: str | Path, env: Mapping[str, str | None] | None = None, name: str
+    ) -> Spawned:
+        """Start `python -m module arguments` as a fork of a process that has `modules` imported (tests/forks.py)."""
+        log = self._new_log(name)
+        log.touch()
+        environment = child_environment(env)
+        server = forks.server(modules, environment | {TEST_ID: f"{environment[TEST_ID].partition('/')[0]}/shared"})
+        process = server.start(module, [str(argument) for argument in arguments], environment, self._folder, log)
+        spawned = Spawned(process, log)
+        self._spawned.append(spawned)
+        return spawned
+
+    def _new_log(self, name: str) -> Path:
+        return self._folder / f"{len(self._spawned)}-{name}.log"
+
     def end_all(self) -> None:
         """End what still runs, last started first, and print the tail of each log: pytest shows it if a test fails."""
         for spawned in reversed(self._spawned):
@@ -208,7 +226,11 @@ class Spawner:
 
 
 def processes_left(token: str, known: frozenset[int]) -> list[psutil.Process]:
-    """Running processes that carry `token` in their environment, or descend from this one and are not in `known`."""
+    """Running processes that carry `token` in their environment, or descend from this one and are not in `known`.
+
+    Of a fork server's, those that it has started count.
+    """
+    known |= forks.own_pids()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for pid in _marked_with(token):
         if pid not in found:

@@ -80,16 +80,18 @@ def elaunch(
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
-    `warm`: workers of known scripts share their imports. `within`: what the command begins with (`tests.netns`).
+    `warm`: workers of known scripts share their imports, with those of other tests unless `within` is given: what the
+    command begins with (`tests.netns`).
     """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
     env = dict(environment or {})
+    arguments = ["--events", str(log), *flags, *map(str, script)]
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
-    command = [*within, sys.executable, "-m", "elaunch", "--events", str(log), *flags, *map(str, script)]
-    agent = spawn(command, name=name, env=env)
-    return Node(agent, log)
+        if not within:
+            return Node(spawn.fork(preload, "elaunch", *arguments, env=env, name=name), log)
+    return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 
 
 def wait_for(nodes: Node | Sequence[Node], condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
