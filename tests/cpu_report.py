@@ -10,19 +10,23 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from typing import cast
 
 import pytest
 
 from tests import forks
 
-_started = pytest.StashKey[tuple[float, float]]()
+Used = tuple[float, float]
+"""Processor time and wall-clock, in seconds."""
+
+_started = pytest.StashKey[Used]()
 
 SLOWEST = 25
 """How many single tests are listed after the files."""
 
 
 def used_s() -> float:
-    """Returns the processor time, in seconds, of this process and of every descendant that has ended and was waited for."""
+    """Returns the processor time, in seconds, of this process and of its descendants that were waited for."""
     both = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both) + forks.used_s()
 
@@ -46,20 +50,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the table: by file, then the tests that used most."""
-    tests: dict[str, tuple[float, float]] = {}
+    tests: dict[str, Used] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "teardown":
-                tests |= {report.nodeid: value for name, value in report.user_properties if name == "cpu"}
-    files: dict[str, list[tuple[float, float]]] = defaultdict(list)
+                for name, value in report.user_properties:
+                    if name == "cpu":
+                        cpu_s, wall_s = cast(Used, value)
+                        tests[report.nodeid] = cpu_s, wall_s
+    files: dict[str, list[Used]] = defaultdict(list)
     for name, value in tests.items():
         files[name.partition("::")[0]].append(value)
     write = terminalreporter.write_line
     terminalreporter.section("processor time")
     write("  cpu s   wall s  tests")
-    for name, values in sorted(files.items(), key=lambda entry: -sum(cpu_s for cpu_s, _ in entry[1])):
-        write(f"{sum(cpu for cpu, _ in values):7.1f}  {sum(wall for _, wall in values):7.1f}  {len(values):5}  {name}")
-    write(f"{sum(cpu for cpu, _ in tests.values()):7.1f}  {sum(wall for _, wall in tests.values()):7.1f}  {len(tests):5}")
+    largest = sorted(files.items(), key=lambda entry: -sum(cpu_s for cpu_s, _ in entry[1]))
+    for name, values in [*largest, ("together", list(tests.values()))]:
+        cpu_s, wall_s = (sum(each) for each in zip(*values))
+        write(f"{cpu_s:7.1f}  {wall_s:7.1f}  {len(values):5}  {name}")
     terminalreporter.section(f"the {SLOWEST} tests that used most")
     for name, (cpu_s, wall_s) in sorted(tests.items(), key=lambda entry: -entry[1][0])[:SLOWEST]:
         write(f"{cpu_s:7.1f}  {wall_s:7.1f}  {name}")

@@ -55,6 +55,10 @@ class ForkServer:
         self.pids = {self._process.pid, *(child.pid for child in psutil.Process(self._process.pid).children())}
         """The server's own: its process, and the one with the modules, which is its only child as long as it is new."""
 
+    @property
+    def started(self) -> int:
+        return len(self._pids)
+
     def used_s(self) -> float:
         """Returns the processor time, in seconds, of all programs that have ended, with that of their descendants."""
         times = psutil.Process(self._process.pid).cpu_times()
@@ -164,6 +168,11 @@ def server(modules: str, env: Mapping[str, str]) -> ForkServer:
 def own_pids() -> set[int]:
     """Returns the pids of all servers and of the processes that they fork: not those of what they have started."""
     return {pid for one in _servers.values() for pid in one.pids}
+
+
+def count() -> int:
+    """Returns how many programs were forked."""
+    return sum(one.started for one in _servers.values())
 
 
 def used_s() -> float:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
+import pickle
+import resource
 import secrets
 import signal
 import socket
@@ -16,6 +20,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests import forks
 
@@ -31,8 +36,41 @@ POLL_S = 0.005
 END_S = 5.0
 LOG_TAIL_LINES = 40
 
+SOAK = False
+"""Whether everything runs in full (`pytest --soak`); set before any test module is imported."""
+
+SHARED: Path | None = None
+"""The folder of this session that all its processes share; the fixture `session_id` makes it."""
+
 PORTS = range(22000, 32000)
 _handed_out: set[int] = set()
+
+
+def scaled(default: int, soak: int) -> int:
+    """Returns how much of something a test does: examples, steps, inputs. `soak` is what `make soak` does."""
+    return soak if SOAK else default
+
+
+def soak(*values: object) -> ParameterSet:
+    """Returns values for `parametrize` that only `make soak` tries."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def once_a_session(key: Sequence[object], make: Callable[[], T]) -> T:
+    """Returns what `make` returned when it was first called with this key, in whichever process of the session.
+
+    Another process that asks meanwhile waits. What is made must be what pickle can write.
+    """
+    assert SHARED is not None
+    place = SHARED / hashlib.sha256(repr(key).encode()).hexdigest()
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            made = place.with_suffix(".new")
+            made.write_bytes(pickle.dumps(make()))
+            made.rename(place)
+    found: T = pickle.loads(place.read_bytes())
+    return found
 
 
 def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str | Callable[[], str]) -> T:
@@ -223,6 +261,18 @@ class Spawner:
             spawned.end()
         for spawned in self._spawned:
             print(spawned.tail())
+
+
+def own_children() -> tuple[frozenset[int], int, int]:
+    """Returns what differs as soon as this process has started another one: those that live, and traces of others.
+
+    Every process that a test leaves behind descends from one that this process or a fork server of it has started.
+    """
+    living: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            living.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
+    return frozenset(living), resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, forks.count()
 
 
 def processes_left(token: str, known: frozenset[int]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Runs in tests/forks.py's server: `python -m tests.jobs.forked serve FD` is the server, `... run FOLDER MODULE ARGS` a fork.
+"""What tests/forks.py starts: `python -m tests.jobs.forked serve FD` is a server, `... run FOLDER MODULE ARGS` a fork.
 
 A fork does what `python -m MODULE ARGS` does in FOLDER.
 """

@@ -57,13 +57,15 @@ class Node:
         return found
 
 
-_DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member"
+_EAGER = "tests.jobs.preloaded"
+_COMPILER = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member,elaunch.workers.hybrid"
 
 PRELOADS = {
-    "train.py": "tests.jobs.preloaded",
-    "layers.py": "tests.jobs.preloaded,torch.distributed.tensor",
-    "dtensor.py": _DTENSOR,
-    "train_dtensor.py": _DTENSOR,
+    "train.py": _EAGER,
+    "layers.py": _EAGER,
+    "dtensor.py": _COMPILER,
+    "train_dtensor.py": _COMPILER,
+    "train_gpt_hybrid.py": _COMPILER,
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 

@@ -35,7 +35,7 @@ from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part
 from elaunch.workers.state.checksums import seal, unseal
-from tests.helpers import wait_until
+from tests.helpers import scaled, wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 from tests.unit.comm_crew import crew as crew_of
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train
@@ -458,7 +458,7 @@ def test_all_that_an_optimizer_keeps_is_in_it(tmp_path: Path, optimizer: Any) ->
     check_course(symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W[:2], 4, 8, 2, dp=2), tmp_path, optimizer=optimizer)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=scaled(4, 8), deadline=None)
 @given(st.data())
 def test_any_plan_reads_what_any_plan_has_written(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
     plans = valid_plans(4, 4, 4, tp=(1, 2), max_unit_rows=3, exact=True)
