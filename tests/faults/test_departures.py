@@ -196,7 +196,7 @@ def check_undisturbed(*nodes: Node) -> None:
             assert not re.search("died|lost|killed|reached", event["cause"]), event
 
 
-LONG = ("--steps", "100000", "--sleep", "0.01")
+LONG = ("--steps", "100000", "--sleep", "0.03")
 
 
 def test_a_node_leaves_when_somebody_asks_for_it(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:

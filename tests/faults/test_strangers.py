@@ -185,9 +185,10 @@ def test_a_job_does_not_mind_strangers_at_its_agents_socket(spawn: Spawner, tmp_
                 assert stranger.recv(100) == b""
         wait_for_step(node, node.last_step() + 5)
         os.kill(pid, signal.SIGKILL)
-        wait_for_members(node, 3)
+        wait_for(node, partial(left, node, victim), 30, f"a generation without {victim}")
         wait_for_members(node, 4)
     assert node.agent.wait(100) == 0, node.agent.tail()
+    assert {event["members"] for event in node.events("step")} == {3, 4}
     text = node.agent.text()
     assert text.count(": not a message: ") == 1
     assert text.count("has not started it; its connection is closed") == 2 * len(workers)

@@ -57,6 +57,7 @@ class Node:
         return found
 
 
+_LAUNCHER = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
 _EAGER = "tests.jobs.preloaded"
 _COMPILER = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member,elaunch.workers.hybrid"
 
@@ -82,8 +83,8 @@ def elaunch(
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
-    `warm`: workers of known scripts share their imports, with those of other tests unless `within` is given: what the
-    command begins with (`tests.netns`).
+    `warm`: workers of known scripts share their imports, and those of all tests where the launcher may be a fork.
+    `within`: what the command begins with (`tests.netns`).
     """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
@@ -91,8 +92,9 @@ def elaunch(
     arguments = ["--events", str(log), *flags, *map(str, script)]
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
-        if not within:
-            return Node(spawn.fork(preload, "elaunch", *arguments, env=env, name=name), log)
+        # What LD_LIBRARY_PATH says counts only when a program begins.
+        if not within and "LD_LIBRARY_PATH" not in env:
+            return Node(spawn.fork(f"{preload},{_LAUNCHER}", "elaunch", *arguments, env=env, name=name), log)
     return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 
 
