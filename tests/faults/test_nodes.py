@@ -85,8 +85,8 @@ def test_the_others_go_on_when_a_node_is_killed(
 
 
 def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
-    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
-    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "40", "--gather", "4")
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "80")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "80", "--gather", "4")
     for name in ("a", "b"):
         cluster.add(name)
     wait_for_members(cluster.nodes, 2)

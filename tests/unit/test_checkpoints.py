@@ -434,6 +434,7 @@ def check_course(first: Plan, second: Plan, folder: Path, **kind: Any) -> None:
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -453,11 +454,13 @@ def test_what_one_plan_has_written_another_goes_on_from(
     check_course(first, second, tmp_path, scheduler=scheduler, clip_norm=0.5, dtype=dtype)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05, momentum=0.9), torch.optim.NAdam])
 def test_all_that_an_optimizer_keeps_is_in_it(tmp_path: Path, optimizer: Any) -> None:
     check_course(symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W[:2], 4, 8, 2, dp=2), tmp_path, optimizer=optimizer)
 
 
+@pytest.mark.job
 @settings(max_examples=scaled(4, 8), deadline=None)
 @given(st.data())
 def test_any_plan_reads_what_any_plan_has_written(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:

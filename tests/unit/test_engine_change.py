@@ -28,6 +28,8 @@ from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, switching_ofte
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
 from tests.unit.plan_strategies import valid_plans
 
+pytestmark = pytest.mark.job
+
 Setting = Any
 
 

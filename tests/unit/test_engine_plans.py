@@ -18,6 +18,8 @@ from tests.helpers import ROOT, scaled
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans
 
+pytestmark = pytest.mark.job
+
 BFLOAT16_STEPS = scaled(5, 10)
 W = [f"a/{number}#0" for number in range(8)]
 LAYERS, BATCH, UNIT = 6, 16, 2
