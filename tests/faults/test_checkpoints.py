@@ -336,6 +336,7 @@ class TestDataParallel:
         self.check(second, undisturbed, first)
         assert went_back_to(second) == [8]
 
+    @pytest.mark.soak
     def test_it_passes_over_a_damaged_one(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)
         hold = ("--gather", "3", "--hold", f"10:{tmp_path / 'never'}")
@@ -349,6 +350,7 @@ class TestDataParallel:
         self.check(second, undisturbed, first)
         check_passed_over(second, tmp_path, 8, 4)
 
+    @pytest.mark.soak
     def test_so_does_one_all_of_whose_workers_die(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)
         gate = tmp_path / "gate"
