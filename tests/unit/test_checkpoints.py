@@ -273,7 +273,7 @@ def test_a_member_that_needs_nothing_of_what_is_damaged_finds_nothing(tmp_path: 
         saved.read({name: Pieces((100, 200), [(((49, 100), (0, 200)), torch.empty(51, 200))])})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(100, 300), deadline=None)
 @given(st.data())
 def test_no_flipped_byte_ever_reaches_a_tensor(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
     """Either it is found, or nobody reads it and the tensors are what they were."""

@@ -22,6 +22,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
+from tests.helpers import scaled
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0
@@ -814,7 +815,7 @@ generations = st.none() | st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 400))
 @given(
     docs,
     generations,
