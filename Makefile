@@ -1,6 +1,8 @@
 # make setup   a virtual environment in .venv with everything in it
 # make demo    the main job for about a minute, with a worker killed in the middle
-# make test    all tests                         (make test PYTEST_ARGS="-k layering -x" for some)
+# make check   lint, and the tests that start no job: for every edit
+# make test    what every change must pass       (make test PYTEST_ARGS="-k layering -x" for some)
+# make soak    all tests in full: those marked `soak` too, and more examples of all others
 # make conformance   torchrun's contract (LAUNCHER=torchrun make conformance: the same tests against torchrun)
 # make lint    ruff and mypy --strict
 # make bench   every benchmark                   (make bench BENCH_ARGS=--quick for small versions)
@@ -18,8 +20,9 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 # A package index that offers torch's CPU build, for machines without an NVIDIA GPU; not set: torch is what pip offers.
 TORCH_CPU_INDEX ?=
 
-# On two quiet cores all tests together take about a third of this; one test has the limit that pyproject.toml gives.
+# On two quiet cores these tests take about a sixth of this; one test has the limit that pyproject.toml gives.
 TEST_LIMIT_S ?= 3900
+SOAK_LIMIT_S ?= 7200
 # Most tests wait for processes that start, so two more at a time than there are cores. PYTEST_PARALLEL= for one by one.
 PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 2) --dist=worksteal
 PYTEST_ARGS ?=
@@ -27,7 +30,7 @@ BENCH_ARGS ?=
 # The programs that print a table: they import the reporter.
 BENCHMARKS = $(shell grep -l '^from benchmarks.report import' benchmarks/*.py)
 
-.PHONY: help setup demo test conformance lint bench FORCE
+.PHONY: help setup demo check unit test soak conformance lint bench FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +45,16 @@ demo: setup
 test: setup
 	timeout --foreground --signal=INT --kill-after=30 $$(($(TEST_LIMIT_S) + 180)) \
 	  $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+
+soak:
+	$(MAKE) test TEST_LIMIT_S=$(SOAK_LIMIT_S) PYTEST_ARGS='--soak $(PYTEST_ARGS)'
+
+# mypy has one core, the tests have the others.
+check: setup
+	$(MAKE) --jobs=2 --output-sync=target lint unit
+
+unit: setup
+	$(BIN)/python -m pytest --numprocesses=$$(nproc) --dist=worksteal -m 'not job' $(PYTEST_ARGS) tests/unit
 
 conformance: setup
 	$(BIN)/python -m pytest --timeout=400 $(PYTEST_ARGS) tests/conformance

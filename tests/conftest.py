@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port
+from tests import cpu_report, forks, helpers
+from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port, own_children
 from tests.jobs.plain_etcd import serving
 
 # Tests fork (subprocess) beside live gRPC channels, whose fork handlers would now and then kill the child before exec.
@@ -32,12 +33,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Time for what is ending to be gone: workers whose agent was killed learn of it from the kernel.
 GRACE_S = 5.0
 
+# Looking at every process of the machine after each of thousands of tests takes a minute in all.
+CHILDREN_ARE_SHOWN = os.path.exists("/proc/thread-self/children")
+
 _numbers = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="tests marked `soak` too, and all others with more examples")
+    parser.addoption("--cpu-report", action="store_true", help="processor time by test file (tests/cpu_report.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    helpers.SOAK = config.getoption("--soak")
+    if config.getoption("--cpu-report"):
+        config.pluginmanager.register(cpu_report)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not helpers.SOAK:
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def session_id() -> Iterator[str]:
+def session_id(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Marks what fixtures of a module or of the session start, and fails the run if any of it is left at its end."""
+    own = tmp_path_factory.getbasetemp()
+    helpers.SHARED = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    helpers.SHARED.mkdir(exist_ok=True)
     token = uuid.uuid4().hex
     before = os.environ.get(TEST_ID)
     os.environ[TEST_ID] = f"{token}/shared"
@@ -46,6 +71,7 @@ def session_id() -> Iterator[str]:
         del os.environ[TEST_ID]
     else:
         os.environ[TEST_ID] = before
+    forks.close_all()
     left = end_processes_left(token, frozenset(), GRACE_S)
     if left:
         pytest.fail("left behind by fixtures of a module or of the session, now killed:\n" + "\n".join(left))
@@ -62,11 +88,14 @@ def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
 def no_process_left_behind(session_id: str) -> Iterator[str]:
     """Kills what the test left running, orphans included, and fails it; gives the test's mark."""
     token = f"{session_id}/{next(_numbers)}"
-    known = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    before = own_children()
+    known = frozenset(child.pid for child in psutil.Process().children(recursive=True)) if before[0] else frozenset()
     shared = os.environ[TEST_ID]
     os.environ[TEST_ID] = token
     yield token
     os.environ[TEST_ID] = shared
+    if own_children() == before and CHILDREN_ARE_SHOWN:
+        return
     left = end_processes_left(token, known, GRACE_S)
     if left:
         pytest.fail("the test left these processes behind, now killed:\n" + "\n".join(left))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
+import pickle
+import resource
 import secrets
 import signal
 import socket
@@ -16,6 +20,9 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from _pytest.mark import ParameterSet
+
+from tests import forks
 
 T = TypeVar("T")
 
@@ -29,8 +36,41 @@ POLL_S = 0.005
 END_S = 5.0
 LOG_TAIL_LINES = 40
 
+SOAK = False
+"""Whether everything runs in full (`pytest --soak`); set before any test module is imported."""
+
+SHARED: Path | None = None
+"""The folder of this session that all its processes share; the fixture `session_id` makes it."""
+
 PORTS = range(22000, 32000)
 _handed_out: set[int] = set()
+
+
+def scaled(default: int, soak: int) -> int:
+    """Returns how much of something a test does: examples, steps, inputs. `soak` is what `make soak` does."""
+    return soak if SOAK else default
+
+
+def soak(*values: object) -> ParameterSet:
+    """Returns values for `parametrize` that only `make soak` tries."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def once_a_session(key: Sequence[object], make: Callable[[], T]) -> T:
+    """Returns what `make` returned when it was first called with this key, in whichever process of the session.
+
+    Another process that asks meanwhile waits. What is made must be what pickle can write.
+    """
+    assert SHARED is not None
+    place = SHARED / hashlib.sha256(repr(key).encode()).hexdigest()
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            made = place.with_suffix(".new")
+            made.write_bytes(pickle.dumps(make()))
+            made.rename(place)
+    found: T = pickle.loads(place.read_bytes())
+    return found
 
 
 def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str | Callable[[], str]) -> T:
@@ -100,7 +140,7 @@ def child_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
 class Spawned:
     """A process in a session of its own, whose standard output and error go to `log`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | forks.Forked, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -151,8 +191,9 @@ class Spawned:
             if self.process.poll() is not None:
                 return
             for number in numbers:
-                # Not reaped yet, so the number still belongs to this group.
-                os.killpg(self.pid, number)
+                # Not reaped yet, so the number still belongs to this group; a fork server may reap at any moment.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
 
@@ -173,8 +214,7 @@ class Spawner:
         name: str | None = None,
     ) -> Spawned:
         """Start `command` in the environment that `child_environment(env)` gives; its log is `<number>-<name>.log`."""
-        name = name or Path(command[0]).name
-        log = self._folder / f"{len(self._spawned)}-{name}.log"
+        log = self._new_log(name or Path(command[0]).name)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [str(part) for part in command],
@@ -199,6 +239,22 @@ class Spawner:
         """Start this interpreter with `arguments`."""
         return self([sys.executable, *arguments], env=env, cwd=cwd, name=name)
 
+    def fork(
+        self, modules: str, module: str, *arguments: str | Path, env: Mapping[str, str | None] | None = None, name: str
+    ) -> Spawned:
+        """Start `python -m module arguments` as a fork of a process that has `modules` imported (tests/forks.py)."""
+        log = self._new_log(name)
+        log.touch()
+        environment = child_environment(env)
+        server = forks.server(modules, environment | {TEST_ID: f"{environment[TEST_ID].partition('/')[0]}/shared"})
+        process = server.start(module, [str(argument) for argument in arguments], environment, self._folder, log)
+        spawned = Spawned(process, log)
+        self._spawned.append(spawned)
+        return spawned
+
+    def _new_log(self, name: str) -> Path:
+        return self._folder / f"{len(self._spawned)}-{name}.log"
+
     def end_all(self) -> None:
         """End what still runs, last started first, and print the tail of each log: pytest shows it if a test fails."""
         for spawned in reversed(self._spawned):
@@ -207,8 +263,24 @@ class Spawner:
             print(spawned.tail())
 
 
+def own_children() -> tuple[frozenset[int], int, int]:
+    """Returns what differs as soon as this process has started another one: those that live, and traces of others.
+
+    Every process that a test leaves behind descends from one that this process or a fork server of it has started.
+    """
+    living: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            living.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
+    return frozenset(living), resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, forks.count()
+
+
 def processes_left(token: str, known: frozenset[int]) -> list[psutil.Process]:
-    """Running processes that carry `token` in their environment, or descend from this one and are not in `known`."""
+    """Running processes that carry `token` in their environment, or descend from this one and are not in `known`.
+
+    Of a fork server's, those that it has started count.
+    """
+    known |= forks.own_pids()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for pid in _marked_with(token):
         if pid not in found:

@@ -12,7 +12,7 @@ import pytest
 from elaunch import checkpoints
 from tests.faults.test_hybrid import Reference, reference, weights
 from tests.faults.test_workers import ending, kill_at_once
-from tests.helpers import ROOT, Spawner
+from tests.helpers import ROOT, Spawner, once_a_session, soak
 from tests.jobs.watch import SCRIPT as OBJECTS
 from tests.jobs.watch import Node, digests, elaunch, losses, wait_for, wait_for_step
 
@@ -120,7 +120,7 @@ def test_without_restarts_it_ends_and_says_that_there_is_one(spawn: Spawner, tmp
     assert "there is a checkpoint of 8 steps, but --max-restarts 0 is used up" in node.agent.text()
 
 
-@pytest.mark.parametrize("slot", [1, 0])
+@pytest.mark.parametrize("slot", [1, soak(0)])
 def test_what_nobody_has_a_copy_of_comes_from_the_checkpoint(spawn: Spawner, tmp_path: Path, slot: int) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
@@ -156,7 +156,7 @@ def test_a_death_while_one_is_written_leaves_the_one_before(
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {f"step-{step:09d}" for step in whole}
 
 
-@pytest.mark.parametrize("slot", [1, 0])
+@pytest.mark.parametrize("slot", [1, soak(0)])
 def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(spawn: Spawner, tmp_path: Path, slot: int) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
@@ -187,7 +187,7 @@ def test_a_job_all_of_whose_workers_die_passes_over_a_damaged_checkpoint(spawn: 
     check_passed_over(node, tmp_path, 8, 4)
 
 
-@pytest.mark.parametrize("slot", [1, 0])
+@pytest.mark.parametrize("slot", [1, soak(0)])
 def test_survivors_that_lost_parts_of_the_state_pass_over_a_damaged_checkpoint(
     spawn: Spawner, tmp_path: Path, slot: int
 ) -> None:
@@ -227,8 +227,7 @@ def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(spawn: Spa
     check_passed_over(second, tmp_path, 8, 4)
 
 
-@pytest.mark.parametrize("slot", [1, 0])
-@pytest.mark.parametrize("moment", ["outcome", "outcomes"])
+@pytest.mark.parametrize(("moment", "slot"), [("outcome", 1), soak("outcome", 0), soak("outcomes", 1), ("outcomes", 0)])
 def test_a_death_while_a_checkpoint_is_passed_over_changes_no_bit(
     spawn: Spawner, tmp_path: Path, slot: int, moment: str
 ) -> None:
@@ -296,19 +295,26 @@ def test_plain_python_reads_the_same_settings(spawn: Spawner, tmp_path: Path) ->
     assert [line for line in rest.text().splitlines() if line.startswith(("step", "weights"))] == lines[8:]
 
 
+Undisturbed = tuple[dict[int, float], list[str], list[str]]
+
+
 class TestDataParallel:
     ARGUMENTS = (OBJECTS, "--steps", "14", "--extras")
 
-    def undisturbed(self, spawn: Spawner, folder: Path) -> Node:
+    def undisturbed(self, spawn: Spawner, folder: Path) -> Undisturbed:
+        return once_a_session(self.ARGUMENTS, lambda: self.run_undisturbed(spawn, folder))
+
+    def run_undisturbed(self, spawn: Spawner, folder: Path) -> Undisturbed:
         node = elaunch(spawn, folder, "--standalone", "--nproc-per-node=3", script=self.ARGUMENTS, name="undisturbed")
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
-        return node
+        return losses(node), digests(node), ending(node.agent.text())
 
-    def check(self, node: Node, undisturbed: Node, *before: Node) -> None:
+    def check(self, node: Node, undisturbed: Undisturbed, *before: Node) -> None:
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
-        assert losses([*before, node]) == losses(undisturbed)
-        assert digests([*before, node]) == digests(undisturbed)
-        assert ending(node.agent.text()) == ending(undisturbed.agent.text())
+        found, samples, ends = undisturbed
+        assert losses([*before, node]) == found
+        assert digests([*before, node]) == samples
+        assert ending(node.agent.text()) == ends
 
     def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)
@@ -330,6 +336,7 @@ class TestDataParallel:
         self.check(second, undisturbed, first)
         assert went_back_to(second) == [8]
 
+    @pytest.mark.soak
     def test_it_passes_over_a_damaged_one(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)
         hold = ("--gather", "3", "--hold", f"10:{tmp_path / 'never'}")
@@ -343,6 +350,7 @@ class TestDataParallel:
         self.check(second, undisturbed, first)
         check_passed_over(second, tmp_path, 8, 4)
 
+    @pytest.mark.soak
     def test_so_does_one_all_of_whose_workers_die(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)
         gate = tmp_path / "gate"

@@ -31,6 +31,10 @@ LIMIT_S = 150.0
 pytestmark = pytest.mark.timeout(400)
 
 
+DP_PP, PP = ("--dp=2", "--pp=2"), ("--dp=1", "--pp=4")
+BOUND = ("--max-extra-bytes", "262144")
+
+
 def start(
     etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, script: Path, *arguments: str, nodes: str = "ab", workers: int = 2
 ) -> list[Node]:
@@ -48,8 +52,15 @@ def start(
     ]
 
 
-@pytest.mark.parametrize("shape", [("--dp=2", "--pp=2"), ("--dp=1", "--pp=4")], ids=["DP x PP", "PP"])
-@pytest.mark.parametrize("bound", [(), ("--max-extra-bytes", "262144")], ids=["in a step", "pausing"])
+@pytest.mark.parametrize(
+    ("shape", "bound"),
+    [
+        pytest.param(DP_PP, (), id="DP x PP in a step"),
+        pytest.param(DP_PP, BOUND, id="DP x PP pausing", marks=pytest.mark.soak),
+        pytest.param(PP, (), id="PP in a step", marks=pytest.mark.soak),
+        pytest.param(PP, BOUND, id="PP pausing"),
+    ],
+)
 def test_a_node_that_drains_gives_away_what_only_it_has(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, shape: tuple[str, ...], bound: tuple[str, ...]
 ) -> None:
@@ -185,7 +196,7 @@ def check_undisturbed(*nodes: Node) -> None:
             assert not re.search("died|lost|killed|reached", event["cause"]), event
 
 
-LONG = ("--steps", "100000", "--sleep", "0.01")
+LONG = ("--steps", "100000", "--sleep", "0.03")
 
 
 def test_a_node_leaves_when_somebody_asks_for_it(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Spawner
+from tests.helpers import ROOT, Spawner, once_a_session, soak
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses
 
 SCRIPT = ROOT / "tests" / "jobs" / "dtensor.py"
@@ -19,7 +19,7 @@ ROUNDING = 1e-10
 
 pytestmark = pytest.mark.timeout(400)
 
-_references: dict[tuple[str, ...], tuple[dict[int, float], list[str]]] = {}
+Reference = tuple[dict[int, float], list[str]]
 
 
 def run(spawn: Spawner, folder: Path, *arguments: str) -> Node:
@@ -27,16 +27,18 @@ def run(spawn: Spawner, folder: Path, *arguments: str) -> Node:
     return elaunch(spawn, folder, *flags, script=(SCRIPT, *SMALL, *arguments))
 
 
-def reference(spawn: Spawner, folder: Path, *arguments: str) -> tuple[dict[int, float], list[str]]:
+def reference(spawn: Spawner, folder: Path, *arguments: str) -> Reference:
     """An undisturbed run by one worker; done once a session."""
-    if arguments not in _references:
+
+    def run() -> Reference:
         node = elaunch(spawn, folder, "--standalone", script=(SCRIPT, *SMALL, *arguments), name="reference")
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
-        _references[arguments] = losses(node), digests(node)
-    return _references[arguments]
+        return losses(node), digests(node)
+
+    return once_a_session((SCRIPT, *arguments), run)
 
 
-def check(node: Node, expected: tuple[dict[int, float], list[str]], dead: list[str]) -> None:
+def check(node: Node, expected: Reference, dead: list[str]) -> None:
     """That these workers were killed, and the others ended well in their first processes, with the same results."""
     assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
     exits = {event["worker"]: event for event in node.events("worker_exited")}
@@ -55,14 +57,14 @@ def check(node: Node, expected: tuple[dict[int, float], list[str]], dead: list[s
 @pytest.mark.parametrize(
     ("phase", "slot"),
     [
-        ("compute", 0),
-        ("compute", 3),
+        soak("compute", 0),
+        soak("compute", 3),
         ("forward", 1),
-        ("enter", 2),
-        ("half", 0),
+        soak("enter", 2),
+        soak("half", 0),
         ("half", 3),
         ("passed", 0),
-        ("passed", 3),
+        soak("passed", 3),
     ],
 )
 def test_the_others_go_on_with_the_step_that_a_death_interrupted(
@@ -89,7 +91,7 @@ def test_a_replacement_receives_its_parts_and_the_layout_grows_again(
     assert len(grown) == 1
 
 
-@pytest.mark.parametrize(("first", "second", "moment"), [(1, 2, "vote"), (0, 1, "moving"), (1, 2, "receive")])
+@pytest.mark.parametrize(("first", "second", "moment"), [soak(1, 2, "vote"), (0, 1, "moving"), soak(1, 2, "receive")])
 def test_a_second_death_before_all_have_moved_is_survived(
     spawn: Spawner, tmp_path: Path, first: int, second: int, moment: str
 ) -> None:

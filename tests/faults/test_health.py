@@ -14,7 +14,7 @@ import pytest
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults.test_nodes import Cluster
 from tests.faults.test_workers import reference
-from tests.helpers import Spawner, wait_until
+from tests.helpers import Spawner, soak, wait_until
 from tests.jobs.watch import (
     SCRIPT,
     Event,
@@ -44,7 +44,7 @@ def wait_for_health(node: Node, what: str) -> Event:
     return event
 
 
-@pytest.mark.parametrize(("what", "verdict"), [("xid 95", "drain"), ("lost", "lost")])
+@pytest.mark.parametrize(("what", "verdict"), [("xid 95", "drain"), soak("lost", "lost")])
 def test_a_node_with_a_sick_gpu_leaves_and_no_step_is_lost(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, what: str, verdict: str
 ) -> None:

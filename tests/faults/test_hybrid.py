@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.plan import Plan, symmetric
-from tests.helpers import ROOT, Spawner
+from tests.helpers import ROOT, Spawner, once_a_session, soak
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for, wait_for_members, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "layers.py"
@@ -22,7 +22,6 @@ LIMIT_S = 150.0
 pytestmark = pytest.mark.timeout(400)
 
 Reference = tuple[dict[int, float], list[str], dict[str, str]]
-_references: dict[tuple[str, ...], Reference] = {}
 
 
 def weights(node: Node) -> dict[str, str]:
@@ -35,11 +34,13 @@ def weights(node: Node) -> dict[str, str]:
 
 def reference(spawn: Spawner, folder: Path, *arguments: str) -> Reference:
     """An undisturbed run by one worker; done once a session."""
-    if arguments not in _references:
+
+    def run() -> Reference:
         node = elaunch(spawn, folder, "--standalone", script=(SCRIPT, "--pp=1", *arguments), name="reference")
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
-        _references[arguments] = losses(node), digests(node), weights(node)
-    return _references[arguments]
+        return losses(node), digests(node), weights(node)
+
+    return once_a_session((SCRIPT, *arguments), run)
 
 
 def gone(node: Node, worker: str) -> bool:
@@ -63,8 +64,23 @@ def check(node: Node, expected: Reference, dead: list[str]) -> None:
     assert weights(node) == ended
 
 
-@pytest.mark.parametrize("slot", [0, 3])
-@pytest.mark.parametrize("phase", ["compute", "ship", "enter", "half", "passed", "share"])
+@pytest.mark.parametrize(
+    ("phase", "slot"),
+    [
+        soak("compute", 0),
+        soak("compute", 3),
+        ("ship", 0),
+        soak("ship", 3),
+        soak("enter", 0),
+        soak("enter", 3),
+        soak("half", 0),
+        ("half", 3),
+        soak("passed", 0),
+        soak("passed", 3),
+        ("share", 0),
+        soak("share", 3),
+    ],
+)
 def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path: Path, phase: str, slot: int) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     node = run(spawn, tmp_path, *STEPS, "--die", f"{slot}:5:{phase}")
@@ -74,29 +90,29 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        ("3#0", "5:vote"),
-        ("0#0", "5:vote"),
-        ("2#0", "5:standing"),
-        ("0#0", "5:connect"),
-        ("2#0", "5:moving"),  # it has a copy of what the first one had
+        soak("3#0", "5:vote"),
+        soak("0#0", "5:vote"),
+        soak("2#0", "5:standing"),
+        soak("0#0", "5:connect"),
+        soak("2#0", "5:moving"),  # it has a copy of what the first one had
         ("0#0", "5:receive"),  # nobody is left of the first stage
         ("3#0", "5:resume"),
-        ("0#0", "5:resume"),
-        ("3#0", "5:compute"),
-        ("2#0", "6:ship"),
-        ("0#0", "5:passed"),
-        ("1#1", "0:receive"),
-        ("1#1", "0:resume"),
+        soak("0#0", "5:resume"),
+        soak("3#0", "5:compute"),
+        soak("2#0", "6:ship"),
+        soak("0#0", "5:passed"),
+        soak("1#1", "0:receive"),
+        soak("1#1", "0:resume"),
         # While its replacement joins: the state moves during a step.
         ("0#0", "6:moving"),
-        ("3#0", "6:turn-compute"),
-        ("1#1", "0:turn-compute"),
-        ("0#0", "6:turn-ship"),
-        ("1#1", "0:turn-enter"),
+        soak("3#0", "6:turn-compute"),
+        soak("1#1", "0:turn-compute"),
+        soak("0#0", "6:turn-ship"),
+        soak("1#1", "0:turn-enter"),
         ("2#0", "6:turn-half"),
-        ("3#0", "6:turn-passed"),
-        ("1#1", "0:turn-share"),
-        ("0#0", "30:barrier"),  # at the end of the job
+        soak("3#0", "6:turn-passed"),
+        soak("1#1", "0:turn-share"),
+        soak("0#0", "30:barrier"),  # at the end of the job
     ],
 )
 def test_a_second_death_in_any_phase_of_a_recovery_changes_no_bit(
@@ -109,7 +125,7 @@ def test_a_second_death_in_any_phase_of_a_recovery_changes_no_bit(
     check(node, expected, ["1#0", victim])
 
 
-@pytest.mark.parametrize("moment", ["moving", "receive"])
+@pytest.mark.parametrize("moment", ["moving", soak("receive")])
 def test_nor_does_one_while_state_moves_in_little_memory(spawn: Spawner, tmp_path: Path, moment: str) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     victim = {"moving": "2#0", "receive": "0#0"}[moment]

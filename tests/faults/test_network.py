@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults.test_workers import reference
-from tests.helpers import Spawner
+from tests.helpers import Spawner, soak
 from tests.jobs.plain_etcd import serving
 from tests.jobs.watch import (
     SCRIPT,
@@ -94,7 +94,7 @@ def hosts(spawn: Spawner, tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("both_ways", [False, soak(True)])
 def test_of_two_hosts_that_lose_each_other_the_later_is_left_out_until_they_are_joined_again(
     hosts: Hosts, both_ways: bool
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults.test_workers import reference
-from tests.helpers import Spawner, wait_until
+from tests.helpers import Spawner, soak, wait_until
 from tests.jobs.watch import (
     SCRIPT,
     Node,
@@ -60,7 +60,7 @@ class Cluster:
         return node
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, soak(1)])
 def test_the_others_go_on_when_a_node_is_killed(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, victim: int
 ) -> None:
@@ -85,8 +85,8 @@ def test_the_others_go_on_when_a_node_is_killed(
 
 
 def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
-    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
-    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "40", "--gather", "4")
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "80")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "80", "--gather", "4")
     for name in ("a", "b"):
         cluster.add(name)
     wait_for_members(cluster.nodes, 2)
@@ -229,7 +229,7 @@ def test_the_first_node_may_host_the_rendezvous(spawn: Spawner, tmp_path: Path, 
     assert len(losses(nodes)) == 40
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["a", soak("c")])
 def test_a_job_whose_every_node_was_lost_at_once_can_be_run_again(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, name: str
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import Spawner, wait_until
+from tests.helpers import Spawner, once_a_session, soak, wait_until
 from tests.jobs.watch import (
     SCRIPT,
     Node,
@@ -30,16 +30,17 @@ FOUR = ("--standalone", "--nproc-per-node=4")
 
 
 Reference = tuple[dict[int, float], list[str], str]
-_references: dict[tuple[str, ...], Reference] = {}
 
 
 def reference(spawn: Spawner, folder: Path, *arguments: str) -> Reference:
     """An undisturbed run by one worker: losses, digests, and the norm of the final weights; done once a session."""
-    if arguments not in _references:
+
+    def run() -> Reference:
         node = elaunch(spawn, folder, "--standalone", script=(SCRIPT, *arguments), name="reference")
         assert node.agent.wait(100) == 0, node.agent.tail()
-        _references[arguments] = losses(node), digests(node), ending(node.agent.text())[0]
-    return _references[arguments]
+        return losses(node), digests(node), ending(node.agent.text())[0]
+
+    return once_a_session((SCRIPT, *arguments), run)
 
 
 def ending(text: str) -> list[str]:
@@ -65,7 +66,7 @@ def kill_at_once(node: Node, pids: list[int]) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("dtype", "relative"), [("float64", 1e-9), ("float32", 1e-3)])
+@pytest.mark.parametrize(("dtype", "relative"), [("float64", 1e-9), soak("float32", 1e-3)])
 def test_five_kills_and_joins_leave_only_rounding_behind(
     spawn: Spawner, tmp_path: Path, dtype: str, relative: float
 ) -> None:
@@ -97,13 +98,13 @@ def test_five_kills_and_joins_leave_only_rounding_behind(
 @pytest.mark.parametrize(
     ("slot", "phase"),
     [
-        (2, "compute"),
+        soak(2, "compute"),
         (0, "reduce"),
-        (2, "reduce"),
-        (0, "enter"),
+        soak(2, "reduce"),
+        soak(0, "enter"),
         (0, "half"),  # nobody that lives has reported the step
-        (1, "half"),  # the member that reports the steps has not passed the barrier
-        (0, "passed"),
+        soak(1, "half"),  # the member that reports the steps has not passed the barrier
+        soak(0, "passed"),
         (2, "passed"),
     ],
 )
@@ -128,11 +129,11 @@ def test_a_death_in_any_phase_of_a_step_changes_no_result(
     ("victim", "moment"),
     [
         ("1#0", "5:vote"),
-        ("0#0", "5:barrier"),
+        soak("0#0", "5:barrier"),
         ("0#0", "6:moving"),
         ("2#1", "0:receive"),
-        ("2#1", "0:barrier"),
-        ("1#0", "30:barrier"),  # at the end of the job
+        soak("2#1", "0:barrier"),
+        soak("1#0", "30:barrier"),  # at the end of the job
     ],
 )
 def test_a_second_death_in_any_phase_of_a_transition_changes_no_result(

@@ -12,6 +12,8 @@ from tests.helpers import ROOT, Spawned, Spawner
 from tests.jobs.watch import START_S, Node, assert_same, digests, elaunch, losses, wait_for_step
 
 EXAMPLE = ROOT / "examples" / "train_dtensor.py"
+SLEEPY = ROOT / "tests" / "jobs" / "dtensor.py"
+"""The same, and it can be told to sleep in each step."""
 SMALL = ("--layers=2", "--width=16", "--context=8", "--batch-size=12", "--corpus-bytes=20000", "--dtype=float64")
 FOUR = ("--standalone", "--nproc-per-node=4")
 LIMIT_S = 150.0
@@ -20,9 +22,9 @@ ROUNDING = 1e-10
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(spawn: Spawner, folder: Path, workers: int, *arguments: str) -> Node:
+def run(spawn: Spawner, folder: Path, workers: int, *arguments: str, script: Path = EXAMPLE) -> Node:
     flags = ("--standalone", f"--nproc-per-node={workers}")
-    return elaunch(spawn, folder, *flags, script=(EXAMPLE, *SMALL, *arguments), name=f"n{workers}")
+    return elaunch(spawn, folder, *flags, script=(script, *SMALL, *arguments), name=f"n{workers}")
 
 
 def check(node: Node, alone: Node) -> None:
@@ -51,10 +53,11 @@ def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = ("--steps=300",)
+    steps = ("--steps=120",)
     alone = run(spawn, tmp_path, 1, *steps)
     assert alone.agent.wait(LIMIT_S) == 0, alone.agent.tail()
-    node = run(spawn, tmp_path, 4, *steps)
+    # So that it still runs when `ctl` has started.
+    node = run(spawn, tmp_path, 4, *steps, "--sleep=0.05", script=SLEEPY)
     wait_for_step(node, 3)
     file = tmp_path / "my.plan"
     file.write_text(str(symmetric(["a", "b", "c", "d"], 1, 12, 6, dp=2, tp=2)))

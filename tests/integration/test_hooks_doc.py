@@ -17,7 +17,7 @@ from tests.helpers import ROOT, Spawner
 from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
 
 PAGE = (ROOT / "docs" / "hooks.md").read_text()
-STEPS = 1500
+STEPS = 500
 
 pytestmark = pytest.mark.timeout(300)
 

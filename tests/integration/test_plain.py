@@ -201,6 +201,8 @@ class TestRestart:
         assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
         assert_gone([report[key] for report in found for key in ("pid", "child")])
 
+    # In tests/conformance a script of this kind comes back in every run.
+    @pytest.mark.soak
     @pytest.mark.timeout(150)
     def test_a_gloo_script_comes_back(self, spawn: Spawner, tmp_path: Path) -> None:
         node = elaunch(spawn, tmp_path, *TWO, "--max-restarts=1", script=(DDP, "--failures=1"))

@@ -16,7 +16,7 @@ from elaunch.plan import Plan, n_rows
 from elaunch.plan.shares import DataParallelPlan
 from elaunch.policy.profile import Profile
 from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
-from tests.helpers import Spawner
+from tests.helpers import Spawner, soak
 from tests.jobs.watch import SCRIPT as OBJECTS
 from tests.jobs.watch import (
     Event,
@@ -59,7 +59,7 @@ def stop(node: Node) -> None:
     node.agent.wait(60)
 
 
-@pytest.mark.parametrize("policy", ["reroute", "resize", "reparallelize"])
+@pytest.mark.parametrize("policy", ["reroute", soak("resize"), "reparallelize"])
 def test_the_policy_that_the_user_wants_is_taken(spawn: Spawner, tmp_path: Path, policy: str) -> None:
     found, samples, _ = reference(spawn, tmp_path, *STEPS)
     script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--die", "1:5:compute")

@@ -22,6 +22,9 @@ FOUND_S = 240.0
 
 pytestmark = pytest.mark.timeout(500)
 
+# In every run: one that is replaced and then relieved, one that is left out, and a link. Each takes up to a minute; who
+# is found and what is done about it, in all cases, is tested in tests/unit/test_slow*.py.
+
 
 def stop(node: Node) -> None:
     node.agent.process.send_signal(signal.SIGTERM)
@@ -39,6 +42,7 @@ def wait_for_slow(node: Node, worker: str, state: str = "slow") -> Event:
     return found
 
 
+@pytest.mark.soak
 def test_a_slow_worker_and_its_recovery_are_told_of_once_and_nothing_is_done_if_the_user_wants_that(
     spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -60,6 +64,7 @@ def test_a_slow_worker_and_its_recovery_are_told_of_once_and_nothing_is_done_if_
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_slow_stage_whose_work_nobody_else_does_is_found_by_its_past_and_gets_less_to_do(
     spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -101,6 +106,7 @@ def test_who_is_so_slow_that_the_others_are_faster_alone_is_left_out(spawn: Spaw
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_node_whose_workers_are_all_slow_is_left_out_as_a_whole(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -129,6 +135,7 @@ def test_a_node_whose_workers_are_all_slow_is_left_out_as_a_whole(
         stop(node)
 
 
+@pytest.mark.soak
 def test_who_is_not_so_slow_stays_and_has_less_to_do(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, "--dp=2", "--pp=2", *ROWS, "--slow", "1:30:1.4")
     node = elaunch(spawn, tmp_path, *FOUR, "--slow-policy=exclude", script=script)
@@ -139,6 +146,7 @@ def test_who_is_not_so_slow_stays_and_has_less_to_do(spawn: Spawner, tmp_path: P
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_data_parallel_job_replaces_a_slow_process_too(spawn: Spawner, tmp_path: Path) -> None:
     script = (OBJECTS, "--steps", "100000", "--global-batch-size", "48", "--sleep", "0.02", "--slow", "2:30:0.1")
     node = elaunch(spawn, tmp_path, *FOUR, "--slow-policy=replace", script=script)

@@ -57,13 +57,16 @@ class Node:
         return found
 
 
-_DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member"
+_LAUNCHER = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
+_EAGER = "tests.jobs.preloaded"
+_COMPILER = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member,elaunch.workers.hybrid"
 
 PRELOADS = {
-    "train.py": "tests.jobs.preloaded",
-    "layers.py": "tests.jobs.preloaded,torch.distributed.tensor",
-    "dtensor.py": _DTENSOR,
-    "train_dtensor.py": _DTENSOR,
+    "train.py": _EAGER,
+    "layers.py": _EAGER,
+    "dtensor.py": _COMPILER,
+    "train_dtensor.py": _COMPILER,
+    "train_gpt_hybrid.py": _COMPILER,
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 
@@ -80,16 +83,19 @@ def elaunch(
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
-    `warm`: workers of known scripts share their imports. `within`: what the command begins with (`tests.netns`).
+    `warm`: workers of known scripts share their imports, and those of all tests where the launcher may be a fork.
+    `within`: what the command begins with (`tests.netns`).
     """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
     env = dict(environment or {})
+    arguments = ["--events", str(log), *flags, *map(str, script)]
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
-    command = [*within, sys.executable, "-m", "elaunch", "--events", str(log), *flags, *map(str, script)]
-    agent = spawn(command, name=name, env=env)
-    return Node(agent, log)
+        # What LD_LIBRARY_PATH says counts only when a program begins.
+        if not within and "LD_LIBRARY_PATH" not in env:
+            return Node(spawn.fork(f"{preload},{_LAUNCHER}", "elaunch", *arguments, env=env, name=name), log)
+    return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 
 
 def wait_for(nodes: Node | Sequence[Node], condition: Callable[[], Any], timeout_s: float, what: str) -> Any:

@@ -373,7 +373,8 @@ def test_the_process_gives_way_to_others() -> None:
     with contextlib.closing(Ahead()) as ahead:
         ahead.begin(HOME, HOME, WORKERS, WORKERS[0], PROFILE)
         process = the_planner()
-        wait_until(lambda: process.nice() == NICE, ALL_S, "its priority")
+        lowest = 19
+        wait_until(lambda: process.nice() == min(psutil.Process().nice() + NICE, lowest), ALL_S, "its priority")
 
 
 def test_the_process_has_no_torch_nor_anything_of_its_parents(ahead: Ahead) -> None:

@@ -15,13 +15,14 @@ from elaunch.plan import n_rows, symmetric
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.structure import NotPossible, stages_of
+from tests.helpers import scaled
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
 HEAD = replace(LAYER, forward_s_per_row=1.5, backward_s_per_row=3.0)
 PROFILE = Profile("even", (*[LAYER] * 15, HEAD), 1, 1e9, 0.0)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(40, 120), deadline=None)
 @given(data=st.data())
 def test_after_any_loss_a_baseline_is_a_plan_for_those_who_are_left(data: DataObject) -> None:
     dp, pp, tp = (data.draw(st.integers(1, most)) for most in (4, 5, 2))

@@ -35,7 +35,7 @@ from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part
 from elaunch.workers.state.checksums import seal, unseal
-from tests.helpers import wait_until
+from tests.helpers import scaled, wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 from tests.unit.comm_crew import crew as crew_of
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train
@@ -273,7 +273,7 @@ def test_a_member_that_needs_nothing_of_what_is_damaged_finds_nothing(tmp_path: 
         saved.read({name: Pieces((100, 200), [(((49, 100), (0, 200)), torch.empty(51, 200))])})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(100, 300), deadline=None)
 @given(st.data())
 def test_no_flipped_byte_ever_reaches_a_tensor(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
     """Either it is found, or nobody reads it and the tensors are what they were."""
@@ -434,6 +434,7 @@ def check_course(first: Plan, second: Plan, folder: Path, **kind: Any) -> None:
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -453,12 +454,14 @@ def test_what_one_plan_has_written_another_goes_on_from(
     check_course(first, second, tmp_path, scheduler=scheduler, clip_norm=0.5, dtype=dtype)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05, momentum=0.9), torch.optim.NAdam])
 def test_all_that_an_optimizer_keeps_is_in_it(tmp_path: Path, optimizer: Any) -> None:
     check_course(symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W[:2], 4, 8, 2, dp=2), tmp_path, optimizer=optimizer)
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.job
+@settings(max_examples=scaled(4, 8), deadline=None)
 @given(st.data())
 def test_any_plan_reads_what_any_plan_has_written(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
     plans = valid_plans(4, 4, 4, tp=(1, 2), max_unit_rows=3, exact=True)

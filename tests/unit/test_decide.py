@@ -25,6 +25,7 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.rules.attempts import RESUMES
 from elaunch.rendezvous.rules.connectivity import apart
 from elaunch.rendezvous.view import next_epoch
+from tests.helpers import scaled
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0
@@ -817,7 +818,7 @@ generations = st.none() | st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 400))
 @given(
     docs,
     generations,

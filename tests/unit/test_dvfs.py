@@ -30,6 +30,7 @@ from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.policy.resize import resized
 from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
+from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
@@ -103,7 +104,7 @@ ranges = st.lists(st.integers(10, 40), min_size=1, max_size=12, unique=True).fla
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(data=st.data())
 def test_bisection_finds_the_clocks_that_trying_all_of_them_finds(data: DataObject) -> None:
     plan = data.draw(valid_plans())

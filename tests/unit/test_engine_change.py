@@ -23,9 +23,12 @@ from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router
+from tests.helpers import scaled, soak
 from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, switching_often, together
 from tests.unit.engine_crew import TRAIN_S, Sentences, loss, model, train, whole
 from tests.unit.plan_strategies import valid_plans
+
+pytestmark = pytest.mark.job
 
 Setting = Any
 
@@ -163,16 +166,27 @@ WAYS: dict[str, dict[str, Setting]] = {
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+CHANGES = {
+    "DP x PP to DP": (symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)),
+    "PP to DP x TP": (symmetric(W, 4, 12, 2, pp=4), symmetric(W, 4, 12, 2, dp=2, tp=2)),
+    "four to two": (symmetric(W, 4, 12, 2, tp=4), symmetric(W[:2], 4, 12, 2, pp=2)),
+    "two to four": (symmetric(W[:2], 4, 12, 2, dp=2), symmetric(W, 4, 12, 2, dp=2, pp=2, zero="contiguous")),
+}
+OFTEN_DONE = [
+    ("DP x PP to DP", "pausing"),
+    ("PP to DP x TP", "in a step"),
+    ("four to two", "pausing"),
+    ("two to four", "in little memory"),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "way"),
     [
-        (symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)),
-        (symmetric(W, 4, 12, 2, pp=4), symmetric(W, 4, 12, 2, dp=2, tp=2)),
-        (symmetric(W, 4, 12, 2, tp=4), symmetric(W[:2], 4, 12, 2, pp=2)),
-        (symmetric(W[:2], 4, 12, 2, dp=2), symmetric(W, 4, 12, 2, dp=2, pp=2, zero="contiguous")),
+        pytest.param(*plans, way, id=f"{name}-{way}", marks=[] if (name, way) in OFTEN_DONE else [pytest.mark.soak])
+        for name, plans in CHANGES.items()
+        for way in WAYS
     ],
-    ids=["DP x PP to DP", "PP to DP x TP", "four to two", "two to four"],
 )
 def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -323,7 +337,7 @@ def test_who_was_given_other_settings_is_refused() -> None:
             fabric.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=scaled(8, 15), deadline=None)
 @given(st.data())
 def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> None:
     batch, size = 12, 3
@@ -371,7 +385,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("bound", [None, 1 << 18])
+@pytest.mark.parametrize("bound", [None, soak(1 << 18)])
 @pytest.mark.parametrize(("plan", "victim"), PAIRS, ids=["DP x PP", "DP", "PP", "DP x TP"])
 def test_after_a_death_the_state_comes_from_the_snapshots(plan: Plan, victim: int, bound: int | None) -> None:
     left = [worker for worker in W if worker != W[victim]]

@@ -14,6 +14,8 @@ from elaunch.workers.engine.meter import ActivationMeter
 from tests.unit.comm_crew import crew, together
 from tests.unit.engine_crew import Block, Sentences, loss, model
 
+pytestmark = pytest.mark.job
+
 BLOCK_BYTES = 4 * sum(parameter.numel() for parameter in Block().parameters())
 
 

@@ -12,6 +12,7 @@ from elaunch.workers.comm import group as groups
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.engine.messages import Rows, exchanges, peers
 from elaunch.workers.engine.snapshots import links
+from tests.helpers import scaled
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans
 
@@ -32,14 +33,14 @@ def told(plan: Plan, side: str, outgoing: bool) -> Told:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_both_ends_of_every_message_agree(plan: Plan) -> None:
     assert told(plan, "y_to", outgoing=True) == told(plan, "x_from", outgoing=False)
     assert told(plan, "dx_to", outgoing=True) == told(plan, "dy_from", outgoing=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_links_are_needed_on_both_sides(plan: Plan) -> None:
     needed = {worker: peers(plan, worker) for worker in plan.workers}

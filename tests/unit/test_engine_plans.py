@@ -14,13 +14,16 @@ from torch import Tensor
 
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
 from elaunch.workers.engine.engine import StepReport
-from tests.helpers import ROOT
+from tests.helpers import ROOT, scaled
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans
 
+pytestmark = pytest.mark.job
+
+BFLOAT16_STEPS = scaled(5, 10)
 W = [f"a/{number}#0" for number in range(8)]
 LAYERS, BATCH, UNIT = 6, 16, 2
-STEPS = 50
+STEPS = scaled(12, 50)
 
 
 def even(dp: int = 1, pp: int = 1, tp: int = 1, **settings: Any) -> Plan:
@@ -161,7 +164,9 @@ def test_recomputed_activations_change_nothing(gpt: dict[str, Any]) -> None:
 
 # Threads that wait for each other's sums take long to change places, so the slowest plans do fewer steps in float64.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("dtype", "within", "steps"), [(torch.float64, 1e-10, 20), (torch.float32, 1e-3, STEPS)])
+@pytest.mark.parametrize(
+    ("dtype", "within", "steps"), [(torch.float64, 1e-10, scaled(8, 20)), (torch.float32, 1e-3, scaled(8, STEPS))]
+)
 @pytest.mark.parametrize("plan", CUT.values(), ids=CUT)
 def test_with_cut_tensors_losses_differ_by_rounding_only(
     gpt: dict[str, Any], plan: Plan, dtype: torch.dtype, within: float, steps: int
@@ -178,8 +183,8 @@ def test_the_fast_order_differs_by_rounding_only(gpt: dict[str, Any]) -> None:
 
 
 def test_bfloat16_with_master_weights_is_bitwise_the_same_too(gpt: dict[str, Any]) -> None:
-    reference, _ = train(even(), 10, dtype=torch.bfloat16, **gpt)
-    assert train(even(dp=2, pp=2), 10, dtype=torch.bfloat16, **gpt)[0] == reference
+    reference, _ = train(even(), BFLOAT16_STEPS, dtype=torch.bfloat16, **gpt)
+    assert train(even(dp=2, pp=2), BFLOAT16_STEPS, dtype=torch.bfloat16, **gpt)[0] == reference
 
 
 DESCENT: dict[str, Any] = {"optimizer": lambda named: torch.optim.SGD(named, lr=1.0), "clip_norm": 1e9}
@@ -191,7 +196,7 @@ def descended_alone(*sizes: int) -> tuple[list[StepReport], dict[str, Tensor]]:
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=scaled(40, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(valid_plans(max_layers=4, max_units=4, max_workers=5, tp=(1, 2)))
 def test_no_random_plan_deadlocks_and_all_give_the_same_gradients(plan: Plan) -> None:
     """Plain gradient descent with rate 1: the parameters after a step show the gradient of the whole batch."""

@@ -17,6 +17,7 @@ from elaunch.policy import estimate
 from elaunch.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, action_s, transfer_s
 from elaunch.policy.transition import estimate_transition
+from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
@@ -82,7 +83,7 @@ profiles = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(plan=valid_plans(max_layers=6, tp=(1, 2)), profile=profiles)
 def test_parts_of_a_plan_take_as_long_as_the_whole(plan: Plan, profile: Profile) -> None:
     profile = replace(profile, layers=profile.layers[:1] * plan.n_layers)
@@ -112,7 +113,7 @@ def test_equal_pipelines_are_played_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(played) == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(plan=valid_plans(max_layers=6, tp=(1, 2)), profile=profiles, data=st.data())
 def test_an_ordered_plan_is_as_fast_as_with_any_order(plan: Plan, profile: Profile, data: st.DataObject) -> None:
     layers = [layer.scaled(data.draw(st.sampled_from([0.0, 0.4, 1.0]))) for layer in profile.layers[: plan.n_layers]]
@@ -205,7 +206,7 @@ def test_a_transition_counts_what_is_received_and_waits_for_it_only_if_somebody_
     assert (nothing.moved_bytes, nothing.total_s) == (0, 0.5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(old=valid_plans(max_layers=4, exact=True), new=valid_plans(max_layers=4, exact=True))
 def test_moved_optimizer_states_are_what_the_owners_lack(old: Plan, new: Plan) -> None:
     """Against owners of 2520 equal pieces of each layer."""
@@ -244,7 +245,7 @@ def played(forward_s: list[int], backward_s: list[int], n: int) -> float:
     return max(free)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(stages=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), n=st.integers(1, 14))
 def test_a_pipeline_of_unequal_stages_takes_as_long_as_when_it_is_played(stages: list[tuple[int, int]], n: int) -> None:
     forward_s, backward_s = [one for one, _ in stages], [one for _, one in stages]

@@ -50,11 +50,12 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.workers.comm import wire as link_wire
 from elaunch.workers.comm.link import Link
+from tests.helpers import scaled
 from tests.hostile import KINDS, PIECES, Mutation, hostile, mutated
 from tests.unit.comm_crew import connect_all, crew
 from tests.unit.test_comm_fabric import say_to, swap
 
-INPUTS = 100_000
+INPUTS = scaled(20_000, 100_000)
 A_BATCH = 50
 
 
@@ -260,7 +261,7 @@ HELLO = link_wire.hello_line("secret", link_wire.Hello("x/9#9", "link"))
 
 def test_the_thread_that_makes_links_outlives_whatever_is_said_to_it(capfd: pytest.CaptureFixture[str]) -> None:
     with crew(2) as (a, b):
-        for line in hostile(1, [HELLO, HELLO + link_wire.go_line() + FRAME, FRAME], 3000):
+        for line in hostile(1, [HELLO, HELLO + link_wire.go_line() + FRAME, FRAME], scaled(1000, 3000)):
             say_to(a.address, line, patience_s=0.02)  # some are links: nobody ends these
         a.retain(())
         connect_all([a, b], epoch=2)

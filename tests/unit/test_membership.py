@@ -29,6 +29,7 @@ from elaunch.rendezvous.membership import (
     with_order,
     worker_id,
 )
+from tests.helpers import scaled
 
 repeatable = settings(deadline=None, derandomize=True)
 
@@ -163,7 +164,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("kind", documents)
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 400))
 @given(data=st.data())
 def test_whatever_comes_is_a_valid_document_or_a_protocol_error(kind: type[Any], data: st.DataObject) -> None:
     example = data.draw(documents[kind])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elaunch.agent.node_check import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.rendezvous.memory import MemoryStore
+from tests.helpers import scaled
 from tests.unit.test_membership import HOSTILE, mutated
 
 H100 = "matmul cuda:{} NVIDIA H100"
@@ -99,7 +100,7 @@ def test_hostile_text_is_refused(form: bytes, value: bytes) -> None:
     assert Figures.from_json(read.to_json()) == read
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 400))
 @given(mutated([node(600, 610).to_json().encode(), Figures(problems=("it hangs",)).to_json().encode()]))
 def test_whatever_comes_is_figures_or_a_protocol_error(data: bytes) -> None:
     try:
@@ -181,6 +182,7 @@ def test_a_store_that_is_not_there_yet_is_tried_again_and_the_refusal_names_the_
         check(server.session, "/p/", "b", 1, 1, environment, 0.0)
 
 
+@pytest.mark.job
 def test_this_machine_passes_its_own_check() -> None:
     """Torch's own matmul and all-reduce, in processes of their own."""
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from elaunch.agent import notices
 from elaunch.agent.notices import Announcement, Notices, parse
 from elaunch.errors import UsageError
+from tests.helpers import scaled
 
 PATIENCE_S = 20.0
 
@@ -261,7 +262,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=scaled(70, 200))
 @given(TEXTS, st.sampled_from([notices.aws_announcement, notices.azure_announcement]))
 def test_any_answer_is_an_announcement_or_none(said: str, read: Callable[[str], Announcement | None]) -> None:
     try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elaunch.policy.balance import shared_out
 from elaunch.policy.partition import minimax
+from tests.helpers import scaled
 
 amounts = st.integers(0, 9)
 
@@ -20,7 +21,7 @@ def all_cuts(n_layers: int, n_stages: int) -> Iterator[tuple[int, ...]]:
         yield (0, *inner, n_layers)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(100, 300), deadline=None)
 @given(
     layers=st.lists(st.tuples(amounts, amounts), min_size=1, max_size=8),
     stages=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1, max_size=5),
@@ -79,7 +80,7 @@ def all_shares(n_items: int, n_bins: int, least: int) -> Iterator[tuple[int, ...
             yield (first, *rest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(70, 200), deadline=None)
 @given(
     bins=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=4),
     more=st.integers(0, 9),

@@ -11,6 +11,7 @@ from elaunch.plan.schedule import schedule
 from elaunch.plan.tiling import n_rows
 from elaunch.plan.transition import transitional
 from elaunch.plan.views import holders
+from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
 
 W = ["a/0", "a/1", "b/0", "b/1"]
@@ -60,7 +61,7 @@ def test_a_single_micro_batch_is_done_under_the_new_plan() -> None:
     assert between.tiles == new.tiles
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(70, 200), deadline=None)
 @given(st.data())
 def test_every_slot_is_done_as_in_one_of_the_two(data: DataObject) -> None:
     plans = valid_plans(4, 4, 4, tp=(1, 2), max_unit_rows=3, exact=True)

@@ -25,7 +25,7 @@ from elaunch.policy.reroute import rerouted
 from elaunch.policy.resize import resized
 from elaunch.policy.select import Settings, choose, fill
 from elaunch.policy.structure import NotPossible, stages_of, tuples_of
-from tests.helpers import ROOT
+from tests.helpers import ROOT, scaled
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
@@ -48,7 +48,7 @@ def of(n_layers: int) -> Profile:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(40, 120), deadline=None)
 @given(data=st.data())
 def test_a_candidate_is_a_plan_for_the_members_or_a_reason(policy: str, data: DataObject) -> None:
     plan = data.draw(valid_plans(tp=(1, 2)))
@@ -282,7 +282,7 @@ def test_workers_take_the_roles_that_need_the_fewest_bytes(data: DataObject) -> 
     assert lacking(by_kind) == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(st.data())
 def test_roles_are_assigned_as_scipy_does(data: DataObject) -> None:
     n_rows = data.draw(st.integers(1, 7))

@@ -22,6 +22,7 @@ from elaunch.plan.schedule import (
 )
 from elaunch.plan.tiling import Order
 from elaunch.plan.views import inputs, outputs
+from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
 
 
@@ -74,7 +75,7 @@ def test_a_tensor_parallel_pair_has_one_order() -> None:
     assert order["c"] == order["d"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(50, 150), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_every_action_comes_once_and_after_those_that_it_needs(plan: Plan) -> None:
     order = schedule(plan)
@@ -118,7 +119,7 @@ def test_transfers_lengthen_the_critical_path() -> None:
     assert found.starts_s[Action("B", 0, 0)] == 4.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_a_timeline_starts_each_action_when_its_workers_and_its_rows_are_there(plan: Plan) -> None:
     def seconds(kind: Kind, tile: int, rows: int) -> float:
@@ -202,7 +203,7 @@ def on_one_order(plan: Plan, first: Kind) -> int:
     return _Run(plan, first, plan.costs).play()[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_the_order_that_is_asked_for_or_the_faster_one_is_taken_in_each_part(plan: Plan) -> None:
     found = timeline(plan, schedule(plan), price(plan))
@@ -213,7 +214,7 @@ def test_the_order_that_is_asked_for_or_the_faster_one_is_taken_in_each_part(pla
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(40, 100), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_parts_share_neither_units_nor_workers(plan: Plan) -> None:
     found = parts(plan)

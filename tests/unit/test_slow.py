@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LIKE_LINKS, LINK_BYTES, LinkDetector, LinkWatch, Slower
 from elaunch.policy.stragglers.track import SPAN_STEPS, Change, centre, describe, mad
+from tests.helpers import scaled
 from tests.unit.slow_series import (
     Bursts,
     Job,
@@ -45,7 +46,7 @@ NOISES: dict[str, Callable[[], Noise]] = {
 HOUR = 3600
 CALM = ["gaussian", "heavy tails", "garbage collection", "drift"]
 
-repeatable = settings(deadline=None, derandomize=True, max_examples=40)
+repeatable = settings(deadline=None, derandomize=True, max_examples=scaled(15, 40))
 
 
 @pytest.mark.parametrize("works", WORKS)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elaunch.detect import watchdog as module
 from elaunch.detect.watchdog import TIMER_FILE, Expired, Watchdog, fifo_path, is_enabled, parse, worker_of
 from elaunch.errors import LaunchError
-from tests.helpers import Spawner, wait_until
+from tests.helpers import Spawner, scaled, wait_until
 
 # Sets three timers as user code does and lets one go; its pid goes to standard output.
 CLIENT = """
@@ -229,7 +229,7 @@ HOSTILE = [
 ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 300))
 @given(
     st.one_of(
         st.binary(max_size=200),

@@ -30,6 +30,7 @@ from elaunch.wire import (
     decode,
     encode,
 )
+from tests.helpers import scaled
 
 KINDS: tuple[type[Message], ...] = (
     Attach,
@@ -199,7 +200,7 @@ def test_a_line_that_is_too_long_is_refused(end: bytes, monkeypatch: pytest.Monk
 LINE = encode(Unreachable(3, "a/1#0", True))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=scaled(100, 300))
 @given(
     st.lists(
         st.one_of(
