@@ -57,7 +57,7 @@ class Node:
         return found
 
 
-_DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.member"
+_DTENSOR = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.attach"
 
 PRELOADS = {
     "train.py": "tests.jobs.preloaded",
