@@ -27,7 +27,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
@@ -41,14 +40,16 @@ from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.mesh import Meshes
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.engine import data
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
-# torch.distributed.checkpoint is imported by jobs that have checkpoints only.
+# torch.distributed.checkpoint and meshes take a second to import, and most jobs have none.
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from elaunch.workers.comm.mesh import Meshes
     from elaunch.workers.state.checkpoint import Part
 
 NEVER = 1 << 62  # above every generation's number
@@ -94,7 +95,7 @@ class Member:
         self._recovery = Recovery(client, self._fabric, self._hooks)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
-        self._meshes = Meshes()
+        self._meshes: Meshes | None = None
         self._change_due = self._replan_due = False
         self._last_step: dict[str, Any] | None = None
         self._notes: Mapping[int, bytes] = {}
@@ -176,6 +177,10 @@ class Member:
         Raises:
             ValueError: the mesh has more places than there are members for it.
         """
+        from elaunch.workers.comm.mesh import Meshes
+
+        if self._meshes is None:
+            self._meshes = Meshes()
         assert self.process_group is not None  # a mesh asks the default group for this worker's rank
         return self._meshes.make(self.group, self.device.type, shape, names, without)
 
