@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elaunch.rendezvous.membership import Generation, Stage
+from elaunch.rendezvous.membership import Generation, Stage, node_of
+from tests.unit.transcript import generation_text
 
 if TYPE_CHECKING:
-    from tests.unit.control_world import Node, World
+    from tests.unit.control_node import Node
+    from tests.unit.control_world import World
 
 STEP_S = 0.4
 Op = tuple[str, int]
@@ -50,24 +52,24 @@ class Worker:
 
     def send_up(self, act: Callable[[], Any]) -> None:
         """A message to the agent; they arrive in order."""
-        self.up_s = max(self.up_s, self.world.now_s + self.world.delay_s())
+        self.up_s = max(self.up_s, self.world.now_s + self.world.delay_s(self.id))
         self.world.at(self.up_s - self.world.now_s, lambda: self.node.step(act))
 
     def send_down(self, act: Callable[[], None]) -> None:
-        self.down_s = max(self.down_s, self.world.now_s + self.world.delay_s())
+        self.down_s = max(self.down_s, self.world.now_s + self.world.delay_s(self.id))
         self.world.at(self.down_s - self.world.now_s, lambda: act() if self.alive else None)
 
     def boot(self) -> None:
         if not self.alive:
             return
-        life, rng = self.node.life, self.world.rng
+        life = self.node.life
         self.send_up(lambda: life.on_started(self.id, 1))
         if not self.world.case.elastic:
             self.world.at(self.world.case.steps * STEP_S, lambda: self.end(0, None))
             return
-        attach_s = 0.2 + rng.random()
+        attach_s = self.world.import_s(self.id)
         self.world.at(attach_s, lambda: self.send_up(lambda: life.on_attach(self.id) if self.alive else None))
-        self.world.at(attach_s + 0.2 + rng.random(), self.register)
+        self.world.at(attach_s + self.world.import_s(self.id), self.register)
 
     def register(self) -> None:
         if self.alive:
@@ -82,7 +84,24 @@ class Worker:
         if self.waiting:
             self.look_for_a_generation()
         elif self.active is not None and (self.entering or generation.urgent > self.active.epoch):
+            self.tell_of_end(
+                f"generation {generation.epoch} is urgent" if not self.entering else "there is a newer one"
+            )
             self.interrupt(generation.epoch - 1)
+
+    def note(self, text: str) -> None:
+        self.world.note(self.id, text, of_worker=True)
+
+    def tell_of_end(self, why: str) -> None:
+        """Note what it does not go on with."""
+        if not self.registered:
+            return
+        if self.entering:
+            self.note(f"gives up entering generation {self.generation().epoch}: {why}")
+        elif self.step < self.world.case.steps:
+            self.note(f"aborts step {self.step}: {why}")
+        else:
+            self.note(f"leaves the last barrier: {why}")
 
     def interrupt(self, past: int) -> None:
         self.at_op = None
@@ -107,16 +126,17 @@ class Worker:
     def enter(self, generation: Generation) -> None:
         self.active, self.entering, self.waiting, self.broke = generation, True, False, False
         self.broken_links = set()
+        self.note(f"enters generation {generation.epoch}")
         self.world.look_around_all()
         self.world.arrive(self, ("votes", 0), (self.step, self.entered, self.holds))
 
     def leave(self, generation: Generation) -> None:
         planned = self.id in generation.leaving
-        self.world.note(f"{self.id} leaves at step {self.step}")
+        self.note(f"leaves after {self.step} steps")
         self.waiting = False
         self.send_up(lambda: self.node.life.on_leaving(self.id))
         self.at_op, self.registered = None, False
-        self.world.at(self.world.delay_s(), lambda: self.end(0 if planned else 1, None))
+        self.world.at(self.world.delay_s(self.id), lambda: self.end(0 if planned else 1, None))
 
     def returning(self, epoch: int, op: Op, said: list[Any]) -> Callable[[], None]:
         def go_on() -> None:
@@ -135,6 +155,7 @@ class Worker:
     def losing(self, epoch: int, op: Op, peer: str) -> Callable[[], None]:
         def lose() -> None:
             if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+                self.tell_of_end(f"the link to {peer} is lost")
                 self.at_op = None
                 self.waiting, self.broke, self.past = True, not self.entering, epoch
                 self.world.at(0.03, lambda: self.probe(epoch, peer))
@@ -145,6 +166,7 @@ class Worker:
     def overtaken(self, epoch: int, op: Op, newer: int) -> Callable[[], None]:
         def leave_step() -> None:
             if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+                self.tell_of_end(f"a peer has entered generation {newer}")
                 self.interrupt(newer - 1)
 
         return leave_step
@@ -156,8 +178,13 @@ class Worker:
         lost = self.world.workers[peer]
         if lost.on_a_lost_machine:
             self.world.at(0.5, lambda: self.probe(epoch, peer))
+        elif self.world.apart(self.id, peer):
+            self.note(f"finds that the machine of {peer} does not answer")
+            self.send_up(lambda: self.node.life.on_broken(epoch, self.id, peer))
+            self.send_up(lambda: self.node.ask_others(epoch, node_of(peer)))
         else:
             dead = not lost.alive or peer in self.world.deaf
+            self.note(f"finds {peer} {'dead' if dead else 'alive'}")
             self.send_up(lambda: self.node.life.on_broken(epoch, self.id, peer) if not dead else None)
             self.send_up(lambda: self.node.life.on_unreachable(epoch, peer, dead, self.world.now_s))
 
@@ -165,14 +192,21 @@ class Worker:
         generation = self.generation()
         holders = [vote for vote in said if vote[2]]
         if not holders and generation.begun:
-            self.world.note(f"{self.id}: no member of epoch {generation.epoch} holds the state")
+            self.note(f"finds that no member of generation {generation.epoch} holds the state")
             self.end(1, None)
             return
         step = max((vote[0] for vote in holders), default=0)
         for their_step, entered, _ in holders:
-            assert their_step == step or (their_step == step - 1 and entered), f"votes {said} of {show(generation)}"
+            assert their_step == step or (their_step == step - 1 and entered), (
+                f"votes {said} of {generation_text(None, generation)}"
+            )
+        receives = bool(holders) and not self.holds
+        if receives:
+            self.note(f"receives the state after {step} steps")
+        elif holders and self.step < step:
+            self.note(f"applies step {self.step} after all: others have committed it")
         self.step, self.entered = step, False
-        self.world.at(self.world.delay_s(), lambda: self.seal(generation.epoch))
+        self.world.at(self.world.transfer_s(self.id, receives), lambda: self.seal(generation.epoch))
 
     def seal(self, epoch: int) -> None:
         if self.alive and not self.waiting and self.active is not None and self.active.epoch == epoch:
@@ -185,8 +219,11 @@ class Worker:
         self.send_up(lambda: self.node.life.on_settled(self.id, epoch))
         newest = self.newest
         if newest is not None and newest.urgent > self.generation().epoch:
+            self.tell_of_end(f"generation {newest.epoch} is urgent")
             self.interrupt(newest.epoch - 1)
         else:
+            if self.step < self.world.case.steps:
+                self.note(f"begins step {self.step}")
             self.next_step()
 
     def next_step(self) -> None:
@@ -212,6 +249,7 @@ class Worker:
             self.next_step()
 
     def finished(self, said: list[int]) -> None:
+        self.note("has finished")
         self.send_up(lambda: self.node.life.on_finished(self.id))
         self.registered = False
         self.world.at(0.1, lambda: self.end(0, None))
@@ -219,7 +257,7 @@ class Worker:
     def end(self, exitcode: int | None, number: int | None) -> None:
         if not self.alive:
             return
-        self.world.note(f"{self.id} ends: {exitcode if number is None else signal.Signals(number).name}")
+        self.note(f"exits with {exitcode}" if number is None else f"is ended by {signal.Signals(number).name}")
         self.alive, self.at_op = False, None
         now_s = self.world.now_s
         # Whatever it said before is read before its end is reported.
@@ -229,11 +267,3 @@ class Worker:
     def vanish(self) -> None:
         self.alive, self.on_a_lost_machine, self.at_op = False, True, None
         self.world.look_around_all()
-
-
-def show(generation: Generation) -> str:
-    return (
-        f"epoch {generation.epoch} {generation.stage.value} [{' '.join(generation.ids)}] urgent={generation.urgent} "
-        f"attempt={generation.attempt}{' HOLD' if generation.hold else ''} leaving={list(generation.leaving)} "
-        f"({generation.cause})"
-    )

@@ -9,8 +9,10 @@ from functools import partial
 import pytest
 
 from elaunch.rendezvous.membership import Generation, Stage, from_json
-from tests.unit.control_worker import STEP_S, show
+from tests.unit.control_faults import random_fault
+from tests.unit.control_worker import STEP_S
 from tests.unit.control_world import Case, World
+from tests.unit.transcript import generation_text, render
 
 FAULTS_S = 25.0  # faults come until here
 BOUND_S = 75.0  # so long after the last fault a job has a result, or all its workers train
@@ -45,7 +47,7 @@ def check_that_it_goes_on(world: World) -> None:
     if not case.elastic:
         assert generation.stage is Stage.START
         return
-    assert generation.stage is Stage.TRAIN, f"nobody trains: {show(generation)}"
+    assert generation.stage is Stage.TRAIN, f"nobody trains: {generation_text(None, generation)}"
     assert not generation.hold, "the job waits for nodes for ever"
     members = {one for one in generation.ids if world.workers[one].alive}
     assert members == set(generation.ids), f"dead members: {set(generation.ids) - members}"
@@ -72,13 +74,13 @@ def simulate(case: Case, fault: Callable[[World], None] | None = None) -> World:
         for _ in range(case.nodes):
             world.at(world.rng.random() * 0.5, world.add_node)
         for _ in range(case.faults):
-            world.at(world.rng.random() * FAULTS_S, world.fault)
+            world.at(world.rng.random() * FAULTS_S, partial(random_fault, world))
         if fault is not None:
             world.at(FAULTS_S / 2, partial(fault, world))
         world.run(100.0 + FAULTS_S + BOUND_S)
         check_that_it_goes_on(world)
     except AssertionError as error:
-        tail = "\n".join(world.trace[-TRACE_LINES:])
+        tail = "\n".join(render(world.events)[-TRACE_LINES:])
         pytest.fail(f"{error}\n{case}\n{tail}", pytrace=False)
     return world
 
