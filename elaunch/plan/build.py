@@ -12,7 +12,7 @@ from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_row
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Units that go through stages of their own.
+    """A run of units and the stages that they go through.
 
     Attributes:
         units: the logical micro-batches of this pipeline.
@@ -25,7 +25,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that are held by several replicas.
+    """Consecutive layers that several replicas hold.
 
     Attributes:
         layers: [lo, hi).
@@ -50,7 +50,7 @@ def symmetric(
     tp: int = 1,
     zero: Layout = "interleaved",
 ) -> Plan:
-    """The plan of a job that has lost nobody: `dp` equal pipelines of `pp` stages of `tp` workers each.
+    """Returns the plan of a job that has lost nobody: `dp` equal pipelines of `pp` stages of `tp` workers each.
 
     Worker (stage * dp + replica) * tp + tp_rank is where Megatron has it. Each replica does a contiguous run of units,
     ascending. Shares of units and of layers differ by at most one, the first ones are the larger.
@@ -82,7 +82,8 @@ def pipelines(
     zero: Layout = "interleaved",
     idle: Sequence[str] = (),
 ) -> Plan:
-    """Pipelines that may differ in depth, in where they cut the layers and in their share of the batch.
+    """Returns a plan of pipelines that may differ in depth, in where they cut the layers and in their share of the
+    batch.
 
     Micro-batches are whole units, ascending (Chameleon fig. 4; Oobleck's heterogeneous pipelines).
 
@@ -108,7 +109,7 @@ def stages(
     zero: Layout = "interleaved",
     idle: Sequence[str] = (),
 ) -> Plan:
-    """Stages that may differ in their number of replicas; all do the batch in the same turns.
+    """Returns a plan of stages that may differ in their number of replicas; all do the batch in the same turns.
 
     There are as many *lanes* as the widest stage has replicas. A lane is a contiguous run of units; in turn t the t-th
     unit of each lane is done. A stage with a replica in every lane does whole units. In a stage with fewer, each
@@ -151,7 +152,7 @@ def _turns(global_batch_size: int, micro_batch_size: int, n_lanes: int) -> Itera
 
 
 def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
-    """For [replica][turn] its micro-batch, maybe without rows."""
+    """Returns [replica][turn] -> micro-batch, which may have no rows."""
     present = [lane for lane, workers in enumerate(stage.replicas) if workers]
     if not present:
         raise PlanError(f"no workers are left for layers {stage.layers.start}:{stage.layers.stop}")
@@ -174,7 +175,7 @@ def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroB
 
 
 def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
-    """For [replica][turn] its micro-batch, maybe without rows."""
+    """Returns [replica][turn] -> micro-batch, which may have no rows."""
     weights = stage.shares or ()
     usable = {lane: weight for lane, weight in enumerate(weights) if weight > 0}
     if not usable or min(weights) < 0 or len(weights) != len(stage.replicas):
@@ -199,7 +200,7 @@ def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
 
 
 def _cut(runs: Sequence[range], sizes: Iterable[int]) -> Iterator[MicroBatch]:
-    """The slots of the runs in order, cut in consecutive parts of these sizes."""
+    """Cuts the slots of the runs, in order, into consecutive parts of these sizes."""
     left = list(reversed(runs))
     for size in sizes:
         part: list[range] = []
@@ -213,7 +214,7 @@ def _cut(runs: Sequence[range], sizes: Iterable[int]) -> Iterator[MicroBatch]:
 
 
 def _joined(runs: Sequence[range]) -> MicroBatch:
-    """The same slots in the same order; runs that follow each other directly become one."""
+    """Returns the same slots in the same order, with adjacent runs joined into one."""
     found: list[range] = []
     for run in runs:
         if found and found[-1].stop == run.start:

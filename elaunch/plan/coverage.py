@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Patch(NamedTuple):
-    """Slots [start, stop) of a band of layers, and the indices of the tiles on them, ascending.
+    """Slots [start, stop) of a band of layers, and the indices of the tiles that cover them, ascending.
 
     No tile is a gap, several are an overlap; a tile that does the slots twice is there twice.
     """
@@ -22,7 +22,7 @@ class Patch(NamedTuple):
 
 
 def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
-    """The bands of layers in which no tile begins or ends, in order, each with its patches in slot order.
+    """Returns the bands of layers in which no tile begins or ends, in order, each with its patches in slot order.
 
     The bands partition the layers and the patches of a band the slots; neighbouring patches differ in their tiles. What
     lies outside the rectangle is left out. Any plan will do, also an invalid one. The cost grows with the number of
@@ -37,7 +37,7 @@ def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
 
 
 def _joined(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
-    """The runs of a tile inside the batch; those that follow each other directly are joined."""
+    """Returns the runs of a tile inside the batch, with adjacent ones joined."""
     start = stop = 0
     for run in (run for micro_batch in tile.micro_batches for run in micro_batch if run):
         if run.start != stop:
@@ -50,7 +50,7 @@ def _joined(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
 
 
 def _patches(boxes: Iterable[tuple[int, int, int]], batch: int) -> list[Patch]:
-    """Sweeps over the slots; `boxes` are (start, stop, tile)."""
+    """Sweeps over the slots and returns the patches; `boxes` are (start, stop, tile)."""
     edges = [(slot, tile, begins) for start, stop, tile in boxes for slot, begins in ((start, True), (stop, False))]
     patches: list[Patch] = []
     active: list[int] = []

@@ -14,7 +14,7 @@ from elaunch.plan.views import once_per_plan
 
 @dataclass(frozen=True)
 class Part:
-    """Tiles that share neither micro-batches nor workers with others.
+    """Tiles that share neither micro-batches nor workers with any other tile.
 
     Attributes:
         plan: of these tiles alone; it does not cover all slots.
@@ -29,12 +29,12 @@ class Part:
 
 @once_per_plan
 def parts(plan: Plan) -> tuple[Part, ...]:
-    """The parts of a valid plan, by their first tile."""
+    """Returns the parts of a valid plan, ordered by their first tile."""
     return tuple(_part(plan, tiles) for tiles in _apart(plan))
 
 
 def _apart(plan: Plan) -> list[list[int]]:
-    """Tiles that share a unit or a worker are in the same list."""
+    """Groups the tiles: tiles that share a unit or a worker are in the same list."""
     leader: dict[Hashable, Hashable] = {}
 
     def find(one: Hashable) -> Hashable:

@@ -28,7 +28,7 @@ _MOST_HEIGHT = 640
 
 
 def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
-    """A drawing for a terminal, one symbol per tensor-parallel tuple, with a legend.
+    """Returns a drawing for a terminal, with one symbol per tensor-parallel tuple and a legend.
 
     A plan of more than `columns` slots or `rows` layers is drawn with several in a cell: the cell shows the first tuple
     in it, unless there is a gap or an overlap anywhere in it.
@@ -56,7 +56,7 @@ def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
 
 
 def to_svg(plan: Plan) -> str:
-    """A self-contained SVG: a rectangle per run of a tile, a colour per tensor-parallel tuple, a legend.
+    """Returns a self-contained SVG: a rectangle per run of a tile, a colour per tensor-parallel tuple, and a legend.
 
     Beyond 2,000 runs the rectangles are those of a grid of at most 96 × 40 cells, so the file stays small
     however large the plan. What is not done exactly once is outlined in red.
@@ -102,7 +102,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, outline: 
 
 
 def _grid(plan: Plan, per_column: int, per_row: int) -> list[list[int]]:
-    """For [row][column] the tile that is first in the cell, or _NOBODY or _SEVERAL if that is so anywhere in it."""
+    """Returns [row][column] -> the first tile in the cell, or _NOBODY or _SEVERAL if that holds anywhere in it."""
     n_rows, n_columns = -(-plan.n_layers // per_row), -(-plan.global_batch_size // per_column)
     empty = len(plan.tiles)
     grid = [[empty] * n_columns for _ in range(n_rows)]
@@ -118,12 +118,12 @@ def _grid(plan: Plan, per_column: int, per_row: int) -> list[list[int]]:
 
 
 def _stronger(old: int, new: int, empty: int) -> int:
-    """What a cell shows: an overlap before a gap before the tile that was there first."""
+    """Returns what a cell shows: an overlap rather than a gap, and a gap rather than the tile that was there first."""
     return min(old, new) if old < 0 or new < 0 or old == empty else old
 
 
 def _rectangles(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
-    """(layers, slots, colour, outline, description), what is wrong last, so that it is on top."""
+    """Yields (layers, slots, colour, outline, description), with errors last so that they are on top."""
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return
     if sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > _MOST_RECTANGLES:
@@ -182,6 +182,6 @@ def _ticks(size: int) -> range:
 
 
 def _colour(workers: tuple[str, ...]) -> str:
-    """From the names alone, so that a worker keeps its colour from plan to plan."""
+    """Returns a colour that depends on the names alone, so that a worker keeps it from plan to plan."""
     number = zlib.crc32(",".join(workers).encode())
     return f"hsl({number % 360},{45 + number // 360 % 40}%,{55 + number // 14400 % 25}%)"

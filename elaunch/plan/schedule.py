@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each worker, in order, and a global sequence that all of them are parts of."""
+    """The actions of each worker, in order, and the global sequence of which each of these orders is a part."""
 
     sequence: tuple[Action, ...]
     by_worker: Mapping[str, tuple[Action, ...]]
@@ -55,7 +55,7 @@ class Schedule:
 
 @once_per_plan
 def in_flight_limits(plan: Plan) -> tuple[int, ...]:
-    """How many micro-batches each tile may have done forward but not yet backward.
+    """Returns, for each tile, how many micro-batches may have done forward but not yet backward.
 
     1 for the last stage, and one more per stage before it, as in 1F1B. Where micro-batches of neighbouring tiles differ
     in number, a tile needs as many more as make up one of its consumer's.
@@ -74,7 +74,7 @@ def in_flight_limits(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _TileState:
-    """What can be done in a tile now, as heaps, and how many others each micro-batch still waits for."""
+    """The actions that a tile can do now, as heaps, and how many inputs each micro-batch still waits for."""
 
     forward: list[int]
     backward: list[int]
@@ -83,7 +83,7 @@ class _TileState:
 
 
 class _Run:
-    """One play-through on clocks that count layer-rows at these costs, with this kind of action before the other.
+    """One play-through on clocks that count layer-rows at these costs; it prefers actions of one kind.
 
     Workers are numbers here, in the order of the tiles.
     """
@@ -121,7 +121,7 @@ class _Run:
         self.sequence: list[Action] = []
 
     def play(self) -> tuple[int, tuple[Action, ...]]:
-        """When the last action ends, and all in the order in which they start."""
+        """Returns when the last action ends, and all actions in the order in which they start."""
         now = 0
         self._start(range(len(self.tiles_of)), now)
         total = 2 * sum(map(len, self.work))
@@ -144,7 +144,7 @@ class _Run:
                     self._begin(action, now)
 
     def _next(self, tile: int) -> Action | None:
-        """Of a tile, one of the first kind before others."""
+        """Returns the tile's next action, preferring the first kind; None if it has none."""
         if self.in_crews and not all(self.free[member] for member in self.crews[tile]):
             return None
         state, lane = self.states[tile], self.lane_of[tile]
@@ -154,7 +154,7 @@ class _Run:
         return Action("F", tile, state.forward[0]) if can_forward else None
 
     def _best(self, tiles: Sequence[int]) -> Action | None:
-        """Of several tiles one of the first kind; of several, that nearest to the end of the model, of first slots."""
+        """Returns the best next action of these tiles: first kind, then nearest to the end, then first slot."""
         best: tuple[bool, int, int, Action] | None = None
         for tile in tiles:
             action = self._next(tile)
@@ -181,7 +181,7 @@ class _Run:
         self.sequence.append(action)
 
     def _finish(self, action: Action, touched: dict[int, None]) -> None:
-        """Add who may have something to do now."""
+        """Ends an action and adds the tiles that may have something to do now."""
         kind, tile, micro_batch = action
         here = list(self.crews[tile])
         for worker in here:
@@ -205,7 +205,7 @@ class _Run:
         touched |= dict.fromkeys(here)
 
     def _force(self, now: int) -> None:
-        """Nothing runs, so a limit holds back all that is ready: lift it once, for what is nearest to the end."""
+        """Lifts one limit once, for the action nearest to the end: nothing runs, so limits hold all of it back."""
         ready = [index for index, state in enumerate(self.states) if state.forward]
         assert ready, "an unfinished step in which nothing is ready: the tiles feed each other in a circle"
         tile = max(ready, key=lambda index: (self.plan.tiles[index].layers.start, -index))
@@ -214,7 +214,7 @@ class _Run:
 
 @once_per_plan
 def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Of each tile those whose time has to be watched: of tuples that do nothing apart, the first member."""
+    """Returns, for each tile, the workers whose clocks matter: one per tuple, if every worker is in one tuple only."""
     tuples: dict[str, set[tuple[str, ...]]] = {}
     for tile in plan.tiles:
         for worker in tile.workers:
@@ -224,7 +224,7 @@ def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def _lanes(plan: Plan) -> list[int]:
-    """Which tiles share their in-flight limit: those of the same workers that have a layer in common."""
+    """Returns which tiles share their in-flight limit: those of the same workers that have a layer in common."""
     lanes: list[int] = []
     spans: list[tuple[tuple[str, ...], int, int]] = []
     for tile in plan.tiles:
@@ -251,7 +251,7 @@ def _lanes(plan: Plan) -> list[int]:
 
 @once_per_plan
 def schedule(plan: Plan) -> Schedule:
-    """Order the actions of a step; the same on every worker. O(actions x log actions) for few tiles per worker.
+    """Orders the actions of a step, alike on every worker. O(actions x log actions) for few tiles per worker.
 
     Each part of the plan by itself; those that are alike have the same order.
     """
@@ -265,7 +265,7 @@ def schedule(plan: Plan) -> Schedule:
 
 
 def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
-    """The schedule of a sequence of all actions of a step."""
+    """Returns the schedule that follows from a sequence of all actions of a step."""
     crews = _crews(plan)
     found: dict[str, list[Action]] = {}
     for action in sequence:
@@ -279,21 +279,21 @@ def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
 
 
 def sequences(part: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
-    """For each order the actions of a part of a plan, on clocks with these costs."""
+    """Returns, for each order, the actions of a part of a plan, on clocks with these costs."""
     backward_end, backward = _played(part, "B", costs)
     forward_end, forward = _played(part, "F", costs) if _differ(part, costs) else (backward_end, backward)
     return {"auto": forward if forward_end < backward_end else backward, "backward": backward, "forward": forward}
 
 
 def _sequence(part: Plan) -> tuple[Action, ...]:
-    """Of a part, in the order that the plan asks for; no other is played then."""
+    """Returns the actions of a part in the order that the plan asks for; no other order is played then."""
     if part.order == "auto" or not _differ(part, part.costs):
         return sequences(part, part.costs)[part.order]
     return _played(part, "F" if part.order == "forward" else "B", part.costs)[1]
 
 
 def _played(part: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[Action, ...]]:
-    """`_Run.play`, of each part once."""
+    """Returns what `_Run.play` does, played once for each part."""
     known = _known_runs(part)
     key = first, tuple(costs)
     if key not in known:
@@ -303,18 +303,18 @@ def _played(part: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[A
 
 @once_per_plan
 def _known_runs(part: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tuple[Action, ...]]]:
-    """Those of a part so far, by what comes first and costs."""
+    """Returns the runs of a part that were played so far, by first kind and costs."""
     return {}
 
 
 def _differ(plan: Plan, costs: Sequence[int]) -> bool:
-    """Whether orders can differ: not if all actions of a kind take as long."""
+    """Returns whether orders can differ; they cannot if all actions of a kind take equally long."""
     rows = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
     return len({cost * n for cost, here in rows for n in set(here)}) > 1
 
 
 def _row_costs(plan: Plan, costs: Sequence[int]) -> list[int]:
-    """Of each tile the cost of a row."""
+    """Returns the cost of a row in each tile."""
     before = list(accumulate(costs or [1] * plan.n_layers, initial=0))
     return [before[tile.layers.stop] - before[tile.layers.start] for tile in plan.tiles]
 
@@ -339,17 +339,17 @@ class Timeline:
 
     @cached_property
     def starts_s(self) -> Mapping[Action, float]:
-        """By action."""
+        """Returns the start of each action, in seconds."""
         return dict(zip(self.sequence, self.starts, strict=True))
 
     @cached_property
     def ends_s(self) -> Mapping[Action, float]:
-        """By action."""
+        """Returns the end of each action, in seconds."""
         return dict(zip(self.sequence, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
-        """The part of all workers' time in which they wait, 0..1."""
+        """Returns the part of all workers' time in which they wait, 0..1."""
         if not self.busy_s or not self.step_s:
             return 0.0
         return 1 - sum(self.busy_s.values()) / (len(self.busy_s) * self.step_s)
@@ -361,7 +361,7 @@ def timeline(
     action_s: ActionPrice,
     transfer_s: TransferPrice = lambda source, target, rows: 0.0,
 ) -> Timeline:
-    """Price a schedule: its critical path through computation and transfers (Chameleon eq. 11 by playing it through).
+    """Prices a schedule: plays its critical path through computation and transfers (Chameleon eq. 11).
 
     Args:
         plan: whose tiles the actions name.

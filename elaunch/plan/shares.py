@@ -17,14 +17,14 @@ _TILE = re.compile(r"layers 0:1 slots (\d+):(\d+) worker (\S+)")
 
 
 def micro_batches(global_batch_size: int, micro_batch_size: int) -> tuple[range, ...]:
-    """The slot range of each logical micro-batch, in order; the last one may be shorter."""
+    """Returns the slot range of each logical micro-batch, in order; the last one may be shorter."""
     _check_sizes(global_batch_size, micro_batch_size)
     starts = range(0, global_batch_size, micro_batch_size)
     return tuple(range(start, min(start + micro_batch_size, global_batch_size)) for start in starts)
 
 
 def share(n_units: int, n_members: int, index: int) -> range:
-    """The contiguous run of `n_units` that member `index` of `n_members` does.
+    """Returns the contiguous run of `n_units` units that member `index` of `n_members` does.
 
     The shares of all members cover every unit exactly once, in member order, and their sizes differ by at most one.
     With more members than units the last members get an empty range.
@@ -51,14 +51,14 @@ class DataParallelPlan:
 
     @classmethod
     def even(cls, global_batch_size: int, micro_batch_size: int, workers: Sequence[str]) -> DataParallelPlan:
-        """The plan that gives every worker the same number of micro-batches, give or take one."""
+        """Returns the plan that gives every worker the same number of micro-batches, give or take one."""
         n_units = len(micro_batches(global_batch_size, micro_batch_size))
         shares = ((worker, share(n_units, len(workers), rank)) for rank, worker in enumerate(workers))
         return cls(global_batch_size, micro_batch_size, tuple(shares))
 
     @classmethod
     def parse(cls, text: str) -> DataParallelPlan:
-        """Read the text form; only the form is checked, `validate` looks at the meaning.
+        """Reads the text form. Only the form is checked here; `validate` checks the meaning.
 
         Raises:
             ValueError: a line is not of the form that `str()` writes, or cuts a micro-batch.
@@ -88,23 +88,23 @@ class DataParallelPlan:
 
     @property
     def n_units(self) -> int:
-        """The number of micro-batches of a step."""
+        """Returns the number of micro-batches of a step."""
         return -(-self.global_batch_size // self.micro_batch_size)
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The workers in rank order."""
+        """Returns the workers in rank order."""
         return tuple(worker for worker, _ in self.units)
 
     def units_of(self, worker: str) -> range:
-        """The micro-batch indices of `worker`; ValueError if the plan does not know it."""
+        """Returns the micro-batch indices of `worker`; raises ValueError if the plan does not know it."""
         for name, units in self.units:
             if name == worker:
                 return units
         raise ValueError(f"worker {worker!r} is not in this plan of {', '.join(self.workers)}")
 
     def validate(self) -> None:
-        """Check that every slot of the step is done exactly once.
+        """Checks that every slot of the step is done exactly once.
 
         Raises:
             ValueError: says what is wrong and shows the rectangle.
@@ -145,7 +145,7 @@ class DataParallelPlan:
         return wrong
 
     def _rectangle(self) -> list[str]:
-        """One line per worker and one column per micro-batch (or per run of them, if there are many)."""
+        """Returns one line per worker and one column per micro-batch (or per run of them, if there are many)."""
         per_column = -(-self.n_units // _MOST_COLUMNS)
         columns = range(0, self.n_units, per_column)
         rows = self.units[:_MOST_ROWS]
@@ -159,7 +159,7 @@ class DataParallelPlan:
         return lines
 
     def _edge(self, unit: int) -> int:
-        """The first slot of a unit, for the one after the last: the size of the batch."""
+        """Returns the first slot of a unit; for the unit after the last, the size of the batch."""
         return min(unit * self.micro_batch_size, self.global_batch_size)
 
 

@@ -52,7 +52,7 @@ _RUNS = re.compile(r"\d+:\d+(?:\+\d+:\d+)*")
 
 
 class PlanError(ValueError):
-    """A plan that cannot be made, read or done."""
+    """A plan cannot be made, read or carried out."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read the text form; only the form is checked, `validate` looks at the meaning.
+        """Reads the text form. Only the form is checked here; `validate` checks the meaning.
 
         Raises:
             PlanError: names the line and what was expected there.
@@ -142,16 +142,16 @@ class Plan:
 
     @property
     def n_units(self) -> int:
-        """The number of logical micro-batches of a step."""
+        """Returns the number of logical micro-batches of a step."""
         return self.global_batch_size // self.micro_batch_size
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
-        """Each worker once, in the order of the tiles, then the idle ones."""
+        """Returns each worker once, in the order of the tiles, then the idle ones."""
         return tuple(dict.fromkeys(chain(*(tile.workers for tile in self.tiles), self.idle)))
 
     def tiles_of(self, worker: str) -> tuple[int, ...]:
-        """The indices of the tiles of `worker`, ascending; none for one that is idle or unknown."""
+        """Returns the indices of the tiles of `worker`, ascending; none for one that is idle or unknown."""
         return self._tiles_by_worker.get(worker, ())
 
     @cached_property
@@ -163,7 +163,7 @@ class Plan:
         return {worker: tuple(indices) for worker, indices in found.items()}
 
     def validate(self, members: Collection[str] | None = None) -> None:
-        """Check that every layer is done for every slot exactly once, by workers that cannot wait for each other.
+        """Checks that every layer is done for every slot exactly once, by workers that cannot wait for each other.
 
         Args:
             members: the workers of the generation. If given, they must be exactly those of the plan.
@@ -181,7 +181,7 @@ class Plan:
             raise PlanError(f"not a plan: {'; '.join([*wrong[:_MOST_FINDINGS], *more])}\n{draw(self)}")
 
     def renamed(self, names: Mapping[str, str]) -> Plan:
-        """The same plan for other workers; those that `names` does not have keep their name."""
+        """Returns the same plan for other workers; those that `names` does not have keep their name."""
 
         def new(workers: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(names.get(worker, worker) for worker in workers)
@@ -190,7 +190,7 @@ class Plan:
         return replace(self, tiles=tiles, idle=new(self.idle))
 
     def to_svg(self) -> str:
-        """A self-contained picture of the rectangle, as text of an SVG file."""
+        """Returns a self-contained picture of the rectangle, as text of an SVG file."""
         return to_svg(self)
 
     def _name(self, index: int) -> str:
@@ -248,7 +248,7 @@ class Plan:
             yield f"{', '.join(missing)} must have a tile or be idle: members of the job"
 
     def _bad_coverage(self) -> list[str]:
-        """What is not done exactly once; neighbouring bands of layers with the same finding are put together."""
+        """Returns what is not done exactly once; neighbouring bands of layers with the same finding are merged."""
         found: dict[tuple[int, int, tuple[int, ...]], list[range]] = {}
         for layers, patches in bands(self):
             for patch in patches:
@@ -270,12 +270,12 @@ class Plan:
 
 
 def n_rows(micro_batch: MicroBatch) -> int:
-    """The number of slots of a micro-batch."""
+    """Returns the number of slots of a micro-batch."""
     return sum(map(len, micro_batch))
 
 
 def size_findings(n_layers: int, global_batch_size: int, micro_batch_size: int) -> list[str]:
-    """What is wrong with the sizes of a plan, with sizes that would do."""
+    """Returns what is wrong with the sizes of a plan, and sizes that would work."""
     layers = [f"n_layers must be 1 or more, got {n_layers}"] if n_layers < 1 else []
     if global_batch_size < 1 or micro_batch_size < 1:
         sizes = f"global_batch_size {global_batch_size} and micro_batch_size {micro_batch_size}"
@@ -311,7 +311,7 @@ def _span(run: range) -> str:
 
 
 def _slots_text(micro_batches: tuple[MicroBatch, ...]) -> Iterator[str]:
-    """One word per micro-batch, or per sequence of equal ones that follow each other directly."""
+    """Returns one word per micro-batch, or per sequence of equal adjacent ones."""
     sequence: list[range] = []
     for micro_batch in micro_batches:
         if sequence and len(micro_batch) == 1:
@@ -334,7 +334,7 @@ def _sequence_text(runs: list[range]) -> Iterator[str]:
 
 
 def _read_slots(word: str, number: int) -> Iterator[MicroBatch]:
-    """The micro-batches of one word of a tile's line."""
+    """Reads the micro-batches of one word of a tile's line."""
     if steps := _STEPS.fullmatch(word):
         start, stop, size = map(int, steps.groups())
         if not size or start >= stop or (stop - start) % size:

@@ -15,7 +15,8 @@ from elaunch.plan.views import holders
 
 
 def transitional(old: Plan, new: Plan, members: tuple[str, ...]) -> Plan | None:
-    """A plan between two; None if there is none, since tensor-parallel tuples of both share some of their workers.
+    """Returns a plan between two; None if there is none, because tensor-parallel tuples of both share only some
+    workers.
 
     Each pipeline does the first half of its units under the old plan. Every tuple that holds a layer under the new one
     holds it here. Order and costs are those of the new one.
@@ -41,7 +42,7 @@ def transitional(old: Plan, new: Plan, members: tuple[str, ...]) -> Plan | None:
 
 
 def _first_halves(plan: Plan) -> set[int]:
-    """The units that the tiles of the first layer do first."""
+    """Returns the units that the tiles of the first layer do first."""
     found: set[int] = set()
     for tile in plan.tiles:
         if tile.layers.start == 0:
@@ -63,7 +64,7 @@ def _joined(old: Plan, new: Plan, early: set[int]) -> Plan:
 
 
 def _homeless(plan: Plan, new: Plan) -> set[int] | None:
-    """Units whose last part a tuple must do under the new plan, because it would hold nothing of a layer otherwise."""
+    """Returns the last units of a tuple that would otherwise hold nothing of one of its layers; None if none does."""
     here = [set(tuples) for tuples in holders(plan)]
     for tile in new.tiles:
         if any(tile.workers not in here[layer] for layer in tile.layers):
@@ -77,7 +78,7 @@ def _units(plan: Plan, runs: MicroBatch) -> list[int]:
 
 
 def _within(plan: Plan, runs: MicroBatch, units: set[int]) -> MicroBatch:
-    """The rows of a micro-batch that belong to some units; neighbouring runs put together."""
+    """Returns the rows of a micro-batch that belong to some units, with adjacent runs joined."""
     size = plan.micro_batch_size
     found: list[range] = []
     for run in runs:

@@ -34,7 +34,7 @@ class Feed:
 
     @property
     def n_rows(self) -> int:
-        """Of all its runs."""
+        """Returns the rows of all its runs together."""
         return sum(run[2] for run in self.runs)
 
 
@@ -68,7 +68,7 @@ class Shard:
 
 
 def once_per_plan(view: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """Keeps the value beside the fields, as `functools.cached_property` does: a large plan is slow to hash."""
+    """Caches a view beside the plan's fields, as `functools.cached_property` does: hashing a large plan is slow."""
     key = f"{view.__module__}.{view.__name__}"
 
     @wraps(view)
@@ -84,7 +84,8 @@ def once_per_plan(view: Callable[[Plan], T]) -> Callable[[Plan], T]:
 
 @once_per_plan
 def inputs(plan: Plan) -> Feeds:
-    """For [tile][micro-batch] the feeds that give its input rows, in row order; none for tiles that begin at layer 0.
+    """Returns [tile][micro-batch] -> the feeds that give its input rows, in row order; none for tiles that begin at
+    layer 0.
 
     The `tile` of a feed is the one that does the layer before for those slots.
     """
@@ -100,7 +101,8 @@ def inputs(plan: Plan) -> Feeds:
 
 @once_per_plan
 def outputs(plan: Plan) -> Feeds:
-    """The reverse of `inputs`: for [tile][micro-batch] who takes its output rows; none for tiles that end the model.
+    """Returns the reverse of `inputs`: [tile][micro-batch] -> the feeds that take its output rows; none at the model's
+    end.
 
     The `tile` of a feed is the one that takes the rows. Feeds are ordered by their first row here, then by tile and
     micro-batch.
@@ -115,7 +117,7 @@ def outputs(plan: Plan) -> Feeds:
 
 @once_per_plan
 def rows_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """For [tile][micro-batch] its rows."""
+    """Returns [tile][micro-batch] -> its number of rows."""
     # The stages of a pipeline mostly have the very same micro-batches.
     known = {id(tile.micro_batches): tuple(map(n_rows, tile.micro_batches)) for tile in plan.tiles}
     return tuple(known[id(tile.micro_batches)] for tile in plan.tiles)
@@ -123,13 +125,13 @@ def rows_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 @once_per_plan
 def sources(plan: Plan) -> Ends:
-    """`inputs` without the places of the rows."""
+    """Returns `inputs` without the places of the rows."""
     return _ends(inputs(plan))
 
 
 @once_per_plan
 def takers(plan: Plan) -> Ends:
-    """`outputs` without the places of the rows."""
+    """Returns `outputs` without the places of the rows."""
     return _ends(outputs(plan))
 
 
@@ -141,7 +143,7 @@ def _ends(feeds: Feeds) -> Ends:
 
 @once_per_plan
 def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """For each layer the distinct tensor-parallel tuples that hold it, ordered by their first slot."""
+    """Returns, for each layer, the distinct tensor-parallel tuples that hold it, ordered by their first slot."""
     found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(plan.n_layers)]
     for tile in plan.tiles:
         first = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)
@@ -152,7 +154,7 @@ def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 @once_per_plan
 def gradient_groups(plan: Plan) -> tuple[GradientGroup, ...]:
-    """The layers grouped by their holders (the same ones in the same order), by first layer."""
+    """Groups the layers by their holders (the same ones in the same order), ordered by first layer."""
     found: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for layer, replicas in enumerate(holders(plan)):
         found.setdefault(replicas, []).append(layer)
@@ -160,7 +162,7 @@ def gradient_groups(plan: Plan) -> tuple[GradientGroup, ...]:
 
 
 def rounds(groups: Sequence[GradientGroup]) -> tuple[tuple[int, ...], ...]:
-    """The indices of the groups, put in rounds such that no worker has two reductions in the same round.
+    """Puts the indices of the groups into rounds such that no worker has two reductions in the same round.
 
     Greedy colouring in the order of the groups (Chameleon IV-B): each goes to the first round without its workers. So
     there are at most d + 1 rounds if no group shares workers with more than d others. Groups of one replica need no
@@ -182,7 +184,8 @@ def rounds(groups: Sequence[GradientGroup]) -> tuple[tuple[int, ...], ...]:
 
 
 def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tuple[tuple[Shard, ...], ...]:
-    """Who owns which optimizer state: for each layer disjoint, non-empty shards of its flat vector, ascending.
+    """Returns, for each layer, who owns which optimizer state: disjoint, non-empty shards of its flat vector,
+    ascending.
 
     interleaved: each layer is cut evenly over its holders, replica j owns the j-th cut (ElasWave 6.3).
     contiguous: the layers of a gradient group, one after the other, are cut evenly over its replicas; a shard may be a
@@ -211,7 +214,7 @@ def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tu
 
 
 def rows_by_unit(plan: Plan, micro_batch: MicroBatch) -> tuple[tuple[int, range, int], ...]:
-    """The parts of units that a micro-batch consists of: (unit, rows inside that unit, first row in the micro-batch).
+    """Returns the parts of units of which a micro-batch consists: (unit, rows inside it, first row in the micro-batch).
 
     In row order; parts of a unit that follow each other in both are put together.
     """
@@ -230,7 +233,7 @@ def rows_by_unit(plan: Plan, micro_batch: MicroBatch) -> tuple[tuple[int, range,
 
 
 def unit_of(plan: Plan, micro_batch: MicroBatch) -> int | None:
-    """The unit that the rows of a micro-batch are, all of them and in order; None if they are anything else."""
+    """Returns the unit whose rows, all and in order, a micro-batch has; None if it has any other rows."""
     parts = rows_by_unit(plan, micro_batch)
     return parts[0][0] if len(parts) == 1 and len(parts[0][1]) == plan.micro_batch_size else None
 
@@ -240,7 +243,7 @@ _Source = tuple[int, int, int, int, int]
 
 
 def _slots_of_layer(plan: Plan, layer: int) -> list[_Source]:
-    """Who does which slots of a layer, by slot; every slot once, because the plan is valid."""
+    """Returns who does which slots of a layer, by slot; every slot comes once, because the plan is valid."""
     found: list[_Source] = []
     for index, tile in enumerate(plan.tiles):
         if layer not in tile.layers:
@@ -274,7 +277,7 @@ def _by_source_row(feed: Feed) -> tuple[int, int, int]:
 
 
 def _cut(lengths: Sequence[int], n_replicas: int, align: int) -> Iterator[tuple[Shard, ...]]:
-    """For each of these vectors, padded to `align` and joined, its shards under an even cut of the whole."""
+    """Yields the shards of each of these vectors, padded to `align` and joined, under an even cut of the whole."""
     ends = list(accumulate((-(-length // align) for length in lengths), initial=0))
     cuts = [replica * ends[-1] // n_replicas for replica in range(n_replicas + 1)]
     for length, (first, last) in zip(lengths, pairwise(ends)):

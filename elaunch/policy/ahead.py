@@ -33,7 +33,7 @@ from elaunch.rendezvous.membership import by_node, incarnation, slot_of
 def events(
     members: Sequence[str], me: str, last_lost: Sequence[str] = (), again: bool = False, without: Sequence[str] = ()
 ) -> list[Event]:
-    """The events that are likely to come next and after which `me` is the first member, the likeliest first.
+    """Returns the events that are likely to come next and after which `me` is the first member, the likeliest first.
 
     Those who were lost last return, together or one of them: a replacement is started at once. Or somebody is lost, or
     a node with all its workers.
@@ -63,7 +63,7 @@ def _first(event: Event, members: Iterable[str]) -> str | None:
 
 
 class Key(NamedTuple):
-    """All that a plan is made of, as texts; a newcomer's incarnation is left out.
+    """All that determines a plan, as texts; a newcomer's incarnation is left out.
 
     Attributes:
         now: the plan before.
@@ -81,7 +81,7 @@ class Key(NamedTuple):
 
 
 def key(now: Plan, home: Plan, members: Sequence[str], settings: Settings, profile: str) -> Key:
-    """Under which a plan is kept; `profile` is the digest."""
+    """Returns the key under which a plan is kept; `profile` is its digest."""
     known = {*now.workers, *home.workers}
     slots = Counter(map(slot_of, members))
 
@@ -95,7 +95,7 @@ def key(now: Plan, home: Plan, members: Sequence[str], settings: Settings, profi
 
 
 def digest(profile: str) -> str:
-    """Identity of a profile in its JSON form."""
+    """Returns the identity of a profile in its JSON form."""
     return hashlib.sha256(profile.encode()).hexdigest()
 
 
@@ -117,11 +117,11 @@ class Cache:
 
     @property
     def left(self) -> int:
-        """Events without an answer."""
+        """Returns the number of events without an answer."""
         return len(self._left)
 
     def take(self, answer: Answer) -> None:
-        """Keep an answer, if it is one to this job."""
+        """Keeps an answer if it belongs to this job."""
         if answer.number != self.job.number or answer.event not in self._left:
             return
         if answer.choice is not None:
@@ -131,7 +131,7 @@ class Cache:
         self._left.remove(answer.event)
 
     def find(self, wanted: Key, members: Sequence[str]) -> Choice | None:
-        """The choice for exactly these members, whose key is `wanted`; None: there is none that can be used."""
+        """Returns the choice for exactly these members, whose key is `wanted`; None if none can be used."""
         made_for, text = self._found.get(wanted, ((), ""))
         if not text:
             return None
@@ -148,7 +148,7 @@ class Cache:
 
 
 class Planner(Protocol):
-    """What makes the plans: a `Process`, or in tests something like it."""
+    """Something that makes plans: a `Process`, or a substitute in tests."""
 
     @property
     def ended(self) -> bool: ...
@@ -159,7 +159,7 @@ class Planner(Protocol):
 
 
 class Ahead:
-    """Plans for the next likely events, seen from one worker. What goes wrong in making them is a miss, never an error.
+    """Plans for the next likely events, seen from one worker. A failure to make them is a miss, never an error.
 
     Its methods may be called by any thread. In a process that was forked off, it does nothing and finds nothing.
 
@@ -187,7 +187,7 @@ class Ahead:
 
     @property
     def left(self) -> int:
-        """Events of the last `begin` for which no answer has come yet."""
+        """Returns the number of events of the last `begin` for which no answer has come yet."""
         cache = self._cache
         return 0 if cache is None else cache.left
 
@@ -202,7 +202,7 @@ class Ahead:
         again: bool = False,
         without: Sequence[str] = (),
     ) -> None:
-        """Make plans for what may happen to these members, in place of whatever was begun before. Returns at once.
+        """Starts to plan for what may happen to these members, in place of whatever was begun before. Returns at once.
 
         Args:
             now: under which the state is distributed.
@@ -240,7 +240,7 @@ class Ahead:
                 self._planner.send(job)
 
     def find(self, now: Plan, home: Plan, members: Sequence[str], profile: Profile | None = None) -> Choice | None:
-        """What `choose` gives for these arguments, if it is there already. Returns at once.
+        """Returns what `choose` gives for these arguments if it is there already, else None. Returns at once.
 
         Args:
             now, home, members: as for `choose`.
@@ -253,7 +253,7 @@ class Ahead:
         return cache.find(key(now, home, members, self.settings, made_with), members)
 
     def close(self) -> None:
-        """End the process, in a second or two at most. Called by itself at the end of this process."""
+        """Ends the process, within a second or two. Called automatically at the end of this process."""
         if os.getpid() != self._pid:
             return
         with self._lock:

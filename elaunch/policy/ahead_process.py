@@ -51,13 +51,13 @@ class Event:
     joined: tuple[str, ...] = ()
 
     def members(self, before: Sequence[str]) -> tuple[str, ...]:
-        """Who there is afterwards, in order of ranks."""
+        """Returns the members afterwards, in order of ranks."""
         return (*(worker for worker in before if worker not in self.lost), *self.joined)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of the process.
+    """A request to the process.
 
     Attributes:
         number: of the job, for its answers.
@@ -78,12 +78,12 @@ class Job:
     events: tuple[Event, ...]
 
     def to_json(self) -> str:
-        """The JSON form, on one line; `from_json` gives the same job."""
+        """Returns the JSON form, on one line; `from_json` gives the same job."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Job:
-        """Read the JSON form; what is none raises whatever comes of it."""
+        """Reads the JSON form; on other text it raises whatever error results."""
         fields = json.loads(text)
         events = [Event(tuple(one["lost"]), tuple(one["joined"])) for one in fields["events"]]
         return cls(**fields | {"members": tuple(fields["members"]), "events": tuple(events)})
@@ -91,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the process says of an event.
+    """The process's answer for one event.
 
     Attributes:
         number: of the job.
@@ -106,12 +106,12 @@ class Answer:
     refused: str = ""
 
     def to_json(self) -> str:
-        """The JSON form, on one line; `from_json` gives the same answer."""
+        """Returns the JSON form, on one line; `from_json` gives the same answer."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Answer:
-        """Read the JSON form.
+        """Reads the JSON form.
 
         Raises:
             ProtocolError: it is none.
@@ -127,7 +127,7 @@ class Answer:
 
 
 def answers(job: Job) -> Iterator[Answer]:
-    """Make the plans for the events of a job, one after the other. An error of one is its answer."""
+    """Makes the plans for the events of a job, one after the other; an error becomes that event's answer."""
     for place, event in enumerate(job.events):
         try:
             now, home = Plan.parse(job.now), Plan.parse(job.home)
@@ -177,20 +177,20 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Returns its process id."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """It was seen to end: what it is sent is lost."""
+        """Returns whether it was seen to end: then whatever it is sent is lost."""
         return not self._threads[0].is_alive()
 
     def send(self, job: Job) -> None:
-        """Give it a job, in place of those before."""
+        """Gives it a job, in place of earlier ones."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End it: by itself in CLOSE_S, else by force."""
+        """Ends it: lets it end by itself within CLOSE_S, else kills it."""
         reader = self._threads[0]
         self._jobs.put(None)
         reader.join(CLOSE_S)
@@ -229,7 +229,7 @@ class Process:
 
 
 def _environment() -> dict[str, str]:
-    """In which the process finds the same elaunch, and computes in one thread."""
+    """Returns the environment in which the process finds the same elaunch and computes in one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     folder = Path(elaunch.__file__).absolute().parent.parent
     if folder.name not in ("site-packages", "dist-packages"):  # there it is found anyway
@@ -238,7 +238,7 @@ def _environment() -> dict[str, str]:
 
 
 def _newest(queue: SimpleQueue[Any]) -> Any:
-    """What was put last; waits until there is something."""
+    """Returns the item that was put last; waits until there is one."""
     found = queue.get()
     while not queue.empty():
         found = queue.get()
@@ -249,7 +249,7 @@ def _newest(queue: SimpleQueue[Any]) -> Any:
 
 
 def main(nice: int) -> None:
-    """Do the newest job again and again."""
+    """Does the newest job, again and again."""
     os.nice(nice)
     lines: SimpleQueue[bytes] = SimpleQueue()
     threads.start("elaunch-ahead-listen", lambda: _listen(lines), lambda error: os._exit(1))

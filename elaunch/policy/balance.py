@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def shared_out(n_items: int, costs: Sequence[float], least: int = 0, first: Sequence[float] | None = None) -> list[int]:
-    """How many items each bin gets, such that the greatest load is least; a load is first + items x cost.
+    """Returns how many items each bin gets so that the greatest load is least; a load is first + items x cost.
 
     Each item goes where the load is then smallest, which is exact: O(items x log bins).
 

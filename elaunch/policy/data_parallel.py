@@ -15,7 +15,7 @@ from elaunch.policy.profile import Profile
 
 
 def tiling(plan: DataParallelPlan) -> Plan:
-    """The same as an execution plan: one layer, a slot for each micro-batch."""
+    """Returns the same as an execution plan: one layer, with a slot for each micro-batch."""
     tiles = tuple(
         Tile(range(1), tuple((range(unit, unit + 1),) for unit in units), (worker,))
         for worker, units in plan.units
@@ -25,7 +25,7 @@ def tiling(plan: DataParallelPlan) -> Plan:
 
 
 def shares(plan: Plan, sizes: DataParallelPlan, members: Sequence[str], profile: Profile) -> DataParallelPlan:
-    """What `tiling` gives, back: with the sizes of `sizes`.
+    """Reverses `tiling`: returns the data-parallel plan, with the sizes of `sizes`.
 
     Members that are alike get as even shares as there are, so that a plan does not depend on how it came about.
 

@@ -65,17 +65,17 @@ class ClockRange:
 
     @property
     def min_mhz(self) -> int:
-        """The lowest that is supported."""
+        """Returns the lowest supported clock."""
         return self.supported_mhz[0]
 
     @property
     def max_mhz(self) -> int:
-        """The highest that is supported."""
+        """Returns the highest supported clock."""
         return self.supported_mhz[-1]
 
     @property
     def above_base_mhz(self) -> tuple[int, ...]:
-        """Those that are higher than the base, ascending."""
+        """Returns the clocks that are higher than the base, ascending."""
         return self.supported_mhz[bisect_right(self.supported_mhz, self.base_mhz) :]
 
 
@@ -99,16 +99,16 @@ class Clocking:
 
     @property
     def reached(self) -> bool:
-        """Nobody waits for a straggler any more."""
+        """Returns whether nobody waits for a straggler any more."""
         return self.after_s <= _at_most(self.target_s)
 
     def clock_mhz(self, worker: str) -> int | None:
-        """Of a worker's device; None: not to be locked."""
+        """Returns the clock at which to lock a worker's device; None: it is not to be locked."""
         return self.clocks_mhz.get(slot_of(worker))
 
 
 def slowdown(mhz: float, base_mhz: float, memory_bound: float = 0.0) -> float:
-    """By how much the seconds of computing at `base_mhz` are to be multiplied for those at `mhz`.
+    """Returns the factor from seconds of computing at `base_mhz` to those at `mhz`.
 
     Args:
         mhz: above 0.
@@ -119,7 +119,7 @@ def slowdown(mhz: float, base_mhz: float, memory_bound: float = 0.0) -> float:
 
 
 def clocked(profile: Profile, clocks_mhz: Mapping[str, int], devices: Mapping[str, ClockRange]) -> Profile:
-    """The profile with devices at other clocks.
+    """Returns the profile with devices at other clocks.
 
     Args:
         profile: measured at each device's `measured_mhz`.
@@ -136,7 +136,7 @@ def clocked(profile: Profile, clocks_mhz: Mapping[str, int], devices: Mapping[st
 
 
 def upclocked(plan: Plan, profile: Profile, devices: Mapping[str, ClockRange]) -> Clocking:
-    """The lowest clocks of stragglers at which a step takes as long as their peers allow, or as near as they can get.
+    """Returns the lowest clocks of stragglers at which a step takes as long as their peers allow, or nearly so.
 
     A worker's peers are as busy as the median worker; if that one is among the busiest, as the busiest of the others.
     One step is estimated for each halving of the stragglers' clocks: O(log(stragglers x clocks)) of them.
@@ -186,7 +186,7 @@ def upclocked(plan: Plan, profile: Profile, devices: Mapping[str, ClockRange]) -
 
 
 def _busy_s(plan: Plan, profile: Profile) -> dict[str, float]:
-    """By slot, what a worker computes in a step; without waiting for slower partners of its tuple."""
+    """Returns, by slot, the seconds that a worker computes in a step, not counting waits in its tuple."""
     found: dict[str, float] = defaultdict(float)
     for tile in plan.tiles:
         sizes = Counter(n_rows(runs) for runs in tile.micro_batches)
@@ -209,7 +209,7 @@ def _peers_s(busy_s: Iterable[float]) -> float:
 def _lowest_clocks(
     level_s: float, stragglers: Mapping[str, float], devices: Mapping[str, ClockRange], memory_bound: float
 ) -> dict[str, int]:
-    """By slot, the lowest clock at which it computes for no longer than `level_s`, or the highest there is."""
+    """Returns, by slot, the lowest clock at which it computes for at most `level_s`, or the highest there is."""
     found = {}
     enough_s = level_s * (1 + ROUNDING)
     for slot, busy_s in stragglers.items():
@@ -224,7 +224,7 @@ def _lowest_clocks(
 def _levels(
     peers_s: float, stragglers: Mapping[str, float], devices: Mapping[str, ClockRange], memory_bound: float
 ) -> list[float]:
-    """Every level at which the clock of some straggler changes, the highest first; the last is that of the peers."""
+    """Returns every level at which the clock of some straggler changes, highest first; the peers' is the last."""
     found = {peers_s}
     for busy_s, device in {(busy_s, devices[slot]) for slot, busy_s in stragglers.items() if slot in devices}:
         clocks_mhz = (device.base_mhz, *device.above_base_mhz)
@@ -237,7 +237,7 @@ def _seconds(busy_s: float, base_mhz: int, clocks_mhz: Sequence[int], memory_bou
 
 
 def _with_speeds(profile: Profile, speeds: Mapping[str, float]) -> Profile:
-    """The profile with workers of another speed, by slot."""
+    """Returns the profile with other speeds of workers, by slot."""
     if not speeds:
         return profile
     usual = WorkerProfile()
@@ -250,7 +250,7 @@ def _at_most(target_s: float) -> float:
 
 
 def span_text(clocks_mhz: Sequence[int]) -> str:
-    """The lowest and the highest of ascending clocks."""
+    """Returns the lowest and the highest of ascending clocks, as text."""
     return f"{clocks_mhz[0]}..{clocks_mhz[-1]} MHz" if clocks_mhz else "none"
 
 

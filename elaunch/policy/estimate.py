@@ -38,13 +38,13 @@ class StepEstimate:
     peak_bytes: Mapping[str, int]
 
     def over(self, profile: Profile) -> dict[str, tuple[int, float]]:
-        """By worker that needs more memory than it may use: what it needs, and what it may use."""
+        """Returns, for each worker that needs more memory than it may use, the bytes needed and allowed."""
         caps = {worker: profile.cap_bytes(worker) for worker in self.peak_bytes}
         return {worker: (n, caps[worker]) for worker, n in self.peak_bytes.items() if n > caps[worker]}
 
 
 def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
-    """Play a step of a valid plan through.
+    """Plays a step of a valid plan through and returns its seconds and memory.
 
     Raises:
         PlanError: the profile is for another number of layers.
@@ -58,7 +58,7 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
 
 
 def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
-    """The plan with the order and the costs under which its step is fastest, and the estimate of that.
+    """Returns the plan with the order and the costs under which its step is fastest, and the estimate of that step.
 
     Costs are those of the profile, or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
     What does not fit in memory comes after what does; of equal ones that with the shorter text is taken.
@@ -93,7 +93,9 @@ def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
 
 
 def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
-    """By worker with a tile: parameters, their gradients, and its part of masters and optimizer states."""
+    """Returns, by worker with a tile, the bytes of parameters, their gradients, and its part of masters and optimizer
+    states.
+    """
     found: dict[str, float] = defaultdict(float)
     for layer, tuples in zip(profile.layers, holders(plan), strict=True):
         for workers in tuples:
@@ -104,7 +106,7 @@ def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
 
 
 def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
-    """Of a tuple with some layers: parameters, gradients, its part of the optimizer, activations (Suika A.3).
+    """Returns the bytes that a tuple needs for a stage: parameters, gradients, optimizer part, activations (Suika A.3).
 
     Args:
         profile: of the model.
@@ -118,7 +120,7 @@ def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float
 
 
 def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
-    """Seconds of `n` micro-batches through one pipeline by 1F1B, whose stages may differ (Chameleon eq. 11).
+    """Returns the seconds of `n` micro-batches through one 1F1B pipeline, whose stages may differ (Chameleon eq. 11).
 
     Args:
         forward_s: of each stage, for a micro-batch.
@@ -148,7 +150,9 @@ def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) 
 
 
 def long_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
-    """As `pipeline_s`; once it has filled, each further micro-batch takes as long as the one before."""
+    """Approximates `pipeline_s`: once the pipeline has filled, each further micro-batch takes as long as the one
+    before.
+    """
     short = 3 * len(forward_s)
     if n <= short + 2:
         return pipeline_s(forward_s, backward_s, n)
@@ -161,7 +165,9 @@ def long_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: 
 
 @dataclass(frozen=True)
 class _Played:
-    """Of the workers of a part, in their order: end of their actions, length of the last, computing, activations."""
+    """Figures of the workers of a part, in their order: end of their actions, length of the last, computing,
+    activations.
+    """
 
     ends_s: tuple[float, ...]
     last_s: tuple[float, ...]
@@ -173,7 +179,7 @@ T = TypeVar("T")
 
 
 def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple[Part, T]]:
-    """The parts of a plan with what playing them gives; those that are alike are played once."""
+    """Returns the parts of a plan with the result of playing each; parts that are alike are played once."""
     known: dict[Hashable, T] = {}
     found = []
     for part in parts(plan):
@@ -203,7 +209,7 @@ def _joined(each: Sequence[tuple[Part, _Played]], rest: _Rest) -> StepEstimate:
 
 
 class _Rest:
-    """What a step takes beside its actions, whatever their order."""
+    """The costs of a step beside its actions, whatever their order."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
@@ -212,12 +218,12 @@ class _Rest:
         self.fixed = static_bytes(plan, profile)
 
     def tail_s(self, worker: str, last_s: float) -> float:
-        """Of a worker after its last action, which took `last_s`."""
+        """Returns the seconds of a worker after its last action, which took `last_s`."""
         return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
 
 
 def _likeness(part: Part, profile: Profile) -> Hashable:
-    """Parts with equal ones take as long."""
+    """Returns a key; parts with equal keys take equally long."""
     if not profile.workers and not profile.links:
         return part.shape
     speeds = tuple(profile.tile_speed(tile) for tile in part.plan.tiles)
@@ -262,7 +268,7 @@ def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
 
 
 def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """By worker, the seconds of reducing gradients, of sharing new values and of the optimizer's step."""
+    """Returns, by worker, the seconds of reducing gradients, of sharing new values and of the optimizer's step."""
     reduced: dict[str, float] = defaultdict(float)
     shared: dict[str, float] = defaultdict(float)
     updated: dict[str, float] = defaultdict(float)
@@ -285,7 +291,7 @@ def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[
 
 
 def _not_hidden(computing_s: float, telling_s: float, overlap: float) -> float:
-    """What remains of `telling_s` beside `computing_s` (Suika A.2, with the exponent 1/k)."""
+    """Returns what remains of `telling_s` beside `computing_s` (Suika A.2, with the exponent 1/k)."""
     longer, shorter = max(computing_s, telling_s), min(computing_s, telling_s)
     if not longer or math.isinf(overlap):
         return longer - computing_s

@@ -42,7 +42,7 @@ class _Grown:
 def expanded(
     plan: Plan, members: Sequence[str], profile: Profile, *, window: int = WINDOW, widths: Sequence[int] = ()
 ) -> Plan:
-    """The fastest plan that uses the members that `plan` leaves idle, or some of them.
+    """Returns the fastest plan that uses the members that `plan` leaves idle, or some of them.
 
     Args:
         plan: valid; its workers, as far as they are members, are the base.
@@ -89,7 +89,7 @@ def expanded(
 
 
 def _whole(stage: Stage) -> Stage:
-    """Without empty lanes, and without weights."""
+    """Returns the stage without empty lanes and without weights."""
     return Stage(stage.layers, tuple(filter(None, stage.replicas)))
 
 
@@ -98,7 +98,7 @@ def _padded(stage: Stage, n_lanes: int) -> Stage:
 
 
 def _by_affinity(new: Sequence[tuple[str, ...]], busy: Sequence[str], profile: Profile) -> list[tuple[str, ...]]:
-    """Those with the best link to a worker of the job first; of equal ones, those of a node together."""
+    """Sorts tuples: the best link to a worker of the job first; among equal ones, those of a node together."""
     nodes = {node_of(worker) for worker in busy}
     nearest = {node: next(worker for worker in busy if node_of(worker) == node) for node in nodes}
 
@@ -110,7 +110,7 @@ def _by_affinity(new: Sequence[tuple[str, ...]], busy: Sequence[str], profile: P
 
 
 def _grouped(new: Sequence[tuple[str, ...]], n_busy: int) -> list[list[tuple[str, ...]]]:
-    """Neighbours of one node, as many together as the size of the job suggests."""
+    """Groups neighbours of one node, as many together as the size of the job suggests."""
     size = max(1, min(math.ceil(n_busy / len(new[0]) / GROUPS), MOST_GROUP))
     found: list[list[tuple[str, ...]]] = []
     for workers in new:
@@ -125,7 +125,7 @@ def _grouped(new: Sequence[tuple[str, ...]], n_busy: int) -> list[list[tuple[str
 def _ways(
     plan: Plan, before: Skeleton, joining: Sequence[tuple[str, ...]], profile: Profile, widths: Sequence[int]
 ) -> Iterator[_Grown]:
-    """The base with newcomers as a stage, as replicas of a stage, or as partners of a stage's tuples."""
+    """Yields the base with newcomers as a stage, as replicas of a stage, or as partners of a stage's tuples."""
     skeletons: list[Skeleton] = []
     if len(before) < plan.n_layers:
         # Where the stage comes makes no difference here: layers are cut anew in any case.
@@ -146,7 +146,7 @@ def _ways(
 
 
 def _as_wide(plan: Plan, joining: Sequence[tuple[str, ...]], width: int) -> Sequence[tuple[str, ...]] | None:
-    """The newcomers in tuples of this width, each on one node; None: some are left over."""
+    """Returns the newcomers in tuples of this width, each on one node; None if some are left over."""
     if len(joining[0]) == width:
         return joining
     found, rest = tuples_of(plan, [worker for workers in joining for worker in workers], width)
@@ -154,7 +154,7 @@ def _as_wide(plan: Plan, joining: Sequence[tuple[str, ...]], width: int) -> Sequ
 
 
 def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Stage | None:
-    """The stage with tuples of greater width; newcomers go to tuples on their node."""
+    """Returns the stage with wider tuples, in which newcomers join tuples on their node; None if they cannot."""
     left = [worker for workers in joining for worker in workers]
     width = len(stage.replicas[0]) + len(left) / len(stage.replicas)
     if width not in widths:
@@ -171,7 +171,7 @@ def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence
 
 
 def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile) -> _Grown | None:
-    """A skeleton with the seconds of a step by Suika's closed form (A.2), if all layers were alike; None: not possible.
+    """Returns a skeleton with its step's seconds by Suika's closed form (A.2), for equal layers; None if not possible.
 
     `balanced` looks at the layers as they are, for the few skeletons that are best.
     """
@@ -188,7 +188,7 @@ def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile) -> _Grown | 
 
 
 def _layer_s(stage: Stage, profile: Profile, rows: int) -> float:
-    """Seconds of an average layer for the rows of a turn."""
+    """Returns the seconds of an average layer for the rows of a turn."""
     width, n = len(stage.replicas[0]), len(profile.layers)
     factor = pace(with_rows(stage, profile), profile, rows) if profile.workers else rows / len(stage.replicas)
     every = range(n)
@@ -197,7 +197,7 @@ def _layer_s(stage: Stage, profile: Profile, rows: int) -> float:
 
 
 def _fits(skeleton: Sequence[Stage], layers: Sequence[int], profile: Profile, rows: int, turns: int) -> bool:
-    """Whether average layers fit."""
+    """Returns whether average layers fit in memory."""
     every = range(len(profile.layers))
     for place, (stage, n) in enumerate(zip(skeleton, layers, strict=True)):
         replicas = len(stage.replicas)

@@ -19,13 +19,13 @@ MOST_SINGLY = 1500
 
 
 def prepare(n_tuples: int) -> None:
-    """Import what it takes to match so many tuples, before a job waits for it."""
+    """Imports what matching so many tuples needs, before a job waits for it."""
     if n_tuples > FEW:
         importlib.import_module("scipy.optimize")
 
 
 def matched(tuples: Sequence[tuple[str, ...]], roles: Sequence[range], before: Plan, profile: Profile) -> list[int]:
-    """For each role the index of its tuple; the sum of the bytes to be received is least.
+    """Returns, for each role, the index of its tuple, such that the fewest bytes have to be received in all.
 
     Args:
         tuples: at least as many as roles.
@@ -53,7 +53,7 @@ def matched(tuples: Sequence[tuple[str, ...]], roles: Sequence[range], before: P
 
 
 def assigned(costs: Sequence[Sequence[float]]) -> list[int]:
-    """For each row a column of its own, such that the sum of the costs is least; at least as many columns as rows.
+    """Returns a different column for each row, such that the sum of the costs is least; needs as many columns as rows.
 
     Rows are taken on one by one, each along a shortest augmenting path: O(rows^2 x columns).
     """
@@ -102,7 +102,9 @@ def _singly(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple
 
 
 def _by_kind(lacking: Sequence[Sequence[float]], role_kinds: Sequence[int], tuple_kinds: Sequence[int]) -> list[int]:
-    """As a transport of tuples of a kind to roles of a kind: a linear programme whose vertices are whole."""
+    """Solves the matching as a transport of kinds of tuples to kinds of roles: a linear programme, whole at its
+    vertices.
+    """
     import numpy as np
     from scipy.optimize import linprog
 

@@ -66,7 +66,7 @@ class Turn(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A turn of a model that is a single layer."""
+    """A turn of a model that is treated as a single layer."""
 
     layer: int
     rows: int
@@ -77,13 +77,13 @@ class Step:
 
     @classmethod
     def of(cls, seconds: float, rows: int) -> Step:
-        """Both ways together."""
+        """Returns a step from its seconds, forward and backward together."""
         return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one worker has measured.
+    """The figures that one worker has measured.
 
     Attributes:
         turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
@@ -103,7 +103,7 @@ class Sample:
     clocks: ClockRange | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, short: it goes to all members."""
+        """Returns JSON values, kept short because they go to all members."""
         return {
             "turns": [[*point, *(_short(seconds) for seconds in spent)] for point, spent in self.turns.items()],
             "kept": {str(layer): round(n) for layer, n in self.kept_bytes.items()},
@@ -115,7 +115,7 @@ class Sample:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Sample:
-        """The inverse of `to_json`, but for rounding."""
+        """Reverses `to_json`, up to rounding."""
         return cls(
             {
                 (layer, rows, width): (forward_s, backward_s, wait_s)
@@ -129,7 +129,7 @@ class Sample:
         )
 
     def differs(self, other: Sample | None) -> bool:
-        """Whether some figure is another one."""
+        """Returns whether any figure differs."""
         if other is None or self.turns.keys() != other.turns.keys() or self.kept_bytes != other.kept_bytes:
             return True
         pairs = [(sum(self.turns[point][:2]), sum(other.turns[point][:2])) for point in self.turns]
@@ -149,7 +149,7 @@ class Recorder:
         self._looked = True
 
     def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
-        """Take what a step has shown.
+        """Takes in what a step has shown.
 
         Args:
             turns: of the layers of this worker.
@@ -175,7 +175,8 @@ class Recorder:
         clocks: ClockRange | None = None,
         anew: bool = False,
     ) -> Sample | None:
-        """What the others do not know yet; None if nothing was measured since, or it is what was told before.
+        """Returns what the others do not know yet; None if nothing was measured since, or nothing differs from what was
+        told.
 
         Args:
             links: asked for them when they are to be told, by the slot of the receiver.
@@ -205,7 +206,7 @@ class Recorder:
         return replace(sample, links=links())
 
     def pace(self) -> float | None:
-        """Seconds of computing in the step that was measured last, relative to what was told of its layers; once.
+        """Returns the last measured step's computing time relative to what was told of its layers; once per step.
 
         None: no step was measured since, or its layers are others than those that were told of.
         """
@@ -217,7 +218,7 @@ class Recorder:
 
 
 class Measured:
-    """What all workers have told, by their slots.
+    """The figures that all workers have told, by slot.
 
     Args:
         name: of the model.
@@ -242,17 +243,17 @@ class Measured:
         self._change_s: deque[float] = deque(maxlen=RECENT)
 
     def speeds(self) -> dict[str, float]:
-        """Of the workers that are not as fast as most, by slot."""
+        """Returns the speeds of the workers that are not as fast as most, by slot."""
         return self._detector.speeds()
 
     @property
     def doubts(self) -> bool:
-        """Whether every step should be looked at, since somebody may be about to become slow, or to recover."""
+        """Returns whether every step should be measured, since somebody may be about to become slow or to recover."""
         return self._detector.doubts or self._links.doubts
 
     @property
     def waits(self) -> bool:
-        """Whether more slow workers of a node may be told of soon."""
+        """Returns whether more slow workers of a node may be reported soon."""
         return self._detector.waits
 
     def look(
@@ -262,7 +263,7 @@ class Measured:
         paces: Mapping[str, float],
         links: Mapping[tuple[str, str], Slower],
     ) -> list[Change]:
-        """Take what a measured step has shown; see `Detector.look` and `LinkDetector.look`.
+        """Takes in what a measured step has shown; see `Detector.look` and `LinkDetector.look`.
 
         Returns:
             Who has become slow, or has recovered.
@@ -271,28 +272,28 @@ class Measured:
         return changes + self._links.look(step, time_s, paces.keys(), links, self._detector.may_be_slow)
 
     def take_links(self, slot: str, usual: Mapping[str, tuple[float, int]]) -> None:
-        """What the links of a worker carry usually; see `LinkDetector.told`."""
+        """Takes in what the links of a worker usually carry; see `LinkDetector.told`."""
         self._links.told(slot, usual)
 
     def known(self) -> dict[str, float]:
-        """Of slots that are slow or fast, as factors: for who joins; see `adopt`."""
+        """Returns the slots that are slow or fast, as factors, for members that join; see `adopt`."""
         return self._detector.known()
 
     def adopt(self, factors: Mapping[str, float]) -> None:
-        """Begin with what the members know of the speeds of slots."""
+        """Begins with what the members know of the speeds of slots."""
         self._detector.adopt(factors)
 
     @property
     def empty(self) -> bool:
-        """Whether nobody has told anything."""
+        """Returns whether nobody has told anything."""
         return not self._samples
 
     def clocks(self) -> dict[str, ClockRange]:
-        """Of the devices whose clocks may be set, by slot."""
+        """Returns the clocks of the devices that may be set, by slot."""
         return {slot: sample.clocks for slot, sample in self._samples.items() if sample.clocks is not None}
 
     def take(self, slot: str, sample: Sample) -> None:
-        """What the worker of a slot has measured."""
+        """Takes in what the worker of a slot has measured."""
         before = self._samples.get(slot, Sample())
         for point, spent in sample.turns.items():
             if _moved(sum(spent[:2]), sum(before.turns.get(point, ())[:2])):
@@ -301,27 +302,27 @@ class Measured:
         self._detector.told(slot, {point: _own_s(spent) for point, spent in sample.turns.items()})
 
     def keep(self, workers: Collection[str]) -> None:
-        """These are the members; what is known of the speed of other slots counts when they return."""
+        """Sets the members; what is known of the speed of other slots counts again when they return."""
         slots = set(map(slot_of, workers))
         self._samples = {slot: one for slot, one in self._samples.items() if slot in slots}
         self._detector.entered(workers)
         self._links.entered(workers)
 
     def step_took(self, seconds: float) -> None:
-        """A step under the present plan, in which nothing changed."""
+        """Takes in the seconds of a step under the present plan, in which nothing changed."""
         self._steps += 1
         self._step_s.append(seconds)
 
     def change_took(self, seconds: float) -> None:
-        """A transition, whatever moved in it."""
+        """Takes in the seconds of a transition that do not depend on what moved."""
         self._change_s.append(seconds)
 
     def plan_changed(self) -> None:
-        """Steps take another time from now on."""
+        """Forgets the seconds of steps, which differ under another plan."""
         self._step_s.clear()
 
     def profile(self, plan: Plan | None = None) -> Profile:
-        """All that is known.
+        """Returns the profile: all that is known.
 
         Args:
             plan: under which the steps were done; what they took longer than its parts is of every step, and the
@@ -372,7 +373,7 @@ class Measured:
     # -- how fast the workers are ---------------------------------------------------------------------------------
 
     def _find_usual(self) -> None:
-        """What each turn takes at speed 1."""
+        """Finds what each turn takes at speed 1."""
         speeds = self.speeds()
         own: dict[Point, dict[str, float]] = defaultdict(dict)
         for slot, sample in self._samples.items():
@@ -386,7 +387,9 @@ class Measured:
     def _turn_s(
         self, slot: str, point: Point, spent: Mapping[str, float], speeds: Mapping[str, float]
     ) -> tuple[float, float]:
-        """Forward and backward at speed 1. The last of a tuple waits for nobody: its waiting is what telling takes."""
+        """Returns forward and backward seconds at speed 1. The last of a tuple waits for nobody: its waiting is
+        communication.
+        """
         forward_s, backward_s, _ = self._samples[slot].turns[point]
         told_s = min(self._samples[one].turns[point][2] for one in spent)
         usual_s = self._detector.usual_s(slot, point) if len(spent) == 1 else None
@@ -397,7 +400,9 @@ class Measured:
         return part * forward_s, part * backward_s
 
     def _layer(self, index: int, known: LayerProfile, here: int, width: int, rate: float) -> LayerProfile:
-        """As on a tuple of `width`, from what was measured on one as wide as it has now (`here`), or had before."""
+        """Returns a layer's profile on a tuple of `width`, from what was measured at its present width (`here`) or an
+        earlier one.
+        """
         points: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         for (layer, rows, of), spent in self._usual.items():
             if layer == index:
@@ -439,7 +444,7 @@ class Measured:
         return None if prior is None else LinkProfile(prior.bandwidth_bytes_per_s, prior.latency_s)
 
     def _unstable(self) -> tuple[str, ...]:
-        """The layers whose seconds have moved lately, or are not known, and the step if its own do."""
+        """Returns the layers whose seconds have moved lately or are unknown, and the step if its own have."""
         known = {layer for layer, *_ in self._usual}
         moving = [
             f"layers[{layer}]"
@@ -464,7 +469,7 @@ def _short(seconds: float) -> float:
 
 
 def _own_s(spent: Sequence[float]) -> float:
-    """Of forward, backward and the waiting in them: what is the worker's own."""
+    """Returns a worker's own share of (forward, backward, waiting in them), in seconds."""
     forward_s, backward_s, waited_s = spent
     return max(1e-9, forward_s + backward_s - waited_s)
 
@@ -480,7 +485,7 @@ def _median_link(links: Iterable[LinkProfile]) -> LinkProfile | None:
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:
-    """Fixed seconds and seconds per row, by least squares; neither is negative."""
+    """Returns fixed seconds and seconds per row, by least squares; neither is negative."""
     if len(points) == 1:
         ((rows, seconds),) = points.items()
         return 0.0, seconds / rows

@@ -11,9 +11,11 @@ Cost = Callable[[int, int, int], float]
 
 
 class Partition(NamedTuple):
-    """Attributes:
-    bounds: stage p has the layers bounds[p] to bounds[p + 1].
-    slowest: the greatest cost of a stage.
+    """A cut of the layers into stages.
+
+    Attributes:
+        bounds: stage p has the layers bounds[p] to bounds[p + 1].
+        slowest: the greatest cost of a stage.
     """
 
     bounds: tuple[int, ...]
@@ -21,7 +23,7 @@ class Partition(NamedTuple):
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Returns the layers of each stage."""
         return tuple(map(range, self.bounds, self.bounds[1:]))
 
 
@@ -33,7 +35,7 @@ def minimax(
     moved: Cost | None = None,
     slack: float = 0.0,
 ) -> Partition | None:
-    """Cut layers into stages of one layer or more, such that the greatest cost of a stage is least.
+    """Cuts layers into stages of one layer or more so that the greatest cost of a stage is least (ElasWave alg. 1).
 
     O(stages x layers^2) at worst. As layers are added at the front of a stage, it ends where the stage costs more than
     the best cut so far, or does not fit any more; so it is mostly near O(stages x layers).
@@ -89,7 +91,9 @@ def _table(
     joined: Callable[[float, float], float],
     prune: float | None,
 ) -> list[list[_Best]]:
-    """[stages][layers]: the best value of giving the first layers to the first stages, and where the last begins."""
+    """Returns [stages][layers] -> the best value of giving the first layers to the first stages, and where the last
+    begins.
+    """
     table = [[_NONE] * (n_layers + 1) for _ in range(n_stages + 1)]
     table[0][0] = _Best(0.0, 0)
     for stage in range(1, n_stages + 1):

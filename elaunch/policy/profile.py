@@ -59,15 +59,17 @@ class LayerProfile:
     update_s: float = 0.0
 
     def forward_s(self, rows: int) -> float:
-        """Seconds of the forward of `rows` rows."""
+        """Returns the seconds of the forward of `rows` rows."""
         return self.fixed_forward_s + rows * self.forward_s_per_row
 
     def backward_s(self, rows: int) -> float:
-        """Seconds of the backward of `rows` rows."""
+        """Returns the seconds of the backward of `rows` rows."""
         return self.fixed_backward_s + rows * self.backward_s_per_row
 
     def on_width(self, of: int, width: int, bandwidth_bytes_per_s: float) -> LayerProfile:
-        """The same layer on a tensor-parallel tuple of `width` workers, if these are its seconds on one of `of`."""
+        """Returns the same layer on a tensor-parallel tuple of `width` workers, if these are its seconds on one of
+        `of`.
+        """
         if of == width:
             return self
         n_bytes = self.output_bytes_per_row
@@ -84,7 +86,7 @@ class LayerProfile:
         )
 
     def scaled(self, factor: float) -> LayerProfile:
-        """The same layer, taking `factor` times as long."""
+        """Returns the same layer, taking `factor` times as long."""
         return dataclasses.replace(
             self,
             forward_s_per_row=factor * self.forward_s_per_row,
@@ -97,7 +99,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class WorkerProfile:
-    """What is particular to a worker.
+    """How one worker differs from the others.
 
     Attributes:
         speed: of computing, in units of what the layers' figures are for; 0.5 takes twice as long.
@@ -110,7 +112,7 @@ class WorkerProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What messages take from one worker to another: latency_s + bytes / bandwidth_bytes_per_s."""
+    """The cost of messages from one worker to another: latency_s + bytes / bandwidth_bytes_per_s."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -119,7 +121,7 @@ class LinkProfile:
         return f"{self.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} us"
 
     def seconds(self, n_bytes: float) -> float:
-        """Of a message."""
+        """Returns the seconds of a message."""
         return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
 
 
@@ -136,8 +138,8 @@ class Profile:
         notes: where the figures come from and what they assume.
         width: workers of the tuple that the layers' figures are for; one may stand for several devices.
         memory_bytes: that a worker may use; None: nobody has said.
-        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k
-            of the errata): 1 is none, infinity is all.
+        overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k:
+            docs/papers.md, error 2): 1 is none, infinity is all.
         memory_bound: the part of the seconds of computing that a higher clock of the device does not shorten, 0..1.
         step_s: of a step, whatever the plan: samples, agreement, the like.
         change_s: of a transition, whatever moves: agreement, plan, links.
@@ -164,7 +166,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a file in the JSON form.
+        """Reads a file in the JSON form.
 
         Raises:
             ProtocolError: names the file, the field and what was expected there.
@@ -174,7 +176,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Read the JSON form; `source` is what errors call it.
+        """Reads the JSON form; `source` is its name in errors.
 
         Raises:
             ProtocolError: names the source, the field and what was expected there.
@@ -204,7 +206,7 @@ class Profile:
         return cls(**made, **rest)
 
     def to_json(self) -> str:
-        """The JSON form, with a line end; `from_json` gives the same profile. What is as usual is left out."""
+        """Returns the JSON form, with a line end, leaving out defaults; `from_json` gives the same profile."""
         document = {"version": VERSION, **_unusual(self)}
         document["layers"] = [{"count": len(list(equal)), **_unusual(layer)} for layer, equal in groupby(self.layers)]
         if self.workers:
@@ -216,39 +218,43 @@ class Profile:
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
     def speed(self, worker: str) -> float:
-        """Of computing, in units of what the layers' figures are for."""
+        """Returns a worker's speed of computing, relative to that of the layers' figures."""
         here = self._of(worker)
         return 1.0 if here is None else here.speed
 
     def cap_bytes(self, worker: str) -> float:
-        """The memory that a worker may use; infinite if nobody has said."""
+        """Returns the memory that a worker may use; infinite if nobody has said."""
         here = self._of(worker)
         cap = here.memory_bytes if here is not None and here.memory_bytes is not None else self.memory_bytes
         return math.inf if cap is None else cap
 
     def link(self, source: str, target: str) -> LinkProfile:
-        """From one worker to another: as measured, else as links between these two nodes are, else as any."""
+        """Returns the link between two workers: as measured, else as between their nodes, else as any."""
         found = self.links.get((slot_of(source), slot_of(target)))
         if found is None:
             found = self._by_nodes.get((node_of(source), node_of(target)))
         return self._any if found is None else found
 
     def tile_speed(self, tile: Tile) -> float:
-        """Of the slowest worker of a tensor-parallel tuple, on which the others wait."""
+        """Returns the speed of the slowest worker of a tensor-parallel tuple, for which the others wait."""
         if not self.workers:
             return 1.0
         return min(map(self.speed, tile.workers))
 
     def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Seconds of the forward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        """Returns the forward seconds of some layers at speed 1, on a tuple of `width` workers (0: that of the
+        figures).
+        """
         return self._seconds(self._forward, layers, rows, width)
 
     def backward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Seconds of the backward of some layers at speed 1, on a tuple of `width` workers (0: as the figures are)."""
+        """Returns the backward seconds of some layers at speed 1, on a tuple of `width` workers (0: that of the
+        figures).
+        """
         return self._seconds(self._backward, layers, rows, width)
 
     def turn_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Seconds of the forward and the backward of some layers."""
+        """Returns the seconds of the forward and the backward of some layers."""
         return self.forward_s(layers, rows, width) + self.backward_s(layers, rows, width)
 
     def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
@@ -268,7 +274,7 @@ class Profile:
 
     @cached_property
     def _by_nodes(self) -> dict[tuple[str, str], LinkProfile]:
-        """The median link between two nodes of which some were measured."""
+        """Returns the median link between each two nodes of which some links were measured."""
         found: dict[tuple[str, str], list[LinkProfile]] = {}
         for (source, target), link in self.links.items():
             found.setdefault((node_of(source), node_of(target)), []).append(link)
@@ -282,7 +288,7 @@ class Profile:
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
-        """What a row costs in each layer, in eighths of the median layer, for `Plan.costs`; none if all are alike.
+        """Returns a row's cost in each layer, in eighths of the median layer, for `Plan.costs`; none if all are alike.
 
         So coarse that what is measured of equal layers is equal.
         """
@@ -304,11 +310,11 @@ class Profile:
         return _sums([(layer.fixed_backward_s, layer.backward_s_per_row) for layer in self.layers])
 
     def scaled(self, factor: float) -> Profile:
-        """The same model on devices that take `factor` times as long to compute; links stay as they are."""
+        """Returns the same model on devices that take `factor` times as long to compute; links stay as they are."""
         return dataclasses.replace(self, layers=tuple(layer.scaled(factor) for layer in self.layers))
 
     def table(self) -> str:
-        """For people: a line for each layer, or run of equal ones, then what is particular to workers and links."""
+        """Returns text for people: a line for each run of equal layers, then the particulars of workers and links."""
         rows = [("layers", "forward", "backward", "update", "parameters", "optimizer", "activation", "output", "")]
         first = 0
         for layer, equal in groupby(self.layers):
@@ -342,7 +348,7 @@ class Profile:
         return "\n".join(lines)
 
     def check(self, plan: Plan) -> None:
-        """That it is for as many layers as a plan.
+        """Checks that the profile has as many layers as a plan.
 
         Raises:
             PlanError: it is not.
@@ -355,7 +361,7 @@ class Profile:
 
 
 def _unusual(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not what they are by default."""
+    """Returns the fields of a dataclass that differ from their defaults."""
     found = {one.name: (one, getattr(value, one.name)) for one in dataclasses.fields(value)}
     return {
         name: here
@@ -379,7 +385,7 @@ def _sums(seconds: list[tuple[float, float]]) -> _Sums:
 
 
 def action_s(profile: Profile, plan: Plan) -> ActionPrice:
-    """Seconds of computation of an action of `plan`, for `elaunch.plan.schedule.timeline`.
+    """Returns a function for `elaunch.plan.schedule.timeline`: the seconds of computation of an action of `plan`.
 
     Each tile of the plan counts as one tuple of the profile.
 
@@ -397,7 +403,7 @@ def action_s(profile: Profile, plan: Plan) -> ActionPrice:
 
 
 def _on_width(seconds: float, output_s: float, of: int, width: int) -> float:
-    """What takes so long on a tensor-parallel tuple of `of` workers, on one of `width`.
+    """Converts seconds on a tensor-parallel tuple of `of` workers to seconds on one of `width`.
 
     The computing is cut; what the members tell each other grows with the degree (Suika A.2): two all-reduces in rings
     of the output, which takes `output_s` from one member to another.
@@ -407,7 +413,8 @@ def _on_width(seconds: float, output_s: float, of: int, width: int) -> float:
 
 
 def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
-    """Seconds from the end of an action to the arrival of its rows at one that needs them, for `timeline`.
+    """Returns a function for `timeline`: the seconds from the end of an action until its rows reach the one that needs
+    them.
 
     Zero where both are done by the same workers.
 
@@ -428,7 +435,7 @@ def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
 
 
 def _checked(given: Any, expected: Mapping[str, _Expected], where: str) -> dict[str, Any]:
-    """The fields of a JSON object."""
+    """Returns the fields of a JSON object after checking them."""
     if not isinstance(given, dict):
         raise ProtocolError(f"{where} must be an object, got {given!r}")
     dot = "." if where.endswith("]") else ": "

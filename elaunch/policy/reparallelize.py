@@ -42,7 +42,7 @@ MOST_STAGED = 2
 
 @dataclass(frozen=True)
 class Degrees:
-    """What degrees of parallelism are looked at; both ends belong to the range.
+    """The degrees of parallelism to try; both ends belong to the range.
 
     Attributes:
         dp: number of pipelines; None: near what it is.
@@ -55,7 +55,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of each pipeline its stages' layers and its number of units; `step_s` by closed form."""
+    """For each pipeline its stages' layers and its number of units; `step_s` by closed form."""
 
     stages: tuple[tuple[range, ...], ...]
     units: tuple[int, ...]
@@ -65,7 +65,7 @@ class _Shape:
 def reparallelized(
     plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees = Degrees(), widths: Sequence[int] = ()
 ) -> Plan:
-    """The fastest plan for the members, of pipelines or of stages.
+    """Returns the fastest plan for the members, of pipelines or of stages.
 
     Args:
         plan: valid; for these members or others, under which the state is distributed.
@@ -93,7 +93,7 @@ def reparallelized(
 def _of_width(
     width: int, plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees
 ) -> tuple[StepEstimate, Plan]:
-    """The fastest plan whose tensor-parallel tuples have so many workers."""
+    """Returns the fastest plan whose tensor-parallel tuples have so many workers, with its estimate."""
     tuples, rest = tuples_of(plan, members, width)
     if not tuples:
         raise NotPossible(f"{len(members)} members make no tensor-parallel tuple of {width} on a node")
@@ -116,8 +116,8 @@ def _of_width(
 
 
 def partitions(total: int, parts: int, low: int, high: int, spread: int) -> Iterator[tuple[int, ...]]:
-    """Ways to write `total` as so many numbers of low to high, descending, the greatest at most `spread` more than the
-    least; the most even ones first.
+    """Yields the ways to write `total` as `parts` numbers of low to high, descending, the greatest at most `spread`
+    more than the least; the most even ones come first.
     """
     for wide in range(spread + 1):
         for least in range(max(low, -(-(total - wide * (parts - 1)) // parts)), min(high - wide, total // parts) + 1):
@@ -125,7 +125,7 @@ def partitions(total: int, parts: int, low: int, high: int, spread: int) -> Iter
 
 
 def _with_ends(total: int, parts: int, least: int, greatest: int) -> Iterator[tuple[int, ...]]:
-    """Those of which some are as great as `greatest`, and some as small as `least`."""
+    """Yields those of which some numbers are as great as `greatest`, and some as small as `least`."""
     if least == greatest:
         if least * parts == total:
             yield (least,) * parts
@@ -137,7 +137,7 @@ def _with_ends(total: int, parts: int, least: int, greatest: int) -> Iterator[tu
 
 
 def _bounded(total: int, parts: int, high: int) -> Iterator[tuple[int, ...]]:
-    """Descending numbers of 0 to high with this sum."""
+    """Yields descending numbers of 0 to high with this sum."""
     if not parts:
         if not total:
             yield ()
@@ -152,7 +152,7 @@ def _bounded(total: int, parts: int, high: int) -> Iterator[tuple[int, ...]]:
 def _staged(
     plan: Plan, tuples: Sequence[tuple[str, ...]], members: Sequence[str], profile: Profile, degrees: Degrees
 ) -> Iterator[Plan]:
-    """Plans whose stages have different numbers of replicas, the fastest by closed form."""
+    """Returns plans whose stages have different numbers of replicas, the fastest by closed form."""
     low, high = _near(plan, degrees)
     width = len(tuples[0])
     size = plan.micro_batch_size
@@ -192,7 +192,7 @@ def _staged(
 
 
 def _near(plan: Plan, degrees: Degrees) -> tuple[int, int]:
-    """The least and the greatest number of pipelines that is looked at."""
+    """Returns the least and the greatest number of pipelines to try."""
     now = sum(tile.layers.start == 0 for tile in plan.tiles)
     return degrees.dp or (max(1, now - NEAR), now + NEAR)
 
@@ -223,7 +223,7 @@ def _shapes(plan: Plan, tuples: Sequence[tuple[str, ...]], profile: Profile, deg
 def _cut(
     plan: Plan, depth: int, dp: int, width: int, profile: Profile
 ) -> tuple[tuple[range, ...], float, float] | None:
-    """The layers of each stage, the seconds of a unit through all of them, and through the slowest."""
+    """Returns each stage's layers, the seconds of a unit through all and through the slowest; None if none fits."""
     size = plan.micro_batch_size
     turns = math.ceil(plan.n_units / dp)
     caps = profile.memory_bytes
@@ -244,7 +244,9 @@ def _cut(
 
 
 def _shape(plan: Plan, cuts: Sequence[tuple[tuple[range, ...], float, float]], profile: Profile) -> _Shape:
-    """Units by what a pipeline takes for each more, after the first has gone through (Chameleon eq. 9 and 10)."""
+    """Shares out units by each pipeline's seconds per further unit, after the first has passed (Chameleon eq. 9 and
+    10).
+    """
     slowest = [one[2] for one in cuts]
     first = [one[1] - one[2] for one in cuts]
     units = shared_out(plan.n_units, slowest, 1, first)
@@ -255,7 +257,7 @@ def _shape(plan: Plan, cuts: Sequence[tuple[tuple[range, ...], float, float]], p
 def _with_workers(
     plan: Plan, shape: _Shape, tuples: Sequence[tuple[str, ...]], rest: Sequence[str], profile: Profile
 ) -> Plan | None:
-    """The plan of a shape; slow workers get fewer layers, and their pipelines fewer units."""
+    """Returns the plan of a shape, with fewer layers and units for slow workers; None if it is no valid plan."""
     roles = [layers for stages in shape.stages for layers in stages]
     taken = matched(tuples, roles, plan, profile)
     names = iter(tuples[place] for place in taken)

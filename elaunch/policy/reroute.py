@@ -12,7 +12,7 @@ from elaunch.policy.structure import NotPossible
 
 
 def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None) -> Plan:
-    """The plan in which those who hold the layers of a lost tile do its micro-batches, each of them whole.
+    """Returns the plan in which holders of a lost tile's layers do its micro-batches, each of them whole.
 
     Where pipelines cut the layers differently, the layers of a lost tile are cut as those of the peers are. Of several
     peers the one takes a micro-batch that has the least to do.

@@ -38,7 +38,7 @@ SLACK = 1e-3
 
 
 def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool = True) -> Plan:
-    """The plan for the members of those that `plan` is for.
+    """Returns the plan for the members among those that `plan` is for.
 
     Args:
         plan: valid.
@@ -67,7 +67,7 @@ def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool 
 def balanced(
     plan: Plan, given: Sequence[Stage], members: Sequence[str], profile: Profile, most_played: int = MOST_PLAYED
 ) -> Plan:
-    """The plan of these stages with the layers cut such that a step is fastest; ones that fit in memory.
+    """Returns the plan of these stages whose layers are cut so that a step is fastest and fits in memory.
 
     Cuts are ranked by a single pipeline whose stages last as long as the replicas' average turn; the best few are
     played through as they are.
@@ -116,12 +116,12 @@ def _with_bounds(given: Sequence[Stage], bounds: tuple[int, ...]) -> list[Stage]
 
 
 def _of_length(plan: Plan, n_units: int) -> Plan:
-    """The same sizes with another number of units."""
+    """Returns the same sizes with another number of units."""
     return replace(plan, global_batch_size=n_units * plan.micro_batch_size)
 
 
 def _improve(best: tuple[int, ...], value: Callable[[tuple[int, ...]], float]) -> None:
-    """Move one boundary by one layer as long as that makes the step faster."""
+    """Moves one boundary by one layer as long as that makes the step faster."""
     while True:
         other = min(_neighbours(best), key=value, default=best)
         if not value(other) < value(best):
@@ -138,7 +138,7 @@ def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def made(plan: Plan, given: Sequence[Stage], members: Sequence[str]) -> Plan:
-    """The plan of these stages; all other members are idle.
+    """Returns the plan of these stages; all other members are idle.
 
     Raises:
         NotPossible: there are fewer micro-batches than replicas.
@@ -153,7 +153,7 @@ def made(plan: Plan, given: Sequence[Stage], members: Sequence[str]) -> Plan:
 
 
 def with_rows(stage: Stage, profile: Profile) -> Stage:
-    """The same stage with the rows distributed by the speed of its replicas; evenly where they are alike."""
+    """Returns the same stage with its rows distributed by the speed of its replicas; evenly if they are alike."""
     speeds = [min(map(profile.speed, workers)) if workers else 0.0 for workers in stage.replicas]
     if len({speed for speed in speeds if speed}) <= 1:
         return replace(stage, shares=None)
@@ -161,7 +161,7 @@ def with_rows(stage: Stage, profile: Profile) -> Stage:
 
 
 def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], float] = float) -> float:
-    """By how much the seconds of a row are to be multiplied for `rows` rows over the replicas of a stage.
+    """Returns the factor from the seconds of a row to those of `rows` rows over the replicas of a stage.
 
     Args:
         stage: with its rows distributed.
@@ -177,7 +177,7 @@ def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], f
 
 
 def _narrowed(stage: Stage, n_lanes: int) -> Stage:
-    """Without lanes that no stage needs."""
+    """Returns the stage without lanes that no stage needs."""
     lanes = list(stage.replicas)
     while len(lanes) > n_lanes:
         lanes.remove(())
@@ -188,7 +188,7 @@ _Price = Callable[[range, float, int], float]
 
 
 class _Prices:
-    """What cuts of the layers into these stages cost."""
+    """The costs of cuts of the layers into these stages."""
 
     def __init__(self, plan: Plan, given: Sequence[Stage], profile: Profile, turns: int) -> None:
         rows = plan.micro_batch_size * len(given[0].replicas)
@@ -214,7 +214,7 @@ class _Prices:
         self._turn = turn
 
     def step_s(self, bounds: tuple[int, ...]) -> float:
-        """Of a single pipeline; infinite if a stage does not fit."""
+        """Returns the seconds of a single pipeline; infinite if a stage does not fit."""
         spans = list(enumerate(pairwise(bounds)))
         if not all(self._fits(stage, *span) for stage, span in spans):
             return math.inf
@@ -223,7 +223,7 @@ class _Prices:
         return long_pipeline_s(forward, backward, self._turns)
 
     def partitions(self) -> Iterator[Partition]:
-        """Cuts that may be the best, for the average rows of a turn and for the most."""
+        """Yields cuts that may be the best, for the average rows of a turn and for the most."""
         for paces in dict.fromkeys((tuple(self._paces), tuple(self._most))):
             turn_s = partial(self._turn_s, paces)
             found = minimax(self._n_layers, len(self._given), turn_s, self._fits, self._moved, SLACK)

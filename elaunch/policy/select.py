@@ -39,7 +39,7 @@ FREE = ("stay", "expand")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user wants.
+    """The user's settings.
 
     Attributes:
         policy: the only one that may be chosen, as long as it has a plan.
@@ -58,16 +58,16 @@ class Settings:
     slot_samples: float = 1.0
 
     def rate(self, plan: Plan, step: StepEstimate) -> float:
-        """Samples a second while it trains."""
+        """Returns the samples per second while the job trains."""
         return self.slot_samples * plan.global_batch_size / step.step_s if step.step_s else 0.0
 
     def to_json(self) -> str:
-        """The JSON form, on one line; `from_json` gives the same settings."""
+        """Returns the JSON form, on one line; `from_json` gives the same settings."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Read the JSON form.
+        """Reads the JSON form.
 
         Raises:
             ProtocolError: it is none.
@@ -83,7 +83,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a policy proposes.
+    """A policy's proposal.
 
     Attributes:
         policy: its name.
@@ -102,7 +102,7 @@ class Candidate:
     rejected: str = ""
 
     def event(self) -> dict[str, Any]:
-        """An entry of `candidates` in the `decision` event."""
+        """Returns an entry of `candidates` in the `decision` event."""
         step, way = self.step, self.transition
         return {
             "policy": self.policy,
@@ -116,7 +116,7 @@ class Candidate:
         }
 
     def renamed(self, names: Mapping[str, str]) -> Candidate:
-        """The same for other workers, by name of those who get another one."""
+        """Returns the same for other workers, by the names of those that get another one."""
 
         def of(figures: Mapping[str, Any]) -> dict[str, Any]:
             return {names.get(worker, worker): figure for worker, figure in figures.items()}
@@ -130,7 +130,7 @@ class Candidate:
         )
 
     def document(self) -> dict[str, Any]:
-        """All of it in JSON values; `from_document` gives the same candidate."""
+        """Returns all of it in JSON values; `from_document` gives the same candidate."""
         return {
             "policy": self.policy,
             "plan": None if self.plan is None else str(self.plan),
@@ -142,7 +142,7 @@ class Candidate:
 
     @classmethod
     def from_document(cls, fields: Mapping[str, Any]) -> Candidate:
-        """Read what `document` gives; anything else raises whatever comes of it."""
+        """Reads what `document` gives; on anything else it raises whatever error results."""
         plan, step, way = fields["plan"], fields["step"], fields["transition"]
         return cls(
             fields["policy"],
@@ -156,7 +156,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan and why it was chosen.
+    """A plan and the reason for choosing it.
 
     Attributes:
         chosen: the candidate.
@@ -172,12 +172,12 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """Of the candidate that was chosen."""
+        """Returns the plan of the chosen candidate."""
         assert self.chosen.plan is not None
         return self.chosen.plan
 
     def event(self) -> dict[str, Any]:
-        """The fields of the `decision` event."""
+        """Returns the fields of the `decision` event."""
         return {
             "policy": self.chosen.policy,
             "reason": self.reason,
@@ -186,13 +186,13 @@ class Choice:
         }
 
     def renamed(self, names: Mapping[str, str]) -> Choice:
-        """The same for other workers, by name of those who get another one."""
+        """Returns the same for other workers, by the names of those that get another one."""
         candidates = tuple(one.renamed(names) for one in self.candidates)
         chosen = candidates[self.candidates.index(self.chosen)]
         return Choice(chosen, self.home.renamed(names), candidates, _renamed(self.reason, names))
 
     def to_json(self) -> str:
-        """The JSON form, on one line; `from_json` gives the same choice."""
+        """Returns the JSON form, on one line; `from_json` gives the same choice."""
         document = {
             "reason": self.reason,
             "home": str(self.home),
@@ -203,7 +203,7 @@ class Choice:
 
     @classmethod
     def from_json(cls, text: str) -> Choice:
-        """Read the JSON form. Its plans are not validated.
+        """Reads the JSON form. Its plans are not validated.
 
         Raises:
             ProtocolError: it is none.
@@ -221,7 +221,7 @@ class Choice:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: what a decision makes are very many small values, and no cycles."""
+    """Turns off the collector of cycles: a decision makes very many small values, and no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -233,7 +233,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, settings: Settings | None = None) -> Choice:
-    """The best plan for the members; where each place of `home` has a worker, and none is slow, `home`.
+    """Returns the best plan for the members, or `home` if each of its places has a worker and none is slow.
 
     Args:
         now: under which the state is distributed; valid.
@@ -290,7 +290,7 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
 
 
 def fill(home: Plan, members: Sequence[str]) -> Plan:
-    """`home` with the places of those who are lost taken by those who have none; on the same slot, if it is free."""
+    """Returns `home` with the places of the lost taken by members without a place; on the same slot, if it is free."""
     here, idle = set(members), set(home.idle)
     places = dict.fromkeys(worker for worker in home.workers if worker not in idle)
     lost = [worker for worker in places if worker not in here]
@@ -347,7 +347,7 @@ def _candidate(
 
 
 def _other_sums(plan: Plan, now: Plan) -> str:
-    """Why its results are not those of `now` bit by bit; empty if they are."""
+    """Returns why the plan's results differ from those of `now` in some bit; empty if they do not."""
     size = plan.micro_batch_size
     for tile in plan.tiles:
         if any(len(runs) > 1 or len(runs[0]) != size or runs[0].start % size for runs in tile.micro_batches):
@@ -357,7 +357,7 @@ def _other_sums(plan: Plan, now: Plan) -> str:
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
-    """The best first; of each policy one, and of equal ones that which moves the least."""
+    """Sorts candidates, best first, one per policy; among equal ones the one that moves the least."""
     order = sorted(
         found,
         key=lambda one: (
@@ -385,7 +385,7 @@ def _reason(
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """A text for people with other names of workers; a name that is part of another one stays."""
+    """Replaces names of workers in a text for people; a name that is part of another one stays."""
     if not names:
         return text
     either = "|".join(map(re.escape, names))

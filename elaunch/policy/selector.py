@@ -65,7 +65,7 @@ FIRST_GUESS_S = 3600.0
 
 @dataclass(frozen=True)
 class Decision:
-    """What the members go on by; the same for all.
+    """What the members go on by; the same on all of them.
 
     Attributes:
         plan: for exactly them.
@@ -79,7 +79,7 @@ class Decision:
 
     @classmethod
     def of(cls, choice: Choice, clocking: Clocking | None = None, more: str = "") -> Decision:
-        """What was chosen; `more` is added to the reason."""
+        """Returns the decision for a choice; `more` is added to the reason."""
         event = choice.event()
         if clocking is not None:
             more = f"; {clocking.reason}{more}"
@@ -87,36 +87,36 @@ class Decision:
         return cls(choice.plan, choice.home, {**event, "reason": event["reason"] + more})
 
     def clock_mhz(self, worker: str) -> int | None:
-        """At which the device of a worker is to be locked; None: it chooses by itself."""
+        """Returns the clock at which to lock a worker's device; None: the device chooses."""
         clocks: Mapping[str, int] = self.event.get("clocks_mhz", {})
         return clocks.get(slot_of(worker))
 
     @classmethod
     def given(cls, plan: Plan, policy: str, reason: str) -> Decision:
-        """Nothing was chosen."""
+        """Returns a decision in which nothing was chosen."""
         return cls(plan, plan, {"policy": policy, "reason": reason, "candidates": [], "plan": str(plan)})
 
     def with_idle(self, workers: Sequence[str]) -> Decision:
-        """The same, with more workers, which have nothing to do."""
+        """Returns the same with more workers, which have nothing to do."""
         if not workers:
             return self
         plan = replace(self.plan, idle=(*self.plan.idle, *workers))
         return replace(self, plan=plan, event={**self.event, "plan": str(plan)})
 
     def to_bytes(self) -> bytes:
-        """For the other members."""
+        """Returns the bytes that the other members get."""
         return json.dumps({"home": str(self.home), "event": self.event}).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Decision:
-        """The inverse of `to_bytes`."""
+        """Reverses `to_bytes`."""
         said = json.loads(text)
         return cls(Plan.parse(said["event"]["plan"]), Plan.parse(said["home"]), said["event"])
 
 
 @dataclass(frozen=True)
 class History:
-    """The changes of a job so far, as its members tell them to who joins.
+    """The changes of a job so far, as its members tell them to those that join.
 
     Attributes:
         since_t: when it began, in Unix seconds.
@@ -134,14 +134,14 @@ class History:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any] | None) -> History | None:
-        """From the fields, as JSON has them."""
+        """Reads the fields from JSON values."""
         if said is None:
             return None
         since_t, changes, last_lost = said["since_t"], said["changes"], tuple(said["last_lost"])
         return cls(since_t, changes, last_lost, said["factors"], tuple(said["replaced"]))
 
     def after(self, before: Sequence[str], members: Sequence[str]) -> History:
-        """With a change from some members to others."""
+        """Returns the history with one more change, from some members to others."""
         if set(before) == set(members):
             return self
         here, slots = set(members), set(map(slot_of, members))
@@ -149,12 +149,12 @@ class History:
         return History(self.since_t, self.changes + 1, tuple(one for one in lost if slot_of(one) not in slots))
 
     def next_s(self, now_t: float) -> float:
-        """Expected seconds to the next change: the mean so far, with one at FIRST_GUESS_S assumed."""
+        """Returns the expected seconds to the next change: the mean so far, with one at FIRST_GUESS_S assumed."""
         return (max(0.0, now_t - self.since_t) + FIRST_GUESS_S) / (self.changes + 1)
 
 
 class Selector:
-    """Of the worker `me`.
+    """What the worker `me` measures, tells and knows, and how the members choose their plan.
 
     Args:
         me: its name.
@@ -204,17 +204,17 @@ class Selector:
     # -- in every step --------------------------------------------------------------------------------------------
 
     def measures(self) -> bool:
-        """Whether the coming step is to be measured."""
+        """Returns whether to measure the coming step."""
         # Counted from the last change, so that all members look at the same steps, who has joined included.
         step = self._since_change - WARM_UP
         return step >= 0 and (step < FIRST or step % EVERY == 0 or self._since_change < self._closer_until)
 
     def meters(self) -> bool:
-        """Whether in the coming step, if it is measured, the kept bytes are to be counted too: once is enough."""
+        """Returns whether to count the kept bytes, too, if the coming step is measured: once is enough."""
         return not self._metered
 
     def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
-        """What this worker has measured in a step; see `Recorder.add`."""
+        """Takes in what this worker has measured in a step; see `Recorder.add`."""
         self._metered = self._metered or bool(kept_bytes)
         self._recorder.add(turns, kept_bytes, update_s, elements)
 
@@ -225,7 +225,7 @@ class Selector:
         clocks: ClockRange | None = None,
         carried: Callable[[], Mapping[str, tuple[int, float, float]]] = dict,
     ) -> dict[str, Any]:
-        """What to tell the others at the next barrier, as JSON; mostly nothing.
+        """Returns what to tell the others at the next barrier, as JSON values; mostly nothing.
 
         Args:
             links, memory_bytes, clocks: see `Recorder.news`.
@@ -255,7 +255,7 @@ class Selector:
     def heard(
         self, notes: Mapping[str, Mapping[str, Any]], seconds: float, number: int | None = None
     ) -> Profile | None:
-        """A step has committed.
+        """Takes in what the members told with a step that has committed.
 
         Args:
             notes: of all members, in their order.
@@ -291,21 +291,21 @@ class Selector:
 
     @property
     def known(self) -> bool:
-        """Whether this worker has measured something."""
+        """Returns whether this worker has measured anything."""
         return self._steps > WARM_UP
 
     def events(self) -> list[dict[str, Any]]:
-        """Fields of the `slow` events since this was called last; on the first member only."""
+        """Returns the fields of the `slow` events since the last call; on the first member only."""
         events, self._events = self._events, []
         return events
 
     def excused(self) -> Excuse | None:
-        """Whether this worker is to leave, as all members know since the last barrier; told once."""
+        """Returns, once, the request for this worker to leave, when all members know it since the last barrier."""
         excuse, self._excused = self._excused, None
         return excuse
 
     def _look(self, notes: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Take what all have told of the step that was measured, and what the first member makes of it."""
+        """Takes in what all have told of the measured step, and the first member's conclusions."""
         paces = {slot_of(worker): note["pace"] for worker, note in notes.items() if "pace" in note}
         for worker, note in notes.items():
             if "links" in note:
@@ -342,7 +342,7 @@ class Selector:
         return self._settings.policy == "auto" and self._remedies.rebalances
 
     def _answer(self, change: Change) -> None:
-        """Do something about a change, and tell of it once it is known what."""
+        """Reacts to a change, and reports it once the reaction is known."""
         assert self._here is not None
         if self._remedies.weighs(change, self._here.members):
             self._plan_ahead()
@@ -350,7 +350,7 @@ class Selector:
         self._events.append({**change.fields(), **self._remedies.answer(change)})
 
     def _weigh(self) -> None:
-        """Whether the members would do better without the slow ones, once that is known."""
+        """Finds out whether the members would do better without the slow ones, once that can be known."""
         here, weighed = self._here, self._remedies.weighed
         if here is None or not weighed:
             return
@@ -364,7 +364,7 @@ class Selector:
         self._events.append(self._remedies.decide(score, best, rest_best, GAIN))
 
     def _better(self) -> bool:
-        """Whether the members would do better by another plan, since speeds have changed."""
+        """Returns whether the members would do better by another plan, since speeds have changed."""
         here = self._here
         if here is None or not self._asked:
             return False
@@ -376,13 +376,13 @@ class Selector:
         return stay is not None and found.chosen.score > (1 + GAIN) * stay.score
 
     def profile(self) -> Profile:
-        """What is known of the job."""
+        """Returns what is known of the job."""
         return self.measured.profile(None if self._here is None else self._here.plan)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
     def decide(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice:
-        """How these members go on.
+        """Decides how these members go on.
 
         Args:
             now: the plan by which the state is distributed.
@@ -396,7 +396,7 @@ class Selector:
         return choose(now, home, members, self.profile(), self._now()) if found is None else found
 
     def clocking(self, plan: Plan) -> Clocking | None:
-        """The clocks at which stragglers of a plan hold nobody up; None: none are to be set."""
+        """Returns the clocks at which stragglers of a plan hold nobody up; None: none are to be set."""
         devices = self.measured.clocks()
         if not devices:
             return None
@@ -406,7 +406,7 @@ class Selector:
             return None
 
     def entered(self, plan: Plan, home: Plan, members: Sequence[str], history: History | None) -> None:
-        """The members go on by a plan.
+        """Notes the plan by which the members go on.
 
         Args:
             plan: for them.
@@ -435,12 +435,12 @@ class Selector:
             prepare(len({tile.workers for tile in plan.tiles}))
 
     def told_history(self) -> dict[str, Any]:
-        """What members tell who joins, as JSON; `History.from_json` reads it."""
+        """Returns what members tell those that join, as JSON values; `History.from_json` reads it."""
         known = replace(self.history, factors=self.measured.known(), replaced=tuple(sorted(self._remedies.replaced)))
         return asdict(known)
 
     def close(self) -> None:
-        """End what plans ahead."""
+        """Ends the planning ahead."""
         self._ahead.close()
 
     def _is_first(self) -> bool:
@@ -458,12 +458,12 @@ class Selector:
 
 
 def _staying(choice: Choice) -> Candidate | None:
-    """The present plan, if it can go on."""
+    """Returns the candidate that keeps the present plan; None if it cannot go on."""
     return next((one for one in choice.candidates if one.policy == "stay" and not one.rejected), None)
 
 
 def _alike(speeds: Mapping[str, float], others: Mapping[str, float]) -> bool:
-    """Whether the same workers are slow, and about as slow."""
+    """Returns whether the same workers are slow, and about equally so."""
     if speeds.keys() != others.keys():
         return False
     return all(abs(speed - others[slot]) <= WAVER * others[slot] for slot, speed in speeds.items())
@@ -478,7 +478,7 @@ def make_selector(
     min_nodes: int = 1,
     widths: tuple[int, ...] = (),
 ) -> Selector:
-    """For a worker of a job, with the settings of its environment; see `Measured`, and `Settings`.
+    """Returns a selector for a worker, with the settings of its environment; see `Measured` and `Settings`.
 
     Raises:
         UsageError: a setting is none.
@@ -503,7 +503,7 @@ def make_selector(
 
 
 def _write(file: Path, profile: Profile) -> None:
-    """What cannot be written is not: the job goes on."""
+    """Writes a file if it can; the job goes on in either case."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         part.write_text(profile.to_json())

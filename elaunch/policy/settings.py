@@ -43,7 +43,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user wants.
+    """The user's settings of policies.
 
     Attributes:
         policy: the only one that may be chosen, as long as it has a plan.
@@ -68,7 +68,7 @@ class Wishes:
     tp: tuple[int, ...] = ()
 
     def variables(self) -> dict[str, str]:
-        """For the environment of workers; `from_environment` reads them."""
+        """Returns variables for the environment of workers; `from_environment` reads them."""
         found = {POLICY: self.policy, ALLOW_DVFS: str(int(self.allow_dvfs)), SLOW_POLICY: self.slow_policy}
         if self.consistency is not None:
             found[CONSISTENCY] = self.consistency
@@ -91,7 +91,7 @@ def parse(
     tp: str = "",
     names: Mapping[str, str] = NAMES,
 ) -> Wishes:
-    """Read the settings; empty ones were not given.
+    """Reads the settings; empty ones were not given.
 
     Args:
         policy, consistency, profile, slow_policy, dp, pp, tp: as given.
@@ -121,7 +121,7 @@ def parse(
 
 
 def from_environment(environment: Mapping[str, str]) -> Wishes:
-    """The settings of a worker.
+    """Returns the settings of a worker.
 
     Raises:
         UsageError: as `parse`.

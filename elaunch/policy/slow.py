@@ -22,7 +22,7 @@ from elaunch.rendezvous.membership import names_text, node_of, slot_of
 
 @dataclass(frozen=True)
 class Excuse:
-    """Members that are to leave at a step boundary.
+    """A request that members leave at a step boundary.
 
     Attributes:
         workers: their names.
@@ -35,17 +35,17 @@ class Excuse:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; `from_json` reads it."""
+        """Returns JSON values; `from_json` reads them."""
         return {"workers": list(self.workers), "again": self.again, "why": self.why}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Excuse:
-        """From the fields, as JSON has them."""
+        """Reads the fields from JSON values."""
         return cls(tuple(said["workers"]), said["again"], said["why"])
 
 
 class Remedies:
-    """What is done, and what was.
+    """What is being done about slow workers, and what was done.
 
     Args:
         policy: what the user wants.
@@ -65,23 +65,23 @@ class Remedies:
 
     @property
     def rebalances(self) -> bool:
-        """Whether other speeds are a reason for another plan now; not while somebody is about to leave."""
+        """Returns whether other speeds are a reason for another plan now; not while somebody is about to leave."""
         return self._policy != "report" and self._weighed is None and not self._leaving
 
     @property
     def weighed(self) -> tuple[str, ...]:
-        """Workers of whom it is to be found out whether the others are faster without them."""
+        """Returns the workers without which the others may be faster, which is to be found out."""
         return () if self._weighed is None else self._weighed.workers
 
     def weighs(self, change: Change, members: Sequence[str]) -> bool:
-        """Whether `decide` is to be called about a change, since only an estimate tells what is to be done."""
+        """Returns whether to call `decide` about a change, since only an estimate tells what to do."""
         if self._refused(change, members):
             return False
         self._weighed = change
         return True
 
     def answer(self, change: Change) -> dict[str, Any]:
-        """What is done about a change at once: fields of the `slow` event."""
+        """Returns what is done about a change at once, as fields of the `slow` event."""
         if self._policy == "report" or change.state == "recovered" or change.kind == "link":
             return {"action": "report" if self._policy == "report" else "rebalance"}
         if self._policy == "replace":
@@ -96,7 +96,7 @@ class Remedies:
         return {"action": "rebalance"} | ({"reason": self._why} if self._policy == "exclude" else {})
 
     def decide(self, stay: float | None, best: float | None, without: float | None, gain: float) -> dict[str, Any]:
-        """What is done about the workers that are weighed: fields of the `slow` event.
+        """Returns what is done about the weighed workers, as fields of the `slow` event.
 
         They leave if the others are faster than all are by the present plan, and as fast as all are by the best one.
 
@@ -118,17 +118,17 @@ class Remedies:
         return change.fields() | {"action": "exclude", "reason": rates}
 
     def take(self) -> Excuse | None:
-        """Who is to be told to leave, until all have heard it: a step that is interrupted tells nobody."""
+        """Returns the request for members to leave until all have heard it: an interrupted step tells nobody."""
         return self._next
 
     def heard(self, excuse: Excuse) -> None:
-        """All members have heard of it."""
+        """Notes that all members have heard it."""
         self._next, self._leaving = None, frozenset(excuse.workers)
         if excuse.again:
             self.replaced |= set(map(slot_of, excuse.workers))
 
     def entered(self, members: Sequence[str]) -> dict[str, Any] | None:
-        """The members go on, some may have left. Fields of the event of a change that is not weighed any more."""
+        """Notes the members that go on; returns event fields of a change that is no longer weighed."""
         self._leaving &= frozenset(members)
         if self._next is not None and not self._leaving >= set(self._next.workers):
             self._next = None  # who was to leave has gone by itself
@@ -141,7 +141,7 @@ class Remedies:
         self._next, self._leaving = excuse, frozenset(excuse.workers)
 
     def _refused(self, change: Change, members: Sequence[str]) -> bool:
-        """Whether nobody is to leave, whatever an estimate says."""
+        """Returns whether nobody may leave, whatever an estimate says; `_why` gets the reason, if there is one."""
         self._why = ""
         if self._policy != "exclude" or change.state == "recovered" or change.kind == "link":
             return True

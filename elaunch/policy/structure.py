@@ -13,11 +13,11 @@ from elaunch.rendezvous.membership import by_node
 
 
 class NotPossible(PlanError):
-    """A policy has no plan for what has happened; says why."""
+    """A policy has no plan for what has happened; the message says why."""
 
 
 def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
-    """The stages of a plan in which all pipelines cut the layers alike, each replica in its lane.
+    """Returns the stages of a plan in which all pipelines cut the layers alike, each replica in its lane.
 
     Replicas with somebody lost are empty. A stage may have fewer replicas than lanes.
 
@@ -45,7 +45,7 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
 
 
 def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tuple[str, ...]]:
-    """Each tuple in the lane of which it does the most rows, as far as that is free."""
+    """Puts each tuple in the lane of which it does the most rows, as far as that is free."""
     rows: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], int] = {}
     size = plan.micro_batch_size
@@ -68,12 +68,14 @@ def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tupl
 
 
 def width_of(plan: Plan) -> int:
-    """The number of workers of its tensor-parallel tuples; of different ones the least, which `expand` began with."""
+    """Returns the number of workers of its tensor-parallel tuples; the least, if they differ, with which `expand`
+    began.
+    """
     return min(len(tile.workers) for tile in plan.tiles)
 
 
 def tuples_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The members in tensor-parallel tuples of one width (0: that of the plan's), and those who are left over.
+    """Returns the members in tensor-parallel tuples of one width (0: that of the plan's), and those that are left over.
 
     Tuples of that width that are whole stay as they are; of the others' members new ones are made, each on one node.
     """

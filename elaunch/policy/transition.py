@@ -14,7 +14,7 @@ from elaunch.policy.profile import Profile
 
 @dataclass(frozen=True)
 class TransitionEstimate:
-    """The way from a plan to another.
+    """The cost of going from one plan to another.
 
     Attributes:
         change_s: agreement, plan and links, whatever moves.
@@ -30,14 +30,14 @@ class TransitionEstimate:
 
     @property
     def total_s(self) -> float:
-        """In which the job does not train."""
+        """Returns the seconds in which the job does not train."""
         return self.change_s + self.stall_s
 
 
 def estimate_transition(
     old: Plan, new: Plan, profile: Profile, lost: Collection[str] = (), beside_s: float = 0.0
 ) -> TransitionEstimate:
-    """The way from one plan to another.
+    """Estimates the cost of going from one plan to another.
 
     A worker keeps what it has. What the optimizer keeps comes from its owner, or from the copy that a third worker has
     of what somebody lost owned; parameters come from those who hold the layer. All go at once, so it takes as long as
@@ -83,7 +83,7 @@ _Holders = Sequence[tuple[str, ...]]
 
 
 def _handed(before: _Holders, after: _Holders) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], float]]:
-    """Who gives whom which part of a layer's optimizer state, if each replica owns an even cut (ElasWave 6.3)."""
+    """Yields who gives whom which part of a layer's optimizer state, each replica owning an even cut (ElasWave 6.3)."""
     place = 0
     for new, taker in enumerate(after):
         place = new * len(before) // len(after)

@@ -44,7 +44,7 @@ def test_a_symmetric_plan_takes_what_the_closed_form_says(dp: int, pp: int, unit
 
 @pytest.mark.parametrize("units", [1, 2, 9])
 def test_the_peak_of_a_stage_is_its_state_and_the_activations_in_flight(units: int) -> None:
-    """Chameleon eq. 14 with the minimum of the errata; Suika A.3."""
+    """Chameleon eq. 14 with the minimum of docs/papers.md, error 3; Suika A.3."""
     workers = names(4)
     found = estimate_step(symmetric(workers, 8, 2 * units, 2, pp=4), FREE)
     for stage, worker in enumerate(workers):

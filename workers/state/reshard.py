@@ -6,7 +6,7 @@ run of host memory is sent from it and received into it without a copy. A link h
 way (`elaunch.workers.comm.stream`), and all links of a stage work at the same time. Without a bound on memory there is
 one stage. With one, the pairs of workers are taken in the order of the XOR schedule, as many steps of it at a time as
 their buffers fit: in step s worker i is paired with worker i ^ s and with nobody else. The steps run to the next power
-of two, since fewer miss pairs (errata 1).
+of two, since fewer miss pairs (docs/papers.md, error 1).
 
 Slabs that receivers pass on go hop by hop: all stages for what comes from those who had it, then again for what those
 pass on to whom it has come, out of their new regions. A worker begins a hop when all that it sends and receives in the

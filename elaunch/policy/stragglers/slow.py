@@ -39,7 +39,7 @@ Work = Hashable
 
 
 class Detector:
-    """Finds the slow ones of a job's workers. All methods take O(workers), or O(layers of all workers) after news.
+    """Finds the slow workers of a job. All methods take O(workers), or O(layers of all workers) after news.
 
     Workers are told apart by their slots, since what makes one slow mostly does so to its replacement.
     """
@@ -68,7 +68,7 @@ class Detector:
         self._across: list[float] = []
 
     def entered(self, workers: Collection[str]) -> None:
-        """The members from now on; what is known of the speed of other slots counts when they return."""
+        """Sets the members; what is known of the speed of other slots counts again when they return."""
         now = {slot_of(worker): worker for worker in workers}
         for slot, worker in now.items():
             if self._names.get(slot, worker) != worker and slot in self._tracks:
@@ -83,7 +83,7 @@ class Detector:
         self._stale = True
 
     def told(self, slot: str, seconds: Mapping[Work, float]) -> None:
-        """What the worker of a slot takes for its work: seconds of computing by kind of work, in recent steps."""
+        """Takes in the seconds of computing that the worker of a slot took in recent steps, by kind of work."""
         mine = {work: max(1e-9, spent) for work, spent in seconds.items()}
         if self._told.get(slot, {}).keys() != mine.keys():
             self._own.pop(slot, None)
@@ -93,7 +93,7 @@ class Detector:
         self._stale = True
 
     def look(self, step: int, time_s: float, paces: Mapping[str, float]) -> list[Change]:
-        """Take a look at all workers.
+        """Looks at all workers and returns what has changed.
 
         Args:
             step: of the job.
@@ -139,36 +139,36 @@ class Detector:
 
     @property
     def doubts(self) -> bool:
-        """Whether somebody may be about to become slow, or to recover, so that every step should be looked at."""
+        """Returns whether somebody may be about to become slow or to recover, so that every step should be measured."""
         return any(self._tracks[slot].doubtful for slot in self._workers if slot in self._tracks)
 
     @property
     def waits(self) -> bool:
-        """Whether somebody slow is not told of yet, since the others of its node may be as well."""
+        """Returns whether a slow worker is not reported yet because others of its node may be slow as well."""
         return bool(self._waiting)
 
     def may_be_slow(self, slot: str) -> bool:
-        """Whether a worker is slow, or may be about to be."""
+        """Returns whether a worker is slow, or may be about to be."""
         track = self._tracks.get(slot)
         return track is not None and (track.side == 1 or (track.doubtful and track.votes(track.looks[-1].score) == 1))
 
     def speeds(self) -> dict[str, float]:
-        """Of slots that are slow or fast: the inverse of how long their work takes."""
+        """Returns the speeds of slots that are slow or fast: the inverse of how long their work takes."""
         return {slot: max(0.01, round(math.exp(-one.level), 2)) for slot, one in self._tracks.items() if one.side}
 
     def usual_s(self, slot: str, work: Work) -> float | None:
-        """What work that only this slot's node does takes usually, by now; None: not learnt, or others tell."""
+        """Returns what work that only this slot's node does usually takes; None: not learnt, or others tell."""
         own = self._own.get(slot)
         if own is None or own.offset is None or work not in self._usual:
             return None
         return self._usual[work] * math.exp(own.offset + statistics.median(self._common))
 
     def known(self) -> dict[str, float]:
-        """Who is slow, or fast: factors by slot, for `adopt`."""
+        """Returns who is slow or fast, as factors by slot, for `adopt`."""
         return {slot: round(math.exp(one.level), 4) for slot, one in self._tracks.items() if one.side}
 
     def adopt(self, factors: Mapping[str, float]) -> None:
-        """Begin with what others know, who have told of it."""
+        """Begins with what others know, which they have reported."""
         for slot, factor in factors.items():
             track = self._tracks.setdefault(slot, Track())
             track.level = math.log(factor)
@@ -176,7 +176,7 @@ class Detector:
             self._said[slot] = track.level
 
     def _expect(self) -> None:
-        """A worker's own past is short: no look deviates by less than those of most workers do."""
+        """Keeps a short past from looking too quiet: no look deviates by less than those of most workers do."""
         noise = [one.noise for slot, one in self._tracks.items() if slot in self._workers]
         known = [one for one in noise if one is not None] or self._across
         if known:
@@ -192,7 +192,7 @@ class Detector:
         return track.level if track is not None else 0.0
 
     def _rebuild(self) -> None:
-        """After news: what each kind of work takes at speed 1."""
+        """Finds, after news, what each kind of work takes at speed 1."""
         self._stale = False
         common = statistics.median(self._common)
         holders: dict[Work, list[str]] = defaultdict(list)
@@ -227,14 +227,14 @@ class Detector:
     # -- what is told ---------------------------------------------------------------------------------------------
 
     def _moved(self, slot: str, track: Track) -> bool:
-        """Whether one that was told of as slow is slow by another factor now, or is another process."""
+        """Returns whether a worker that was reported as slow has another factor now, or is another process."""
         said = self._said.get(slot)
         if track.side != 1 or said is None or slot in self._waiting or not track.sure:
             return False
         return slot in self._renewed or abs(track.level - said) > TOLD_AGAIN
 
     def _changes(self, found: Iterable[str], step: int) -> list[Change]:
-        """What is told of those that have changed, and of those that had waited for others of their node."""
+        """Returns what to report of those that have changed, and of those that waited for others of their node."""
         for slot in found:
             told_slow = slot in self._said
             if self._tracks[slot].side == 1 or told_slow:
@@ -293,7 +293,9 @@ class Detector:
         return Change(state, "node", (node,), workers, math.exp(statistics.median(scores)), step, since_step, figures)
 
     def _evidence(self, slots: Sequence[str]) -> dict[str, Any]:
-        """Medians in seconds of the work of these, all layers together, and how far the others are from theirs."""
+        """Returns the median seconds of these workers' work, all layers together, and how far the others are from
+        theirs.
+        """
         common = math.exp(statistics.median(self._common))
         levels = [math.exp(statistics.median(look.score for look in self._tracks[slot].looks)) for slot in slots]
         usual_s = [
@@ -327,14 +329,14 @@ class _Own:
         self._seen: list[float] = []
 
     def begin(self, raw: float, track: Track) -> None:
-        """Take one of the first scores; what is learnt of its noise goes to the track of this worker."""
+        """Takes one of the first scores; what is learnt of its noise goes to the track of this worker."""
         self._seen.append(raw)
         if len(self._seen) == LEARN:
             self.offset = statistics.median(self._seen)
             track.begin(score - self.offset for score in self._seen)
 
     def learn(self, score: float) -> None:
-        """Take a score that is nothing special; the first ones make what is usual, and it stays that."""
+        """Takes an ordinary score; the first ones define what is usual, and that stays."""
         if self.offset is not None and len(self._seen) < 4 * LEARN:
             self._seen.append(score + self.offset)
             self.offset = statistics.median(self._seen)

@@ -34,7 +34,7 @@ Link = tuple[str, str]
 
 
 class Slower(NamedTuple):
-    """A link that is far off its own past: how many times as slow, bytes per second now, and as a rule."""
+    """A link far off its own past: how many times as slow, bytes per second now, and bytes per second as a rule."""
 
     factor: float
     bytes_per_s: float
@@ -42,7 +42,7 @@ class Slower(NamedTuple):
 
 
 class LinkWatch:
-    """One worker's own links: how fast each is now, beside how fast it was. O(links of this worker) a look."""
+    """One worker's own links: how fast each is compared with its past. A look takes O(links of this worker)."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, float]] = {}
@@ -51,12 +51,12 @@ class LinkWatch:
         self._carried: dict[str, int] = {}
 
     def forget(self) -> None:
-        """Other messages go over the links from now on: their past tells nothing."""
+        """Forgets the past of the links, since other messages go over them from now on."""
         self._rates.clear()
         self._latencies.clear()
 
     def look(self, carried: Mapping[str, tuple[int, float, float]]) -> dict[str, Slower]:
-        """Take what the links have carried so far.
+        """Takes in what the links have carried so far.
 
         Args:
             carried: by the peer's slot: bytes and the seconds in which they were on their way, since the link was
@@ -85,11 +85,11 @@ class LinkWatch:
         return found
 
     def usual(self) -> dict[str, tuple[float, int]]:
-        """Of the links that were looked at often enough: bytes per second, and bytes from one look to the next."""
+        """Returns, for links that were looked at often enough, bytes per second and bytes between two looks."""
         return {slot: (_usual(past), self._carried[slot]) for slot, past in self._rates.items() if len(past) >= LEARN}
 
     def _off(self, past: deque[float], value: float, limit: float) -> float:
-        """By how much a value is above its past, if by more than the limit and than NOISE deviations; else 0.
+        """Returns by how much a value exceeds its past, if by more than the limit and than NOISE deviations; else 0.
 
         Values that are far off do not become the past, so that a link that stays slow does not become usual.
         """
@@ -102,12 +102,12 @@ class LinkWatch:
 
 
 def _usual(past: Collection[float]) -> float:
-    """Bytes per second."""
+    """Returns the usual bytes per second."""
     return math.exp(-statistics.median(past))
 
 
 class LinkDetector:
-    """Finds the slow ones of a job's links, by what their senders say. A look takes O(links that are odd)."""
+    """Finds the slow links of a job from what their senders say. A look takes O(links that are odd)."""
 
     def __init__(self) -> None:
         self._rates: dict[Link, tuple[float, int]] = {}
@@ -116,7 +116,7 @@ class LinkDetector:
         self._workers: dict[str, str] = {}
 
     def entered(self, workers: Collection[str]) -> None:
-        """The members from now on."""
+        """Sets the members."""
         self._workers = {slot_of(worker): worker for worker in workers}
         here = self._workers.keys()
         self._rates = {link: rate for link, rate in self._rates.items() if here >= set(link)}
@@ -124,7 +124,7 @@ class LinkDetector:
         self._compare()
 
     def told(self, slot: str, rates: Mapping[str, tuple[float, int]]) -> None:
-        """The usual bytes per second from a slot, and bytes from one look to the next, by the other end."""
+        """Takes in a slot's usual bytes per second, and bytes between two looks, by the other end."""
         if rates:
             self._rates |= {(slot, other): rate for other, rate in rates.items()}
             self._compare()
@@ -137,7 +137,7 @@ class LinkDetector:
         slower: Mapping[Link, Slower],
         slow: Callable[[str], bool],
     ) -> list[Change]:
-        """Take a look at all links.
+        """Looks at all links and returns what has changed.
 
         Args:
             step, time_s: as for `Detector.look`.
@@ -164,11 +164,11 @@ class LinkDetector:
 
     @property
     def doubts(self) -> bool:
-        """As of `Detector`."""
+        """Returns whether a link may be about to become slow or to recover."""
         return any(track.doubtful for track in self._tracks.values())
 
     def factors(self) -> dict[Link, float]:
-        """Of the slow links: how many times as slow as usual they are."""
+        """Returns how many times as slow as usual the slow links are."""
         return {link: self._factor(link, track) for link, track in self._tracks.items() if track.side == 1}
 
     def _factor(self, link: Link, track: Track) -> float:
@@ -192,7 +192,7 @@ class LinkDetector:
         return Change(state, "link", ends, ends, self._factor(link, track), step, since_step, evidence)
 
     def _compare(self) -> None:
-        """Find the links that were slower than like ones all the time.
+        """Finds the links that were slower than comparable ones all the time.
 
         Alike are links within a node, or between nodes, that carry about as much: a link with small messages is slower.
         """

@@ -60,7 +60,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """Somebody has become slow, or is as fast as before again.
+    """A worker, node or link has become slow, or is as fast as before again.
 
     Attributes:
         state: which of it.
@@ -83,7 +83,7 @@ class Change:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """Of the `slow` event."""
+        """Returns the fields of the `slow` event."""
         named: dict[str, Any] = {"worker": self.names[0]}
         if self.kind == "node":
             named = {"slow_node": self.names[0], "workers": list(self.workers)}
@@ -99,7 +99,7 @@ class Change:
         }
 
     def __str__(self) -> str:
-        """A few words for people."""
+        """Returns a few words for people."""
         what = (
             f"the link from {self.names[0]} to {self.names[1]}"
             if self.kind == "link"
@@ -111,7 +111,7 @@ class Change:
 
 
 class Track:
-    """What the looks at one worker or link say, and whether it is slow (side 1), fast (-1) or neither (0).
+    """The looks at one worker or link, and its side: slow (1), fast (-1) or neither (0).
 
     Args:
         threshold: a score that is further from 0 votes for a side.
@@ -129,38 +129,38 @@ class Track:
         self._turned_step = -1
 
     def votes(self, score: float) -> int:
-        """For which side a look is, in the present state: to leave one takes more than to be in it."""
+        """Returns the side for which a look counts, in the present state: leaving a side takes more than staying."""
         up, down = (BACK if self.side == side else 1.0 for side in (1, -1))
         return 1 if score > up * self.limit else -1 if score < -down * self.limit else 0
 
     @property
     def noise(self) -> float | None:
-        """The usual deviation of its scores while it was neither slow nor fast; None: too few were seen."""
+        """Returns the usual deviation of its scores while it was neither slow nor fast; None: too few were seen."""
         return spread(self._past) if len(self._past) >= LEARN else None
 
     @property
     def tail(self) -> float:
-        """What one in ten of the scores in its past is above, on either side."""
+        """Returns the value that one in ten of its past scores exceeds, on either side."""
         far = sorted(map(abs, self._past))
         return far[len(far) * 9 // 10] if len(far) >= PAST // 4 else 0.0
 
     def begin(self, past: Iterable[float]) -> None:
-        """Scores that were seen before its looks, by which its noise is known."""
+        """Takes scores from before its looks, by which its noise is known."""
         self._past.extend(past)
         self.expect(0.0)
 
     def expect(self, noise: float) -> None:
-        """Scores may deviate by so much, whatever its own past says."""
+        """Allows scores to deviate by so much, whatever its own past says."""
         self.limit = max(self._threshold, NOISE * max(noise, self.noise or 0.0), self.tail)
 
     @property
     def doubtful(self) -> bool:
-        """Whether two of the last three looks are for another side than it is on."""
+        """Returns whether two of the last three looks count for another side than the present one."""
         last = [self.votes(self.looks[-n].score) for n in range(1, min(3, len(self.looks)) + 1)]
         return bool(last) and last[0] != self.side and last.count(last[0]) >= 2
 
     def add(self, look: Look) -> bool:
-        """Take a look; returns whether the side is another one now."""
+        """Takes a look; returns whether the side has changed."""
         self.looks.append(look)
         while self._covers(1):
             left = self.looks.popleft()
@@ -179,22 +179,22 @@ class Track:
         return True
 
     def restart(self) -> None:
-        """Somebody else is meant from now on: what it is like is to be found anew, and until then as it was."""
+        """Starts again for somebody else: its state is to be found anew, and until then stays as it was."""
         self.looks.clear()
 
     @property
     def sure(self) -> bool:
-        """Whether its looks make a window."""
+        """Returns whether its looks make a window."""
         return self._covers(0)
 
     @property
     def agreeing(self) -> tuple[int, int]:
-        """The looks of the window that are for its side, and the first of these."""
+        """Returns how many looks of the window count for its side, and the step of the first of these."""
         here = [look for look in self.looks if self.votes(look.score) == self.side]
         return len(here), here[0].step if here else self.looks[-1].step
 
     def _settle(self) -> None:
-        """Find its level; while it goes from one to another, the former stands."""
+        """Finds its level; while that moves from one to another, the former stands."""
         if not self.side:
             self.level = 0.0
             return
@@ -204,7 +204,7 @@ class Track:
             self.level = level
 
     def _covers(self, first: int) -> bool:
-        """Whether the looks from this one on make a window."""
+        """Returns whether the looks from this one on make a window."""
         if len(self.looks) - first < LOOKS:
             return False
         begin, end = self.looks[first], self.looks[-1]
@@ -212,7 +212,7 @@ class Track:
 
 
 def describe(fields: Mapping[str, Any]) -> str:
-    """A line for people of the fields of a `slow` event; empty if they are of something that this does not know."""
+    """Returns a line for people from the fields of a `slow` event; empty if their subject is unknown."""
     ends = fields.get("link", [])
     if "worker" in fields:
         what = f"worker {fields['worker']}"
@@ -229,7 +229,7 @@ def describe(fields: Mapping[str, Any]) -> str:
 
 
 def centre(values: Iterable[float], before: float | None = None) -> float:
-    """The median (the lower one of two) of those near the value before, if a third of all is; else of all.
+    """Returns the median (the lower one of two) of the values near the one before, if a third of all is; else of all.
 
     So a change of more than half does not become what is usual, as long as others are as they were.
 
@@ -243,7 +243,7 @@ def centre(values: Iterable[float], before: float | None = None) -> float:
 
 
 def mad(values: Collection[float]) -> float:
-    """The median of the absolute deviations from the median; 0 without values."""
+    """Returns the median of the absolute deviations from the median; 0 without values."""
     if not values:
         return 0.0
     middle = statistics.median(values)
@@ -251,10 +251,10 @@ def mad(values: Collection[float]) -> float:
 
 
 def spread(values: Collection[float]) -> float:
-    """The standard deviation that a normal distribution with this MAD has."""
+    """Returns the standard deviation that a normal distribution with this MAD has."""
     return MAD_TO_SIGMA * mad(values)
 
 
 def short(number: float) -> float:
-    """With four digits, for events."""
+    """Returns the number with four digits, for events."""
     return float(f"{number:.4g}")
