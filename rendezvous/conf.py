@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from elaunch.errors import LaunchError, UsageError
@@ -58,7 +59,7 @@ class RendezvousConf:
     key: str = ""
 
     def credentials(self) -> dict[str, str | None]:
-        """The same as arguments of `EtcdStore`."""
+        """Return the same as arguments of `EtcdStore`."""
         given = {
             "user": self.user,
             "password": self.password,
@@ -139,13 +140,24 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_endpoints(text: str, backend: str) -> list[tuple[str, int]]:
+    """Read the endpoints of an etcd cluster, separated by commas; `backend` is named where there are none.
+
+    Raises:
+        UsageError: there are none, or the port of one is no port.
+    """
+    if not text.strip():
+        raise UsageError(f"--rdzv-backend={backend} needs --rdzv-endpoint=HOST:PORT of an etcd server")
+    return [parse_endpoint(member.strip(), ETCD_PORT) for member in text.split(",")]
+
+
 def join_endpoint(host: str, port: int) -> str:
     """Write what `parse_endpoint` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_address(endpoint_host: str, endpoint_port: int) -> str:
-    """The address of this machine on the route to the endpoint; nothing is sent.
+    """Return the address of this machine on the route to the endpoint; nothing is sent.
 
     Raises:
         LaunchError: the host name does not resolve, or there is no route.
@@ -163,3 +175,15 @@ def own_address(endpoint_host: str, endpoint_port: int) -> str:
             f"--rdzv-endpoint {endpoint_host}:{endpoint_port}: {error.strerror or error}; "
             "check the name, or give this machine's address with --local-addr"
         ) from error
+
+
+def route_to(addresses: list[tuple[str, int]]) -> str:
+    """Return this machine's address on the route to the first of the endpoints that there is a route to.
+
+    Raises:
+        LaunchError: there is a route to none of them.
+    """
+    for host, port in addresses[:-1]:
+        with suppress(LaunchError):
+            return own_address(host, port)
+    return own_address(*addresses[-1])

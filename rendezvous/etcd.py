@@ -8,7 +8,6 @@ watches are here.
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import threading
 import time
@@ -19,6 +18,7 @@ import grpc
 from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError, StoreUnavailable
+from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify
 from elaunch.rendezvous.store import Entry, Event, LeaseGone
 
 _Metadata = tuple[tuple[str, str], ...]
@@ -48,43 +48,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-
-
-class Trouble(enum.Enum):
-    """What a failed call means for the caller."""
-
-    UNREACHED = "no server has seen the request: it may be sent again"
-    LOST = "no answer: the request may have been carried out or not"
-    TOKEN = "the login is missing or has ended"
-    LEASE_GONE = "the lease has ended"
-    REFUSED = "sending it again cannot help"
-
-
-_UNREACHED_DETAILS = (
-    "failed to connect to all addresses",
-    "errors resolving",
-    "dns resolution failed",
-    "etcdserver: no leader",
-    "etcdserver: not leader",
-    "etcdserver: too many requests",
-)
-_TOKEN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
-_CERTIFICATE_DETAILS = ("ssl_error_ssl", "verification check failed", "certificate_verify_failed")
-_RETRY_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL", "ABORTED")
-
-
-def classify(code: str, details: str) -> Trouble:
-    """Tell what a grpc status (its name and its text) means. The texts are those of etcd 3.5 and grpc 1.85."""
-    text = details.lower()
-    if any(part in text for part in _CERTIFICATE_DETAILS):
-        return Trouble.REFUSED
-    if any(part in text for part in _TOKEN_DETAILS):
-        return Trouble.TOKEN
-    if "requested lease not found" in text:
-        return Trouble.LEASE_GONE
-    if any(part in text for part in _UNREACHED_DETAILS):
-        return Trouble.UNREACHED
-    return Trouble.LOST if code in _RETRY_CODES else Trouble.REFUSED
 
 
 class _Server:
@@ -327,22 +290,7 @@ class EtcdStore:
 
     def refusal(self, what: str, reason: str) -> LaunchError:
         """Return the error for a request that etcd will not carry out."""
-        text = reason.lower()
-        if any(part in text for part in _CERTIFICATE_DETAILS):
-            advice = "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
-        elif "invalid user id or password" in text:
-            advice = f"wrong user or password (user {self._user!r})"
-        elif "permission denied" in text:
-            advice = f"user {self._user!r} has no permission; grant it read and write of this prefix"
-        elif any(part in text for part in _TOKEN_DETAILS) and self._user is None:
-            advice = "etcd wants a user and a password"
-        elif "database space exceeded" in text:
-            advice = "its space is used up; compact and defragment it, then run `etcdctl alarm disarm`"
-        elif "request is too large" in text or "larger than max" in text:
-            advice = "the document is larger than it takes; start etcd with a greater --max-request-bytes"
-        else:
-            advice = "etcd refused the request"
-        return LaunchError(f"etcd at {self.endpoint}: {what}: {advice} ({reason})")
+        return LaunchError(f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user)} ({reason})")
 
     def _describe(self, what: str, reason: str) -> str:
         return f"etcd at {self.endpoint}: {what} was not answered (time-out {self.timeout_s:g} s): {reason}"

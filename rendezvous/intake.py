@@ -9,11 +9,13 @@ here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, from_json, node_of, with_order
+from elaunch.rendezvous.store import Entry
 
 MOST_LINES = 100
 """Lines about strangers' keys that one agent prints; somebody may write them without end."""
@@ -25,7 +27,7 @@ _NODE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 def is_known(name: str) -> bool:
-    """Whether a key, without the job's prefix, is one that elaunch writes."""
+    """Return whether a key, without the job's prefix, is one that elaunch writes."""
     return name in _NAMES or name.startswith(_FOLDERS)
 
 
@@ -41,6 +43,17 @@ def read_node(node: str, value: bytes, created: int) -> NodeDoc:
             raise ProtocolError(f"{worker.id[:80]!a} is no worker of slot {worker.slot} of this node")
     _check_unique([worker.id for worker in doc.workers])
     return with_order(doc, created)
+
+
+def read_reports(prefix: str, entries: Iterable[Entry]) -> dict[str, NodeDoc]:
+    """Return the reports of nodes among the entries of a job, by node, without what a stranger has put there."""
+    reports, folder = {}, prefix + "nodes/"
+    for entry in entries:
+        if entry.key.startswith(folder):
+            node = entry.key.removeprefix(folder)
+            with suppress(ProtocolError):
+                reports[node] = read_node(node, entry.value, entry.created)
+    return reports
 
 
 def read_generation(value: bytes) -> Generation:
@@ -76,7 +89,7 @@ def read_text(value: bytes) -> str:
 
 
 def is_ours(name: str, own: str, nodes: Collection[str], generation: Generation | None) -> bool:
-    """Whether a damaged key is one that the job depends on.
+    """Return whether a damaged key is one that the job depends on.
 
     Args:
         name: of the key, without the job's prefix.

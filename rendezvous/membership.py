@@ -55,7 +55,7 @@ Document = TypeVar("Document")
 
 
 def job_prefix(job: str) -> str:
-    """Where the documents of a job stand in the store."""
+    """Return the beginning of the keys under which the documents of a job stand in the store."""
     return f"/elaunch/{quote(job, safe='')}/"
 
 
@@ -108,7 +108,7 @@ def node_of(worker: str) -> str:
 
 
 def by_node(workers: Iterable[str]) -> dict[str, list[str]]:
-    """The workers of each node; nodes and workers in the order in which they are given."""
+    """Group workers by their nodes, both in the order in which they are given."""
     nodes: dict[str, list[str]] = {}
     for worker in workers:
         nodes.setdefault(node_of(worker), []).append(worker)
@@ -116,7 +116,7 @@ def by_node(workers: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The address of a worker, `host:port` or `[v6]:port`, as a pair; raises `ValueError` when it is neither."""
+    """Split the address of a worker, `host:port` or `[v6]:port`; raises `ValueError` when it is neither."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit()):
         raise ValueError(f"{address!r} is not an address: expected host:port")
@@ -124,7 +124,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """The names, or the first of them and how many more there are."""
+    """Join names for a message; of many, name the first and say how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{', '.join(names[:NAMES_SHOWN])}{more}"
 
@@ -286,14 +286,16 @@ class Generation:
 
     @property
     def ids(self) -> tuple[str, ...]:
+        """Return the identities of its workers, by rank."""
         return tuple(worker.id for worker in self.workers)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that hold its workers, in order of first appearance."""
+        """Return the names of the nodes that hold its workers, in order of first appearance."""
         return tuple(dict.fromkeys(worker.node for worker in self.workers))
 
     def rank(self, worker: str) -> int:
+        """Return the rank of a worker; raises `ValueError` where it is no member."""
         return self.ids.index(worker)
 
 
@@ -394,7 +396,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
+    """Show the beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
     return ascii(value) if value is None or isinstance(value, bool) else _plain(reprlib.repr(value)).strip("'")
 
 
@@ -404,7 +406,7 @@ def _plain(value: object) -> str:
 
 @functools.cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Types of the fields of a document. Finding them anew for each of thousands of workers would take seconds."""
+    """Return the types of a document's fields. Finding them for each of thousands of workers would take seconds."""
     return get_type_hints(kind)
 
 

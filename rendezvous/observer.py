@@ -44,17 +44,18 @@ class Documents:
 
     @property
     def damaged(self) -> tuple[tuple[str, str], ...]:
-        """Those of `unreadable` that are the job's own: it changes nothing until they are in order again."""
+        """Return those of `unreadable` that are the job's own: it changes nothing until they are in order again."""
         nodes = {doc.node for doc in self.nodes}
         return tuple((name, why) for name, why in self.unreadable if is_ours(name, "", nodes, self.generation))
 
     @property
     def nnodes(self) -> tuple[int, int] | None:
-        """The least and the most nodes that the job has."""
+        """Return the least and the most nodes that the job has; None while that is not known."""
         limits = self.size or self.config
         return None if limits is None else (limits.min_nodes, limits.max_nodes)
 
     def node(self, name: str) -> NodeDoc | None:
+        """Return the report of a node; None: there is none."""
         return next((doc for doc in self.nodes if doc.node == name), None)
 
 
@@ -80,7 +81,7 @@ class Observer:
 
     @property
     def documents(self) -> Documents:
-        """As they were at the last `wait`."""
+        """Return the documents as they were at the last `wait`."""
         return self._documents
 
     def wait(self, until_s: float) -> bool:
@@ -151,7 +152,7 @@ class Observer:
 
 @contextlib.contextmanager
 def asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer, int]]:
-    """An observer, and a lease for what is asked for: it is withdrawn at the end."""
+    """Make an observer, and a lease for what is asked for: it is withdrawn at the end."""
     observer = Observer(store, job)
     lease: int | None = None
     try:

@@ -23,6 +23,10 @@ class Entry:
     revision: int
     created: int
 
+    def as_event(self) -> Event:
+        """Return the change by which the key came to stand so."""
+        return Event(self.key, self.value, self.revision, self.created)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:

@@ -52,15 +52,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from elaunch.errors import LaunchError, StoreUnavailable, UsageError
-from elaunch.rendezvous.conf import (
-    CONNECT_S,
-    ETCD_PORT,
-    RendezvousConf,
-    join_endpoint,
-    own_address,
-    parse_conf,
-    parse_endpoint,
-)
+from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf, join_endpoint, parse_conf, parse_endpoints, route_to
 from elaunch.rendezvous.store import Event, Store
 
 BACKEND = "etcd-v3"
@@ -104,12 +96,12 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
     try:
         conf = parse_conf(",".join(f"{name}={value}" for name, value in params.config.items()))
-        addresses = _parse_endpoints(params.endpoint)
+        addresses = parse_endpoints(params.endpoint, BACKEND)
     except UsageError as error:
         raise ValueError(str(error)) from None
     with _in_torchs_terms():
         params = copy.copy(params)
-        params.local_addr = params.local_addr or _route_to(addresses)
+        params.local_addr = params.local_addr or route_to(addresses)
         etcd = EtcdStore(
             ",".join(join_endpoint(host, port) for host, port in addresses),
             timeout_s=conf.connect_timeout or CONNECT_S,
@@ -492,20 +484,6 @@ def _in_torchs_terms() -> Iterator[None]:
         yield
     except LaunchError as error:
         raise RendezvousConnectionError(str(error)) from None
-
-
-def _parse_endpoints(text: str) -> list[tuple[str, int]]:
-    if not text.strip():
-        raise UsageError(f"--rdzv-backend={BACKEND} needs --rdzv-endpoint=HOST:PORT of an etcd server")
-    return [parse_endpoint(member.strip(), ETCD_PORT) for member in text.split(",")]
-
-
-def _route_to(addresses: list[tuple[str, int]]) -> str:
-    """This machine's address on the route to the first of the endpoints that there is a route to."""
-    for host, port in addresses[:-1]:
-        with contextlib.suppress(LaunchError):
-            return own_address(host, port)
-    return own_address(*addresses[-1])
 
 
 def _choose_ttl_s(conf: RendezvousConf, is_given: bool) -> float:

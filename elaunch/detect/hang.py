@@ -21,8 +21,8 @@ members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` m
 two steps, where one worker saves, logs or evaluates for all; and a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
-If all wait for each other, that is a deadlock (`elaunch.rendezvous.deadlock`). Where all members are workers of this
-node that is known after the short limit, and one of them is taken out, so that the others do the step again. Where
+If all wait for each other, that is a deadlock (`elaunch.rendezvous.rules.deadlock`). Where all members are workers of
+this node that is known after the short limit, and one of them is taken out, so that the others do the step again. Where
 there are other nodes their workers may be at fault, which their agents see. So all that is found here is that those of
 this node are stalled, after CHANGE_S more: what holds them all up may be a network that is about to be well again, or
 whose failure the links are about to find. Bytes that arrive are a sign of progress. Whom it costs its place is found
@@ -42,8 +42,8 @@ from dataclasses import dataclass, field
 
 from elaunch.detect.heartbeat import BEAT_S, Phase, Pulse, Still
 from elaunch.errors import UsageError
-from elaunch.rendezvous import deadlock
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
+from elaunch.rendezvous.rules import deadlock
 
 VARIABLE = "ELAUNCH_HANG_TIMEOUT"
 FLAG = "--hang-timeout"

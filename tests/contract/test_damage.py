@@ -28,8 +28,8 @@ from elaunch.rendezvous.membership import (
     to_json,
 )
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.node.setbacks import FIRST_PAUSE_S
 from elaunch.rendezvous.observer import Observer
-from elaunch.rendezvous.setbacks import FIRST_PAUSE_S
 from elaunch.rendezvous.store import Store
 from tests.contract.test_participant import (
     CONFIG,
@@ -514,7 +514,7 @@ class TestDefects:
         nodes = a, _, _ = trains(job)
         calls: list[float] = []
         mended = threading.Event()
-        lead = a.participant._lead
+        lead = a.participant._leader.lead
 
         def broken() -> None:
             if mended.is_set():
@@ -523,7 +523,7 @@ class TestDefects:
                 calls.append(time.monotonic())
                 raise KeyError("bug")
 
-        monkeypatch.setattr(a.participant, "_lead", broken)
+        monkeypatch.setattr(a.participant._leader, "lead", broken)
         hears(a, "a defect in the rendezvous of this node: KeyError('bug'); training goes on with the present members")
         is_tried_ever_more_rarely(calls)
         assert len(lines(a, "a defect")) == capfd.readouterr().err.count("Traceback") == 1

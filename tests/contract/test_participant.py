@@ -291,7 +291,7 @@ class TestJoining:
         assert a.generations[0].master_addr == "host-a"
 
     def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("elaunch.rendezvous.participant.WAITED_S", 0.05)
+        monkeypatch.setattr("elaunch.rendezvous.node.waiting.WAITED_S", 0.05)
         a = job.node("a")
         wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
         b = job.node("b")  # a third one is waited for
@@ -424,7 +424,7 @@ class TestLeading:
 
     def test_when_the_leaders_lease_is_lost_another_leads_and_the_node_joins_again(self, job: Job) -> None:
         a, _, c = job.three()
-        lease = a.participant._lease
+        lease = a.participant._session.lease.id
         assert lease is not None
         job.admin.revoke(lease)
         wait_until(lambda: job.read("leader"), LIMIT_S, "a node to lead")
@@ -449,8 +449,8 @@ class TestLeading:
         try:
             a = job.node("a", JobConfig(1, 1, None))
             a.hears(lambda one: one.stage is Stage.START)
-            assert a.participant._lease is not None
-            job.admin.revoke(a.participant._lease)
+            assert a.participant._session.lease.id is not None
+            job.admin.revoke(a.participant._session.lease.id)
             for key in ("nodes/a", "leader"):
                 wait_until(lambda key=key: job.read(key), LIMIT_S, f"{key} to be back")  # type: ignore[misc]
             a.says(READY)
@@ -477,8 +477,8 @@ class TestLeading:
         wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
         b = job.node("b", figures="of b's check")
         wait_until(lambda: job.read("checks/b"), LIMIT_S, "b to join")
-        assert b.participant._lease is not None
-        job.admin.revoke(b.participant._lease)
+        assert b.participant._session.lease.id is not None
+        job.admin.revoke(b.participant._session.lease.id)
         assert job.read("checks/b") is None
         b.says(READY)
         wait_until(lambda: job.read("checks/b"), LIMIT_S, "b's figures to be back")
@@ -491,18 +491,33 @@ class TestLeading:
         try:
             a = job.node("a", JobConfig(1, 1, None))
             a.hears(lambda one: one.stage is Stage.START)
-            lease = a.participant._lease
+            lease = a.participant._session.lease.id
             assert lease is not None
             with site._root._data.lock:
                 job.admin.revoke(lease)
                 assert job.admin.create("/elaunch/job/leader", b"b", job.admin.grant(LIMIT_S))
             a.says(READY)
             wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join again")
-            assert not a.participant._leading
+            assert not a.participant._leader.leads
             assert job.read("leader") == b"b"
             job.admin.delete("/elaunch/job/leader")
             a.hears(lambda one: one.stage is Stage.TRAIN)
             assert (len(a.absences), a.outages, a.refusals) == (1, [], [])
+        finally:
+            job.stop()
+
+    def test_a_node_that_leads_no_more_rests_between_its_renewals(self) -> None:
+        job = Job(MemorySite(), replace(PATIENT, max_nodes=1))
+        try:
+            a = job.node("a", JobConfig(1, 1, None))
+            a.hears(lambda one: one.stage is Stage.START)
+            job.admin.put("/elaunch/job/nodes/b", to_json(NodeDoc("b", "host-b", 1)))
+            job.admin.put("/elaunch/job/leader", b"b")
+            wait_until(lambda: not a.participant._leader.leads, LIMIT_S, "a to give way")
+            due_s = a.participant._leader._wake_s
+            wait_until(lambda: time.monotonic() > due_s, LIMIT_S, "the time at which a was to lead next")
+            assert a.participant._wait_s() > 0
+            assert (a.absences, a.refusals) == ([], [])
         finally:
             job.stop()
 
@@ -636,8 +651,8 @@ class TestOutages:
                 time.sleep(job.rules.lease_s / 3 + 0.1)
                 for node in nodes:
                     if node.name in of:
-                        assert node.participant._lease is not None
-                        job.admin.revoke(node.participant._lease)
+                        assert node.participant._session.lease.id is not None
+                        job.admin.revoke(node.participant._session.lease.id)
             for node in nodes:
                 wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
             c.says(cause="worker c/0#0 died", cause_t=9.0)

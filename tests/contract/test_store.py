@@ -17,7 +17,8 @@ import pytest
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous import etcd as etcd_module
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
-from elaunch.rendezvous.etcd import EtcdStore, Trouble, classify
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.etcd_trouble import Trouble, classify
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.store import Entry, Event, LeaseGone, Store, Watch
 from tests.helpers import Spawner, find_free_port, wait_until

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.deadlock import SHOWN, describe, find, victim
-from elaunch.rendezvous.decide import View
 from elaunch.rendezvous.membership import (
     Deadlock,
     Generation,
@@ -23,6 +21,8 @@ from elaunch.rendezvous.membership import (
     node_of,
     to_json,
 )
+from elaunch.rendezvous.rules.deadlock import SHOWN, describe, find, victim
+from elaunch.rendezvous.view import View
 
 EPOCH = 5
 

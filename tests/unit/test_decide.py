@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import RESUMES, Decision, Settings, View, apart, decide, next_epoch, surplus
+from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
@@ -22,6 +22,9 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
+from elaunch.rendezvous.rules.attempts import RESUMES
+from elaunch.rendezvous.rules.connectivity import apart
+from elaunch.rendezvous.view import next_epoch
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0

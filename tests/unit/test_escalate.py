@@ -9,15 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.rendezvous.decide import Decision, Settings, View, decide
-from elaunch.rendezvous.escalate import (
-    DEATHS_OF_A_SLOT,
-    GIVE_UP_AFTER,
-    LINKS_KEPT,
-    REPLACE_AFTER,
-    follow,
-    suspect,
-    why_given_up,
-)
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Generation,
@@ -28,6 +19,15 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
     node_of,
+)
+from elaunch.rendezvous.rules.escalate import (
+    DEATHS_OF_A_SLOT,
+    GIVE_UP_AFTER,
+    LINKS_KEPT,
+    REPLACE_AFTER,
+    follow,
+    suspect,
+    why_given_up,
 )
 from tests.unit.control_world import World
 from tests.unit.test_control_simulation import make_case, simulate

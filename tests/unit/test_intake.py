@@ -17,7 +17,7 @@ from elaunch.rendezvous.intake import (
     read_text,
 )
 from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, NodeWorker, Stage, Worker, WorkerState, to_json
-from elaunch.rendezvous.setbacks import Setbacks
+from elaunch.rendezvous.node.setbacks import Setbacks
 
 GENERATION = Generation(3, Stage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/1#2", "b", 1)))
 STARTS = Generation(1, Stage.START, (Worker("a/0", "a", 0),))

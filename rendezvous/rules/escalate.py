@@ -59,8 +59,8 @@ def suspect(streak: Streak, members: Sequence[str], holders: Collection[str]) ->
     for link in streak.broken:
         ends[link.worker].add(link.peer)
         ends[link.peer].add(link.worker)
-    may_go = [one for one in members if ends.get(one) and (set(holders) or set(members)) - {one}]
-    return max(reversed(may_go), key=lambda one: len(ends[one]), default="")
+    may_go = [worker for worker in members if ends.get(worker) and (set(holders) or set(members)) - {worker}]
+    return max(reversed(may_go), key=lambda worker: len(ends[worker]), default="")
 
 
 def why_given_up(streak: Streak, saved: int | None) -> str:

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elaunch.rendezvous.decide import View
 from elaunch.rendezvous.membership import Deadlock, Stage, Stalled
+from elaunch.rendezvous.view import View
 
 SHOWN = 32
 """Members that a document names; those of large jobs would not fit into one."""
 
 
 def find(view: View) -> Deadlock | None:
-    """What the leader is to tell the victim's node; None: somebody goes on, or it is a matter of one node.
+    """Returns what the leader is to tell the victim's node; None: somebody goes on, or it is a matter of one node.
 
     Args:
         view: what the leader knows.
@@ -28,32 +28,35 @@ def find(view: View) -> Deadlock | None:
     if view.result is not None or generation is None or generation.stage is not Stage.TRAIN or generation.hold:
         return None
     # A node that has not heard of this generation may tell of the one before.
-    stalled = {one.worker: one for doc in view.nodes if doc.epoch == generation.epoch for one in doc.stalled}
+    stalled = {wait.worker: wait for doc in view.nodes if doc.epoch == generation.epoch for wait in doc.stalled}
     if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]
-    one = victim(members)
-    shown = members if len(members) <= SHOWN else [one, *members[: SHOWN - 1]]
-    return Deadlock(one.worker, len(members), tuple(dict.fromkeys(map(describe, shown))))
+    chosen = victim(members)
+    shown = members if len(members) <= SHOWN else [chosen, *members[: SHOWN - 1]]
+    return Deadlock(chosen.worker, len(members), tuple(dict.fromkeys(map(describe, shown))))
 
 
 def victim(stalled: Sequence[Stalled]) -> Stalled:
-    """Whom to take out of members that wait for each other, given in the order of their ranks.
+    """Returns whom to take out of members that wait for each other.
 
-    Who is in an earlier step; among equals, who is in an operation in which the fewest are; then one that nobody names;
-    then the last one.
+    It is who is in an earlier step; among equals, who is in an operation in which the fewest are; then one that nobody
+    names; then the last one.
+
+    Args:
+        stalled: the members, in the order of their ranks.
     """
-    first = min(one.step for one in stalled)
-    left = [one for one in stalled if one.step == first]
-    operations = Counter((one.epoch, one.operation) for one in left)
+    first = min(wait.step for wait in stalled)
+    left = [wait for wait in stalled if wait.step == first]
+    operations = Counter((wait.epoch, wait.operation) for wait in left)
     fewest = min(operations.values())
-    left = [one for one in left if operations[one.epoch, one.operation] == fewest]
-    named = {peer for one in stalled for peer in one.peers}
-    return ([one for one in left if one.worker not in named] or left)[-1]
+    left = [wait for wait in left if operations[wait.epoch, wait.operation] == fewest]
+    named = {peer for wait in stalled for peer in wait.peers}
+    return ([wait for wait in left if wait.worker not in named] or left)[-1]
 
 
 def describe(stalled: Stalled) -> str:
-    """For the user: who waits for whom."""
+    """Returns who waits for whom, for the user."""
     more = f" and {stalled.others} more" if stalled.others else ""
     peers = (", ".join(stalled.peers) or "its peers") + more
     return f"{stalled.worker} for {peers}, {stalled.doing}, operation {stalled.operation}"

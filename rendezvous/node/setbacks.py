@@ -23,14 +23,14 @@ class Setbacks:
     _calm_s: float = 0.0
 
     def is_new(self, text: str) -> bool:
-        """Whether this is to be told: it was not yet, and few others were."""
+        """Returns whether this is to be told: it was not yet, and few others were."""
         if text in self._told or len(self._told) >= MOST_TOLD:
             return False
         self._told.add(text)
         return True
 
     def meet(self, now_s: float) -> float:
-        """Count one more setback; returns the seconds to pause."""
+        """Counts one more setback; returns the seconds to pause."""
         pause_s = min(self.longest_s, FIRST_PAUSE_S * 2.0 ** min(self._count, 20))
         self._count += 1
         if self._since_s is None:
@@ -39,7 +39,7 @@ class Setbacks:
         return pause_s
 
     def end(self, now_s: float) -> float | None:
-        """Once nothing has failed for a while, returns how long things failed, in seconds; else None."""
+        """Returns how long things failed, in seconds, once nothing has failed for a while; else None."""
         if self._since_s is None or now_s < self._calm_s:
             return None
         lasted_s, self._since_s, self._count = now_s - self._since_s, None, 0

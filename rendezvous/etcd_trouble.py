@@ -1,0 +1,65 @@
+"""What it means when a call to etcd fails, by the status and the text that grpc gives. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Trouble(enum.Enum):
+    """What a failed call means for the caller."""
+
+    UNREACHED = "no server has seen the request: it may be sent again"
+    LOST = "no answer: the request may have been carried out or not"
+    TOKEN = "the login is missing or has ended"
+    LEASE_GONE = "the lease has ended"
+    REFUSED = "sending it again cannot help"
+
+
+_UNREACHED_DETAILS = (
+    "failed to connect to all addresses",
+    "errors resolving",
+    "dns resolution failed",
+    "etcdserver: no leader",
+    "etcdserver: not leader",
+    "etcdserver: too many requests",
+)
+_TOKEN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
+_CERTIFICATE_DETAILS = ("ssl_error_ssl", "verification check failed", "certificate_verify_failed")
+_RETRY_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL", "ABORTED")
+
+
+def classify(code: str, details: str) -> Trouble:
+    """Returns what a grpc status (its name and its text) means. The texts are those of etcd 3.5 and grpc 1.85."""
+    text = details.lower()
+    if any(part in text for part in _CERTIFICATE_DETAILS):
+        return Trouble.REFUSED
+    if any(part in text for part in _TOKEN_DETAILS):
+        return Trouble.TOKEN
+    if "requested lease not found" in text:
+        return Trouble.LEASE_GONE
+    if any(part in text for part in _UNREACHED_DETAILS):
+        return Trouble.UNREACHED
+    return Trouble.LOST if code in _RETRY_CODES else Trouble.REFUSED
+
+
+def advice_on(reason: str, user: str | None) -> str:
+    """Returns what is wrong with a request that etcd has refused, and what to do.
+
+    Args:
+        reason: the text that grpc gives.
+        user: as whom this node logs in; None: it does not.
+    """
+    text = reason.lower()
+    if any(part in text for part in _CERTIFICATE_DETAILS):
+        return "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
+    if "invalid user id or password" in text:
+        return f"wrong user or password (user {user!r})"
+    if "permission denied" in text:
+        return f"user {user!r} has no permission; grant it read and write of this prefix"
+    if any(part in text for part in _TOKEN_DETAILS) and user is None:
+        return "etcd wants a user and a password"
+    if "database space exceeded" in text:
+        return "its space is used up; compact and defragment it, then run `etcdctl alarm disarm`"
+    if "request is too large" in text or "larger than max" in text:
+        return "the document is larger than it takes; start etcd with a greater --max-request-bytes"
+    return "etcd refused the request"

@@ -1,0 +1,337 @@
+"""What a node does because it leads, or because it may have to: it campaigns, applies the leader's rule, and writes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from elaunch.errors import ElaunchError
+from elaunch.rendezvous.decide import decide, surplus
+from elaunch.rendezvous.intake import read_name, read_reports
+from elaunch.rendezvous.membership import Generation, Result, to_json
+from elaunch.rendezvous.node.replica import Duty, Replica
+from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.node.requests import Requests
+from elaunch.rendezvous.node.session import RESULT_TTL_S, Session
+from elaunch.rendezvous.node.waiting import waiting_text
+from elaunch.rendezvous.rules import deadlock
+from elaunch.rendezvous.store import Entry, Event, LeaseGone
+from elaunch.rendezvous.view import Settings
+
+PROBE_S = 0.5
+FOLDERS_OF_LEADER = ("nodes/", "requests/")
+"""What only the leader watches."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """What the leader's rule waits for.
+
+    Attributes:
+        reason: as it says.
+        until_s: when it decides otherwise, whatever happens; None: only a change ends it.
+        nodes: those that were named when other nodes were last told of it.
+    """
+
+    reason: str = ""
+    until_s: float | None = None
+    nodes: set[str] = field(default_factory=set)
+
+
+class Leader:
+    """Takes the job's documents as they change, and does what this node owes in answer while it leads.
+
+    Args:
+        session: reads and writes.
+        replica: of the documents.
+        requests: to other nodes.
+        settings: of the job, as it was started.
+        node: name of this node.
+        reporter: for lines to the user.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        replica: Replica,
+        requests: Requests,
+        settings: Settings,
+        node: str,
+        reporter: Reporter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._session = session
+        self._replica = replica
+        self._requests = requests
+        self._settings = settings
+        self._node = node
+        self._reporter = reporter
+        self._clock = clock
+        self._wait = Wait()
+        self._wake_s = 0.0  # when to apply the rule next at the latest
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node leads."""
+        return self._session.leadership.leads
+
+    @property
+    def due_s(self) -> float:
+        """When the rule is to be applied next at the latest; infinite while this node does not lead."""
+        return self._wake_s if self.leads else inf
+
+    # -- documents ------------------------------------------------------------------------------------------------
+
+    def follow(self, entries: list[Entry], revision: int) -> None:
+        """Takes all documents as they stand on a new connection, watches them, and leads if nobody else does."""
+        self._read(entries, revision)
+        leader = next((entry for entry in entries if entry.key == self._replica.prefix + "leader"), None)
+        asked = [f"requests/{what}/{self._node}" for what in ("drain", "deadlock")]
+        for name in ("generation", "result", "leader", "size", *asked):
+            self._session.watch(name, revision + 1)
+        if leader is None:
+            self._campaign()
+        elif leader.value == self._node.encode():
+            self._begin_to_lead()
+        elif "leader" not in self._replica.intake.damaged:
+            name = read_name(leader.value)
+            if f"{self._replica.prefix}nodes/{name}" not in {entry.key for entry in entries}:
+                self._replica.damage("leader", leader.revision, _no_node_text(name))
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Takes changes of documents. One that meets a defect is passed over: training goes on."""
+        for event in events:
+            try:
+                duty = self._replica.take(event)
+                if duty is not None:
+                    self._answer(duty, event)
+            except ElaunchError:
+                raise
+            except Exception as error:
+                if not self._replica.in_job:
+                    raise
+                self._reporter.tell_setback(error, f"what {event.key} holds is passed over; training goes on")
+
+    def check_damaged(self) -> None:
+        """Looks again at damaged documents of which no watch of this node tells when they are in order."""
+        for name in list(self._replica.intake.damaged):
+            if name == "config":
+                self._session.enter_job()
+            elif name.startswith("nodes/") and not self._watches_all():
+                entry = self._session.get(name)
+                if entry is None:
+                    self._replica.forget_node(name.removeprefix("nodes/"))
+                else:
+                    self.take([entry.as_event()])
+
+    def _read(self, entries: list[Entry], revision: int) -> None:
+        """Takes all documents of the job as they stand at a revision."""
+        self._replica.begin_reading()
+        # The size first: by it this node knows whether a generation has a place for it.
+        entries = sorted(entries, key=lambda entry: entry.key != self._replica.prefix + "size")
+        self.take([entry.as_event() for entry in entries])
+        self._replica.end_reading({entry.key.removeprefix(self._replica.prefix) for entry in entries}, revision)
+
+    def _watches_all(self) -> bool:
+        return all(map(self._session.watches, FOLDERS_OF_LEADER))
+
+    def _answer(self, duty: Duty, event: Event) -> None:
+        """Does what an event calls for."""
+        match duty:
+            case Duty.OWN_REPORT:
+                self._session.note_report(event.revision)
+            case Duty.GENERATION_DELETED:
+                if self.leads and self._result_is_open():
+                    self._reporter.warn(
+                        f"{event.key} was deleted by somebody else; this node, which leads, writes it again"
+                    )
+                    self._put_last_generation()
+            case Duty.SIZE_ASKED:
+                if self.leads:
+                    self._put_size()
+            case Duty.SIZE_DELETED:
+                if self.leads and self._replica.size is not None and self._result_is_open():
+                    self._put_size()
+            case Duty.LEADER_DELETED:
+                self._session.leadership.is_due = True
+            case Duty.LEADER_WRITTEN:
+                if self.leads and self._replica.leader != self._node:
+                    self._defend(event.revision)
+
+    # -- campaigning ----------------------------------------------------------------------------------------------
+
+    def replace_dead_leader(self) -> None:
+        """Leads in the leader's stead if its agent is dead, before its lease has run out."""
+        entry = self._session.get("leader")
+        if entry is None or "leader" in self._replica.intake.damaged:
+            return
+        leader = self._replica.read("leader", entry.revision, read_name, entry.value)
+        if leader is None or leader == self._node:
+            return
+        report = self._session.get(f"nodes/{leader}")
+        doc = read_reports(self._replica.prefix, [report]).get(leader) if report is not None else None
+        if doc is not None and _nobody_listens(doc.door) and self._take_key(entry.revision):
+            self._begin_to_lead()
+
+    def _campaign(self) -> None:
+        """Leads if nobody else does."""
+        try:
+            is_created = self._session.create("leader", self._node.encode(), self._session.lease.id)
+        except LeaseGone:
+            self._session.join_again()  # this node heard that nobody leads before it was to renew its lease
+            return
+        if is_created:
+            self._begin_to_lead()
+
+    def _defend(self, revision: int) -> None:
+        """Gives way to the node that has taken the lead at a revision, or takes the key back from a stranger."""
+        other = self._replica.leader
+        if other is not None:
+            if self._session.get(f"nodes/{other}") is not None:
+                self._session.leadership.leads = False
+                return
+            self._replica.damage("leader", revision, _no_node_text(other))
+        if self._session.is_present():
+            self._take_key(revision)
+        else:
+            self._session.join_again()
+
+    def _take_key(self, revision: int) -> bool:
+        """Exchanges the leader's key, as it was at a revision, for one of this node and bound to its lease."""
+        # Whoever wins the exchange has the key to itself; then the key goes over to the winner's own lease.
+        if not self._session.replace("leader", self._node.encode(), revision):
+            return False
+        try:
+            self._session.put("leader", self._node.encode())
+        except LeaseGone:
+            self._session.join_again()  # and the key goes with the lease that it was bound to
+            return False
+        return True
+
+    def _begin_to_lead(self) -> None:
+        entries, revision = self._session.range()
+        self._read(entries, revision)
+        if not self._watches_all():
+            for name in FOLDERS_OF_LEADER:
+                self._session.watch(name, revision + 1)
+        self._replica.begin_to_lead()
+        self._requests.begin_to_lead()
+        self._session.leadership.leads = True
+        if not self._replica.generation_revision and self._replica.view.result is None:
+            # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
+            self._put_last_generation()
+        if "size" not in self._replica.intake.damaged:
+            self._put_size()
+        self.lead()
+
+    # -- leading --------------------------------------------------------------------------------------------------
+
+    def turn(self, has_news: bool) -> None:
+        """Leads if nobody else may be leading, and applies the rule if there are news or it is time to."""
+        if self._session.leadership.is_due:
+            self._session.leadership.is_due = False
+            self._campaign()
+        if self.leads and (has_news or self._clock() >= self._wake_s):
+            self.lead()
+
+    def lead(self) -> None:
+        """Applies the leader's rule, and writes what it says."""
+        if self._node not in self._replica.nodes:
+            # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
+            self._session.written = None
+            self._wake_s = self._clock() + 1.0
+            return
+        damaged = self._replica.intake.damaged
+        if damaged:
+            self._wait.reason, self._wait.until_s = f"damaged in the store: {', '.join(damaged)}", None
+            self._wake_s = self._clock() + 1.0
+            return
+        settings = self._settings_now()
+        decision = decide(self._replica.view, self._clock(), settings)
+        self._wait.reason, self._wait.until_s = decision.reason, decision.wake_s
+        self._wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
+        self._replica.note_pending(decision.pending)
+        self._requests.drain_surplus(surplus(self._replica.view, settings.max_nodes), settings.max_nodes)
+        if decision.generation is not None and self._put_generation(decision.generation):
+            self._wake_s = self._clock()
+        self._requests.end_deadlock(deadlock.find(self._replica.view))
+        if decision.result is not None:
+            self._end_job(decision.result)
+
+    def tell_waiting(self, has_told: bool, is_due: Callable[[], bool]) -> None:
+        """Tells the user what the rule waits for when that is due; other nodes read it in the store.
+
+        Args:
+            has_told: whether nodes were told of this wait before.
+            is_due: returns whether a line is due; asked once.
+        """
+        if has_told and self._replica.nodes.keys() != self._wait.nodes:
+            self._put_waiting_text()  # for the next time that another node looks
+        if is_due():
+            self._reporter.listener.waits(self._put_waiting_text())
+
+    def _settings_now(self) -> Settings:
+        """Returns the settings, with the size that was asked for."""
+        size = self._replica.size
+        if size is None:
+            return self._settings
+        return replace(self._settings, min_nodes=size.min_nodes, max_nodes=size.max_nodes)
+
+    def _put_waiting_text(self) -> str:
+        self._wait.nodes = set(self._replica.nodes)
+        left_s = None if self._wait.until_s is None else self._wait.until_s - self._clock()
+        text = waiting_text(self._replica.view, self._wait.reason, self._settings_now().min_nodes, left_s)
+        with suppress(LeaseGone):  # then another node leads by now
+            self._session.put("waiting", text.encode())
+        return text
+
+    def _put_size(self) -> None:
+        if self._replica.size is not None:
+            with suppress(LeaseGone):  # then another node leads by now, and puts it
+                self._session.put("size", to_json(self._replica.size))
+
+    def _put_last_generation(self) -> None:
+        if self._replica.view.generation is not None:
+            self._put_generation(self._replica.view.generation)
+
+    def _put_generation(self, generation: Generation) -> bool:
+        """Exchanges the generation, unless it has changed since it was seen last; returns whether it did."""
+        is_written = self._session.replace("generation", to_json(generation), self._replica.generation_revision)
+        if is_written:
+            # The watch will say so too; until then the rule must not see the old generation again.
+            entry = self._session.get("generation")
+            if entry is not None:
+                self.take([entry.as_event()])
+        return is_written
+
+    def _result_is_open(self) -> bool:
+        return self._replica.view.result is None and self._session.get("result") is None
+
+    def _end_job(self, result: Result) -> None:
+        """Writes the result, which turns late nodes away for a while; then the job's name is free again."""
+        if self._session.create("result", to_json(result), self._session.store.grant(RESULT_TTL_S)):
+            self._replica.note_result(result)  # what is deleted now is not put back
+            for name in ("generation", "config", "size"):
+                self._session.delete(name)
+
+
+def _no_node_text(name: str) -> str:
+    return f"it names {name}, which is no node of this job"
+
+
+def _nobody_listens(address: str) -> bool:
+    """Returns whether the machine of this address answers, and says that nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if not host:
+        return False
+    try:
+        socket.create_connection((host, int(port)), PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False

@@ -1,0 +1,153 @@
+"""What other threads leave for the participant: the agent its newest report and wishes, the store's watches events."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.membership import DrainRequest, NodeDoc
+from elaunch.rendezvous.store import Event
+
+News = list[Event] | StoreUnavailable
+"""What a watch delivers: events, or at last why it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """What was there when the mailbox was emptied.
+
+    Attributes:
+        news: what the watches have delivered, in order.
+        doc: the node's newest report.
+        profile: what the job has measured, if that is new.
+        drain_all: the request that all nodes leave; it stands until `Mailbox.drained_all`.
+    """
+
+    news: tuple[News, ...]
+    doc: NodeDoc
+    profile: bytes | None
+    drain_all: DrainRequest | None
+
+
+class Mailbox:
+    """Holds what is to be done until the thread comes for it, and wakes the thread.
+
+    Args:
+        doc: the first report.
+    """
+
+    def __init__(self, doc: NodeDoc) -> None:
+        self._wake = threading.Condition()
+        self._news: deque[News] = deque()
+        self._doc = doc
+        self._profile: bytes | None = None
+        self._drain_all: DrainRequest | None = None
+        self._suspects_leader = False
+        self._is_stopping = False
+        self._waits_for_others = False
+
+    @property
+    def doc(self) -> NodeDoc:
+        """The node's newest report."""
+        return self._doc
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the node is to leave the job."""
+        return self._is_stopping
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the node, when it leaves, waits until all other nodes have left."""
+        return self._waits_for_others
+
+    # -- for other threads ----------------------------------------------------------------------------------------
+
+    def deliver(self, item: News) -> None:
+        """Adds what a watch has brought."""
+        with self._wake:
+            self._news.append(item)
+            self._wake.notify()
+
+    def publish(self, doc: NodeDoc) -> None:
+        """Replaces the node's report."""
+        with self._wake:
+            self._doc = doc
+            self._wake.notify()
+
+    def leave_profile(self, profile: bytes) -> None:
+        """Leaves a profile to be written; a newer one replaces one that was not written yet."""
+        with self._wake:
+            self._profile = profile
+            self._wake.notify()
+
+    def drain_all(self, request: DrainRequest) -> None:
+        """Leaves the request that all nodes leave the job."""
+        with self._wake:
+            self._drain_all = request
+            self._wake.notify()
+
+    def suspect_leader(self) -> None:
+        """Asks the thread to look whether the leading node is dead."""
+        with self._wake:
+            self._suspects_leader = True
+            self._wake.notify()
+
+    def stop(self, wait_for_others: bool = False) -> None:
+        """Ends the thread's loop."""
+        with self._wake:
+            self._is_stopping = True
+            self._waits_for_others = self._waits_for_others or wait_for_others
+            self._wake.notify()
+
+    # -- for the participant's thread -----------------------------------------------------------------------------
+
+    def collect(self, written: NodeDoc | None, wait_s: Callable[[], float]) -> Mail:
+        """Waits until there is something to do, and empties the box.
+
+        Args:
+            written: the report as it stands in the store; another one in the box is something to do.
+            wait_s: how long to wait at most, in seconds; asked only where there is nothing to do yet.
+        """
+        with self._wake:
+            has_wishes = self._profile is not None or self._drain_all is not None or self._suspects_leader
+            is_busy = self._news or self._is_stopping or has_wishes
+            if not is_busy and self._doc == written:
+                self._wake.wait(wait_s())
+            mail = Mail(tuple(self._news), self._doc, self._profile, self._drain_all)
+            self._news.clear()
+            self._profile = None
+        return mail
+
+    def drained_all(self, request: DrainRequest) -> None:
+        """Drops the request that all nodes leave, once all were asked; a newer one stays."""
+        with self._wake:
+            self._drain_all = None if self._drain_all is request else self._drain_all
+
+    def take_suspicion(self) -> bool:
+        """Returns whether the leading node was suspected since the last call."""
+        with self._wake:
+            suspects, self._suspects_leader = self._suspects_leader, False
+        return suspects
+
+    def wait_once(self, longest_s: float) -> bool:
+        """Waits until anything comes, at most so many seconds; returns False, at once, where the node is to leave."""
+        with self._wake:
+            if self._is_stopping:
+                return False
+            self._wake.wait(longest_s)
+        return True
+
+    def pause(self, end_s: float, clock: Callable[[], float]) -> None:
+        """Waits until a time of the clock, whatever comes; only `stop` ends this early."""
+        with self._wake:
+            while not self._is_stopping and (left_s := end_s - clock()) > 0:
+                self._wake.wait(left_s)
+
+    def discard_news(self) -> None:
+        """Forgets what the watches of a connection that was lost have delivered."""
+        with self._wake:
+            self._news.clear()

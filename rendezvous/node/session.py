@@ -1,0 +1,422 @@
+"""This node's connection to the store: how it joins the job, its lease, and its own report.
+
+A session outlives its connections. The node is present as long as its lease is renewed; the report, the figures of its
+check and, where it leads, the leader's key are bound to that lease and go with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.rendezvous.intake import read_reports
+from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, from_json, job_prefix, to_json
+from elaunch.rendezvous.node.mailbox import Mailbox
+from elaunch.rendezvous.node.replica import Replica
+from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
+
+RETRY_S = 0.2
+RESULT_TTL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """What this node brings to the job.
+
+    Attributes:
+        job: name of the job.
+        node: name of the node.
+        config: what it was told; a running job with other settings refuses it.
+        figures: of its check, by which nodes that come later are judged.
+        lease_s: how long it counts as present without a word, in seconds.
+    """
+
+    job: str
+    node: str
+    config: JobConfig
+    figures: bytes
+    lease_s: float
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """The node's lease in the store.
+
+    Attributes:
+        id: the store's; None: there is none.
+        renewed_s: when it was granted or renewed last.
+        due_s: when it is to be renewed next.
+        figures_id: the lease under which the figures of the node's check stand.
+    """
+
+    id: int | None = None
+    renewed_s: float = 0.0
+    due_s: float = 0.0
+    figures_id: int | None = None
+
+
+@dataclass(slots=True)
+class Leadership:
+    """Whether this node leads. The leader's key is bound to the lease, so both end together.
+
+    Attributes:
+        leads: whether it leads.
+        is_due: whether it is to try to, since nobody may be leading.
+    """
+
+    leads: bool = False
+    is_due: bool = False
+
+
+class Session:
+    """Joins the job, keeps the node present, and reads and writes documents by their names.
+
+    All methods but `close` raise `StoreUnavailable` where the store does not answer.
+
+    Args:
+        open_store: connects to the store; called again after each loss of the connection.
+        entrant: what this node brings.
+        mail: has the newest report, and takes what watches deliver.
+        replica: of the job's documents.
+        reporter: for the listener and lines to the user.
+        clock: in seconds.
+
+    Attributes:
+        lease: the node's lease.
+        leadership: whether it leads.
+        written: the report as it stands in the store; None: it is to be written.
+        joined: whether the listener was told that the node has joined.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        entrant: Entrant,
+        mail: Mailbox,
+        replica: Replica,
+        reporter: Reporter,
+        clock: Callable[[], float],
+    ) -> None:
+        self.lease = HeldLease()
+        self.leadership = Leadership()
+        self.written: NodeDoc | None = None
+        self.joined = False
+        self._open_store = open_store
+        self._entrant = entrant
+        self._prefix = job_prefix(entrant.job)
+        self._own_key = f"{self._prefix}nodes/{entrant.node}"
+        self._mail = mail
+        self._replica = replica
+        self._reporter = reporter
+        self._clock = clock
+        self._store: Store | None = None
+        self._watches: dict[str, Watch] = {}
+        self._written_revision = 0
+        self._token = ""
+        self._is_present = False
+
+    # -- documents by name ----------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._store is not None
+
+    @property
+    def store(self) -> Store:
+        """The store, while there is a connection."""
+        assert self._store is not None
+        return self._store
+
+    def get(self, name: str) -> Entry | None:
+        """Returns a document as it stands."""
+        return self.store.get(self._prefix + name)
+
+    def range(self, folder: str = "") -> tuple[list[Entry], int]:
+        """Returns the documents whose names begin so, and the revision of the store."""
+        return self.store.range(self._prefix + folder)
+
+    def put(self, name: str, value: bytes) -> None:
+        """Writes a document, bound to this node's lease; raises `LeaseGone`."""
+        self.store.put(self._prefix + name, value, self.lease.id)
+
+    def create(self, name: str, value: bytes, lease: int | None) -> bool:
+        """Writes a document if there is none, bound to a lease; returns whether it was; raises `LeaseGone`."""
+        return self.store.create(self._prefix + name, value, lease)
+
+    def replace(self, name: str, value: bytes, expected_revision: int) -> bool:
+        """Exchanges a document whose last change was this one (0: there is none); returns whether it was."""
+        return self.store.replace(self._prefix + name, value, expected_revision)
+
+    def delete(self, name: str) -> None:
+        """Deletes a document."""
+        self.store.delete(self._prefix + name)
+
+    def watch(self, name: str, from_revision: int) -> None:
+        """Has all changes of documents whose names begin so delivered to the mailbox."""
+        deliver = self._mail.deliver
+        self._watches[name] = self.store.watch(self._prefix + name, from_revision, deliver, deliver)
+
+    def watches(self, name: str) -> bool:
+        """Returns whether `watch` was called with this name since the connection was made."""
+        return name in self._watches
+
+    # -- the connection -------------------------------------------------------------------------------------------
+
+    def connect(self) -> tuple[list[Entry], int] | None:
+        """Connects to the store, joins the job and writes the report.
+
+        Returns:
+            all documents of the job, and the revision at which they were read; None: the job is over.
+
+        Raises:
+            ElaunchError: the job takes no more nodes, runs with other settings, has a node of this name, or is damaged.
+        """
+        self._store = store = self._open_store()
+        self._replica.begin_connection()
+        entry = self.get("result")
+        result = self._replica.read_result(entry.revision, entry.value) if entry is not None else None
+        if result is not None:
+            self._meet_end(result)
+            return None
+        self.enter_job()
+        self._keep_or_drop_lease()
+        if not self._is_present:
+            self._claim_name()
+            self.enter_job()  # until then, a node of other settings could take this for a name that is free
+        self.write(self._mail.doc)
+        return store.range(self._prefix)
+
+    def close(self) -> None:
+        """Drops the connection. The lease goes on until it ends by itself."""
+        for watch in self._watches.values():
+            watch.cancel()
+        self._watches.clear()
+        self.leadership.leads = False
+        self.written = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def leave(self) -> None:
+        """Leaves the job: the lease ends, and all that is bound to it goes."""
+        if self._store is not None:
+            try:
+                if self.lease.id is not None:
+                    self._store.revoke(self.lease.id)
+                end_s = self._clock() + 2 * self._entrant.lease_s
+                while self._mail.waits_for_others and self._clock() < end_s:
+                    if not read_reports(self._prefix, self.range("nodes/")[0]):
+                        break
+                    time.sleep(0.02)
+            except ElaunchError:
+                pass  # the lease runs out by itself
+        self.close()
+
+    def _meet_end(self, result: Result) -> None:
+        """Takes the job's end: news for a node that took part in it, a refusal for one that comes too late."""
+        if not self.joined:
+            how = "successfully" if result.succeeded else f"with a failure ({result.message})"
+            raise JobFailed(
+                f"job {self._entrant.job!r} has ended {how}, and takes no more nodes: use another --rdzv-id, or this "
+                f"one again {RESULT_TTL_S:g} s after its end"
+            )
+        self._replica.end(result)
+        self.lease.due_s = self._clock() + self._entrant.lease_s
+
+    # -- joining --------------------------------------------------------------------------------------------------
+
+    def enter_job(self) -> None:
+        """Agrees on the job's fixed settings; the first node writes them."""
+        key = self._prefix + "config"
+        offered = to_json(replace(self._entrant.config, token=self._token or secrets.token_hex(16)))
+        entry = self.store.get(key)
+        if entry is None:
+            self.store.create(key, offered)
+            entry = self.store.get(key)
+        if entry is None:
+            raise StoreUnavailable(f"{self.store.endpoint}: {key} disappeared while this node joined")
+        try:
+            config = from_json(JobConfig, entry.value)
+        except ProtocolError as error:
+            self._replica.damage("config", entry.revision, str(error))
+            return
+        if replace(config, token="") != self._entrant.config:
+            is_free = self._nobody_is_here() and self.store.replace(key, offered, entry.revision)
+            newest = self.store.get(key)
+            if is_free or newest is None or newest.revision != entry.revision:
+                self.enter_job()  # this node, or another that came at the same moment, has written new settings
+                return
+            self._refuse_settings(config, entry.revision)
+            return
+        self._replica.accept("config")
+        self._token = config.token
+        if not self.joined:
+            self.joined = True
+            self._reporter.listener.joined(config)
+
+    def _refuse_settings(self, config: JobConfig, revision: int) -> None:
+        """Takes other settings than this node's for damage once it is in the job, and else for a refusal."""
+        if self._replica.in_job:
+            self._replica.damage("config", revision, f"it holds other settings: {_settings_text(config)}")
+            return
+        raise SettingsMismatch(
+            f"job {self._entrant.job!r} runs with {_settings_text(config)}, this node was started with "
+            f"{_settings_text(self._entrant.config)}: start it with the same values, or use another --rdzv-id"
+        )
+
+    def _nobody_is_here(self) -> bool:
+        """Returns whether an earlier run of this name ended without a word, as when all its machines were lost."""
+        entries, _ = self.range()
+        if any(entry.key == self._prefix + "leader" for entry in entries):
+            return False
+        return not read_reports(self._prefix, entries).keys() - {self._entrant.node}
+
+    def _claim_name(self) -> None:
+        """Waits until the node's name is free: an agent that was killed frees it with its lease.
+
+        Raises:
+            SettingsMismatch: a live node has it. Two agents of one name would overwrite each other.
+            ProtocolError: what stands there is no report.
+        """
+        end_s = self._clock() + 2 * self._entrant.lease_s
+        while True:
+            if self.lease.id is None:
+                self._grant()
+            with suppress(LeaseGone):  # then the next one may claim it
+                if self.store.create(self._own_key, to_json(self._mail.doc), self.lease.id):
+                    self._is_present = True
+                    return
+            entry = self.store.get(self._own_key)
+            if entry is not None and not read_reports(self._prefix, [entry]):
+                raise ProtocolError(
+                    f"{self._own_key} is taken, and is no report of a node: delete it with `etcdctl del "
+                    f"{self._own_key}`, or give this node another --node-name"
+                )
+            if self._clock() > end_s:
+                raise SettingsMismatch(
+                    f"job {self._entrant.job!r} already has a live node named {self._entrant.node!r}: give this one "
+                    "another --node-name"
+                )
+            if not self._mail.wait_once(RETRY_S):
+                raise StoreUnavailable("this node leaves")
+            self._keep_or_drop_lease()
+
+    # -- the lease ------------------------------------------------------------------------------------------------
+
+    def plan_renewal(self) -> None:
+        """Has the lease renewed after a third of its time."""
+        self.lease.due_s = self._clock() + self._entrant.lease_s / 3
+
+    def renew(self) -> bool:
+        """Renews the lease; returns False where it had ended and the node has joined again with a new one."""
+        begin_s, due_s = self._clock(), self.lease.due_s
+        self.lease.due_s = begin_s + self._entrant.lease_s / 3
+        if self.lease.id is None or self._keep_alive(self.lease.id):
+            return True
+        took_s = self._clock() - begin_s
+        self.join_again(f"; renewing came {begin_s - due_s:.2f} s late, and took the store {took_s:.2f} s")
+        return False
+
+    def is_present(self) -> bool:
+        """Gives the lease its full time again; returns whether there is one that had not ended."""
+        return self.lease.id is not None and self._keep_alive(self.lease.id)
+
+    def join_again(self, why: str = "") -> None:
+        """Gets a new lease for the one that has ended, and writes the report under it."""
+        self._lose_lease(why)
+        self.write(self._mail.doc)
+
+    def _grant(self) -> None:
+        self.lease.renewed_s = self._clock()
+        self.lease.id = self.store.grant(self._entrant.lease_s)
+
+    def _keep_alive(self, lease: int) -> bool:
+        begin_s = self._clock()
+        is_alive = self.store.keep_alive(lease)
+        if is_alive:
+            self.lease.renewed_s = begin_s
+        return is_alive
+
+    def _keep_or_drop_lease(self) -> None:
+        """Keeps a lease that a short outage has left valid: then this node was never absent, and may still lead."""
+        if self.lease.id is None or self._keep_alive(self.lease.id):
+            return
+        # A lease that had time left was lost with the store's data: then no node was missed.
+        if self._is_present and self._clock() > self.lease.renewed_s + self._entrant.lease_s:
+            self._tell_absent()
+        self.lease.id = None
+
+    def _lose_lease(self, why: str = "") -> None:
+        """Notes that the lease has ended, and so this node was absent for the others: it leads no more."""
+        self._tell_absent(why)
+        self._replica.doubt_absences()  # what has ended this lease may have ended others
+        self.lease.id = None
+        self.leadership.leads = False
+        self.leadership.is_due = True
+
+    def _tell_absent(self, why: str = "") -> None:
+        self._reporter.listener.absent(
+            f"this node was absent for the others: its lease of {self._entrant.lease_s:g} s had ended, "
+            f"renewed {self._clock() - self.lease.renewed_s:.2f} s before{why}; "
+            "--rdzv-conf lease_ttl=SECONDS gives it more time"
+        )
+
+    # -- what this node writes of itself --------------------------------------------------------------------------
+
+    def write(self, doc: NodeDoc) -> None:
+        """Writes the node's report, under a new lease where the present one turns out to have ended."""
+        for _ in range(2):
+            if self.lease.id is None:
+                self._grant()
+            try:
+                self._written_revision = self.store.put(self._own_key, to_json(doc), self.lease.id)
+            except LeaseGone:
+                self._lose_lease()
+                continue
+            self.written = doc
+            self._write_figures()
+            return
+        raise StoreUnavailable(f"{self.store.endpoint}: a new lease was gone at once")
+
+    def write_profile(self, profile: bytes) -> None:
+        """Writes what the job has measured. Nothing depends on it, so a store that refuses it costs a line."""
+        try:
+            self.put("profile", profile)
+        except LeaseGone:
+            pass  # the next one comes
+        except StoreUnavailable:
+            raise
+        except LaunchError as error:
+            self._reporter.tell_setback(error, "what the job has measured is not shown; training goes on")
+
+    def note_report(self, revision: int) -> None:
+        """Has the report written again if a change of it that was seen is not this node's own."""
+        if revision > self._written_revision:
+            self.written = None
+
+    def check_report(self) -> None:
+        """Notices that somebody else has changed this node's report, which only the leader's watch tells."""
+        entry = self.store.get(self._own_key)
+        if self.written is not None and (entry is None or entry.revision != self._written_revision):
+            what = "deleted" if entry is None else "overwritten"
+            self._reporter.warn(f"{self._own_key} was {what} by somebody else; this node writes it again")
+            self.written = None
+
+    def _write_figures(self) -> None:
+        """Writes what the node's check has shown, once for each lease."""
+        if self._entrant.figures and self.lease.figures_id != self.lease.id:
+            with suppress(LeaseGone):  # then they come with the next lease
+                self.put(f"checks/{self._entrant.node}", self._entrant.figures)
+                self.lease.figures_id = self.lease.id
+
+
+def _settings_text(config: JobConfig) -> str:
+    restarts = "unset" if config.max_restarts is None else config.max_restarts
+    text = f"--nnodes={config.min_nodes}:{config.max_nodes} and --max-restarts {restarts}"
+    return f"{text} and --checkpoint-every {config.checkpoint_every}" if config.checkpoint_every else text

@@ -1,0 +1,96 @@
+"""When a job begins again, from the start or from a checkpoint, and when it fails instead. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from elaunch.rendezvous.membership import Generation, NodeDoc, Result, Stage
+from elaunch.rendezvous.view import Decision, Settings, View, next_epoch
+
+ALL_LEAVE = "every node left the job before it was done; start it again"
+RESUMES = 3
+"""How often a job goes back to the same checkpoint, where --max-restarts is not given."""
+
+
+def too_few(present: int, since_s: float, now_s: float, settings: Settings) -> Decision:
+    """Waits for more nodes, and fails when that has taken too long.
+
+    Args:
+        present: how many nodes there are.
+        since_s: since when they have been too few.
+        now_s: the leader's clock.
+        settings: for the least number of nodes, and how long to wait for it.
+    """
+    end_s = since_s + settings.join_s
+    text = f"{present} of at least {settings.min_nodes} nodes are here"
+    if now_s < end_s:
+        return Decision(text, wake_s=end_s)
+    message = f"only {text} after {settings.join_s:g} s; start more nodes, or raise --rdzv-conf join_timeout"
+    return Decision(message, result=Result(False, message))
+
+
+def again(view: View, generation: Generation, cause: str, cause_t: float, failure: bool) -> Generation:
+    """Returns the generation in which all workers stop and the nodes meet again for the next attempt.
+
+    Args:
+        view: for the newest epoch.
+        generation: the present one.
+        cause: why, for people.
+        cause_t: Unix time of that; 0: unknown.
+        failure: whether it counts against --max-restarts.
+    """
+    return Generation(
+        epoch=next_epoch(view),
+        stage=Stage.ASSEMBLE,
+        attempt=generation.attempt + 1,
+        restarts=generation.restarts + (1 if failure else 0),
+        cause=cause,
+        cause_t=cause_t,
+        saved=generation.saved,
+        resumes=generation.resumes,
+    )
+
+
+def begin_again(
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
+) -> Decision:
+    """Starts the script on the nodes that are here now: none is left of those that ran the job.
+
+    They are of an earlier run, or were lost all at once. Those that only lost the store come back within the time of a
+    lease, for which this waits.
+    """
+    sure_s = max(view.led_s, -inf if view.outage_end_s is None else view.outage_end_s) + settings.lease_s
+    if now_s < sure_s:
+        return Decision("no node of the present generation is here", wake_s=sure_s)
+    here = ", ".join(doc.node for doc in nodes)
+    cause = f"no node that ran the job is left, nor any state in memory; it begins again on {here}"
+    return Decision(cause, generation=replace(again(view, generation, cause, 0.0, failure=False), restarts=0))
+
+
+def takes_part(doc: NodeDoc, generation: Generation) -> bool:
+    """Returns whether its agent is one of those that run this generation; a new one may bear the name of a lost one."""
+    if doc.node not in generation.nodes:
+        return False
+    return generation.stage is Stage.START or doc.took_part or any(each.id in generation.ids for each in doc.workers)
+
+
+def go_back(view: View, generation: Generation, text: str, saved: int, settings: Settings) -> Decision:
+    """Starts again from a checkpoint, as often as that is allowed: the state in memory is lost.
+
+    Args:
+        view: for the newest epoch.
+        generation: the present one.
+        text: what was lost, for people.
+        saved: number of steps in the checkpoint.
+        settings: for the number of restarts.
+    """
+    resumes = 1 + (generation.resumes if saved == generation.saved else 0)
+    limit = settings.max_restarts
+    if resumes <= RESUMES if limit is None else generation.restarts < limit:
+        cause = f"{text}; the job goes on from its checkpoint of {saved} steps"
+        after = again(view, generation, cause, 0.0, failure=True)
+        return Decision(cause, generation=replace(after, saved=saved, resumes=resumes))
+    used = f"it has gone back there {RESUMES} times" if limit is None else f"--max-restarts {limit} is used up"
+    message = f"{text}; there is a checkpoint of {saved} steps, but {used}: start the job again to go on from it"
+    return Decision(text, result=Result(False, message))

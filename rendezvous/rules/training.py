@@ -1,0 +1,354 @@
+"""The leader's rule for workers that train together: the list of members is kept true. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from elaunch.rendezvous.membership import (
+    Generation,
+    NodeDoc,
+    PlanRequest,
+    Result,
+    Streak,
+    Worker,
+    WorkerState,
+    names_text,
+)
+from elaunch.rendezvous.rules import escalate
+from elaunch.rendezvous.rules.attempts import again, go_back, too_few
+from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
+from elaunch.rendezvous.view import (
+    Decision,
+    Settings,
+    View,
+    absence_in_doubt,
+    first_failure,
+    newest_checkpoint,
+    next_epoch,
+    ready_workers,
+)
+
+PLAN_ASKED = "a new plan was asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is to change about the members of a training generation.
+
+    Attributes:
+        survivors: members that stay, in their order.
+        lost: members that are gone, or that the others cannot reach.
+        leaving: workers that were told to leave, now or before, and are still there.
+        joiners: workers that become members.
+        done: workers that have finished.
+        reset: whether links between those that stay have to be made anew.
+        causes: for people, each with its Unix time; 0: unknown.
+        doubt: whether a member has yet to say whom it cannot reach.
+    """
+
+    survivors: tuple[Worker, ...] = ()
+    lost: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    joiners: tuple[Worker, ...] = ()
+    done: tuple[str, ...] = ()
+    reset: bool = False
+    causes: tuple[tuple[float, str], ...] = ()
+    doubt: bool = False
+
+    @property
+    def urgent(self) -> bool:
+        """Returns whether the step under way cannot commit any more."""
+        return bool(self.lost) or self.reset
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Returns the nodes of the workers that go on."""
+        return frozenset(worker.node for worker in (*self.survivors, *self.joiners))
+
+
+@dataclass(slots=True)
+class _Fates:
+    """What the reports say of the members of a generation, one by one.
+
+    Attributes:
+        survivors: those that stay.
+        draining: those that are to leave.
+        lost: those that are gone, or that the others cannot reach.
+        causes: why they are lost, each with its Unix time; 0: unknown.
+        has_heir: whether one that stays holds the state.
+        is_missed: whether somebody still needs a collective with one that has finished and ended.
+        have_entered: whether all of them have entered the generation.
+    """
+
+    survivors: list[Worker] = field(default_factory=list)
+    draining: list[Worker] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    causes: list[tuple[float, str]] = field(default_factory=list)
+    has_heir: bool = False
+    is_missed: bool = False
+    have_entered: bool = True
+
+    def lose(self, worker: Worker, cause: str, cause_t: float = 0.0) -> None:
+        """Counts a member as lost."""
+        self.lost.append(worker.id)
+        self.causes.append((cause_t, cause))
+
+
+def _fates(
+    generation: Generation, nodes: tuple[NodeDoc, ...], gone: Collection[str], missing: Missing, in_doubt: bool
+) -> _Fates:
+    """Goes through the members.
+
+    Args:
+        generation: the present one.
+        nodes: reports of the nodes that are here.
+        gone: workers that some peer found dead.
+        missing: who cannot reach whom.
+        in_doubt: whether a node that is not here may be alive.
+    """
+    present = {doc.node: doc for doc in nodes}
+    of_generation = set(generation.nodes)
+    holders = {doc.node for doc in nodes if any(worker.state is WorkerState.MEMBER for worker in doc.workers)}
+    out = left_out([doc.node for doc in nodes if doc.node in of_generation], holders, missing)
+    fates = _Fates()
+    for worker in generation.workers:
+        doc = present.get(worker.node)
+        state = next((listed.state for listed in doc.workers if listed.id == worker.id), None) if doc else None
+        fates.have_entered = fates.have_entered and state is not WorkerState.READY
+        if state is WorkerState.DONE:
+            fates.is_missed = fates.is_missed or worker.id in gone
+        elif worker.id in gone:
+            fates.lose(worker, f"worker {worker.id} cannot be reached")
+        elif doc is None:
+            if in_doubt:
+                fates.survivors.append(worker)
+            else:
+                fates.lose(worker, f"node {worker.node} was lost")
+        elif state is None:
+            fates.lose(worker, doc.cause or f"worker {worker.id} died", doc.cause_t)
+        elif worker.node in out:
+            others = names_text(sorted(of_generation.intersection(missing[worker.node])))
+            fates.lose(worker, f"node {worker.node} is left out: nothing passes between it and {others}")
+        elif doc.draining or worker.id in doc.excused:
+            fates.draining.append(worker)
+        else:
+            fates.survivors.append(worker)
+            fates.has_heir = fates.has_heir or state is WorkerState.MEMBER
+    return fates
+
+
+def _joiners(
+    generation: Generation,
+    nodes: tuple[NodeDoc, ...],
+    survivors: Iterable[Worker],
+    draining: Iterable[Worker],
+    gone: Collection[str],
+    missing: Missing,
+    max_nodes: int,
+) -> tuple[tuple[Worker, ...], ...]:
+    """Returns the workers that can become members, of each node that has any, as far as the job has room for nodes."""
+    admitted = {worker.node for worker in survivors}
+    here = admitted | {worker.node for worker in draining}
+    known = {*generation.ids, *generation.leaving, *generation.streak.replaced, *gone}
+    joiners = []
+    for doc in nodes:
+        if doc.draining or (doc.node not in admitted and len(admitted) >= max_nodes):
+            continue
+        if not here.isdisjoint(missing.get(doc.node, ())):
+            continue
+        fresh = tuple(worker for worker in ready_workers(doc, generation.attempt) if worker.id not in known)
+        if fresh:
+            admitted.add(doc.node)
+            here.add(doc.node)
+            joiners.append(fresh)
+    return tuple(joiners)
+
+
+def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -> tuple[Worker, ...]:
+    """Returns those of `ids` that hold state, on nodes that all others reach."""
+    return tuple(
+        Worker(worker.id, doc.node, worker.slot, worker.address)
+        for doc in nodes
+        if not missing.get(doc.node)
+        for worker in doc.workers
+        if worker.id in ids and worker.state is WorkerState.MEMBER
+    )
+
+
+def _compare(
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
+) -> _Change:
+    """Finds what is to change about the members."""
+    present = {doc.node: doc for doc in nodes}
+    gone = {worker for doc in nodes for worker in doc.gone}
+    missing = cut_off(nodes)
+    fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
+    causes = list(fates.causes)
+    # Those told to leave by an earlier generation may still be members of the step in flight.
+    listed = {worker.id for doc in nodes for worker in doc.workers}
+    dead = [worker for worker in generation.leaving if worker in gone]
+    told = [worker for worker in generation.leaving if worker in listed and worker not in gone]
+    causes += [(0.0, f"worker {worker} died before it could leave") for worker in dead]
+    reset = bool(dead) or fates.is_missed or any(doc.reset_epoch >= generation.epoch for doc in nodes)
+    is_urgent = bool(fates.lost) or reset
+    back = _members(nodes, told, missing) if is_urgent else ()
+    draining = [*fates.draining, *back]
+    by_node = _joiners(generation, nodes, fates.survivors, draining, gone, missing, settings.max_nodes)
+    causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
+    joiners = tuple(worker for fresh in by_node for worker in fresh)
+    have_settled = generation.hold or (
+        fates.have_entered and all(present[worker.node].settled >= generation.urgent for worker in draining)
+    )
+    survivors, leaving = fates.survivors, list[str]()
+    if not is_urgent and ((fates.has_heir and have_settled) or not (survivors or joiners)):
+        for worker in draining:
+            leaving.append(worker.id)
+            doc = present[worker.node]
+            causes.append((doc.cause_t, f"node {doc.node} leaves") if doc.draining else (0.0, f"{worker.id} leaves"))
+    else:
+        # The state would leave with them: they stay until somebody else holds it.
+        staying = {worker.id for worker in (*survivors, *draining)}
+        survivors = [worker for worker in (*generation.workers, *back) if worker.id in staying]
+        told = [worker for worker in told if worker not in staying]
+    of_generation = set(generation.nodes)
+    return _Change(
+        survivors=tuple(survivors),
+        lost=tuple(fates.lost),
+        leaving=(*leaving, *told),
+        joiners=joiners,
+        done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
+        reset=reset,
+        causes=tuple(dict.fromkeys(causes)),
+        doubt=any(
+            doc.node in of_generation and not doc.cut and not of_generation.isdisjoint(missing.get(doc.node, ()))
+            for doc in nodes
+        ),
+    )
+
+
+def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings) -> Decision:
+    """Keeps the list of members true: drops the lost, lets the draining leave, takes in those that are ready."""
+    change = _compare(view, generation, nodes, now_s, settings)
+    if change.done:
+        change = replace(change, joiners=())
+        if not change.urgent or not change.survivors:
+            return _closing(generation, change, nodes)
+    elif not change.survivors and not change.leaving:
+        return _all_lost(view, generation, change, settings)
+    hold = _too_small(change, settings)
+    news = change.lost or change.joiners or change.reset or set(change.leaving) - set(generation.leaving)
+    if not news and hold == generation.hold:
+        if generation.hold:
+            return too_few(len(change.nodes), view.generation_s, now_s, settings)
+        if view.request is not None and _counts(view.request, generation):
+            return _replan(view, replace(generation, leaving=change.leaving), view.request)
+        wake_s = None
+        if view.outage_end_s is not None and absence_in_doubt(view, now_s, settings):
+            wake_s = view.outage_end_s + settings.lease_s
+        return Decision("nothing has changed", wake_s=wake_s)
+    window_s = settings.reach_s if change.doubt else settings.window_s
+    close_s = (now_s if view.pending_s is None else view.pending_s) + window_s
+    if now_s < close_s:
+        return Decision("more changes may come", wake_s=close_s, pending=True)
+    change, streak = _escalate(generation, change, nodes)
+    if given_up := escalate.why_given_up(streak, newest_checkpoint(nodes)):
+        return Decision(given_up, result=Result(False, given_up))
+    dated = [t for t, _ in change.causes if t > 0]
+    by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
+    cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
+        "a link was made anew" if change.reset else "the number of nodes changed"
+    )
+    epoch = next_epoch(view)
+    after = replace(
+        generation,
+        epoch=epoch,
+        workers=(*change.survivors, *change.joiners),
+        cause=cause,
+        cause_t=min(dated, default=0.0),
+        urgent=epoch if change.urgent else generation.urgent,
+        begun=generation.begun or view.begun,
+        hold=_too_small(change, settings),
+        leaving=change.leaving,
+        streak=streak,
+    )
+    return Decision(cause, generation=after)
+
+
+def _too_small(change: _Change, settings: Settings) -> bool:
+    """Returns whether the workers that go on have to wait for more nodes."""
+    return len(change.nodes) < settings.min_nodes and not change.done
+
+
+def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> tuple[_Change, Streak]:
+    """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
+    if not change.urgent:
+        return change, generation.streak
+    streak = escalate.follow(generation, nodes, reset=not change.lost)
+    if change.lost:
+        return change, streak
+    members = [worker.id for worker in change.survivors]
+    hold_state = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
+    worker = escalate.suspect(streak, members, hold_state.intersection(members))
+    if not worker:
+        return change, streak
+    text = f"links to worker {worker} failed {streak.resets} times in a row, and no step has committed: it is replaced"
+    others = tuple(member for member in change.survivors if member.id != worker)
+    causes = ((0.0, text), *change.causes)
+    return replace(change, survivors=others, lost=(worker,), causes=causes), replace(
+        streak, replaced=(*streak.replaced, worker)
+    )
+
+
+def _counts(request: PlanRequest, generation: Generation) -> bool:
+    """Returns whether it was made for these members and is not carried yet; its author renews it when they change."""
+    return request.epoch == generation.epoch and request.id != generation.plan_request
+
+
+def _replan(view: View, generation: Generation, request: PlanRequest) -> Decision:
+    """Has the same workers go on by another plan: a planned change, like that of a joiner."""
+    after = replace(
+        generation,
+        epoch=next_epoch(view),
+        cause=PLAN_ASKED,
+        cause_t=request.t,
+        begun=generation.begun or view.begun,
+        plan=request.plan,
+        plan_request=request.id,
+    )
+    return Decision(PLAN_ASKED, generation=after)
+
+
+def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> Decision:
+    """Ends the job when each member has ended: one has finished, so all have committed the last step."""
+    failed = first_failure(doc for doc in nodes if doc.node in generation.nodes)
+    if failed:
+        return Decision(failed, result=Result(False, failed))
+    busy = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
+    ending = [doc for doc in nodes if any(worker.id in change.done for worker in doc.workers)]
+    if busy.isdisjoint(generation.ids) and all(doc.finished for doc in ending):
+        note = f"; lost after the last step: {', '.join(change.lost)}" if change.lost else ""
+        return Decision("all members have finished", result=Result(True, f"all workers have finished{note}"))
+    return Decision(f"{len(change.done)} workers have finished, {len(busy)} are about to")
+
+
+def _all_lost(view: View, generation: Generation, change: _Change, settings: Settings) -> Decision:
+    """Goes back to a checkpoint, starts again or fails: nobody who holds the state is left."""
+    if not change.lost:
+        if any(doc.draining for doc in view.nodes):
+            return Decision("the last members leave")
+        message = "every node left the job, and the state in memory with them; start it again from your last checkpoint"
+        return Decision(message, result=Result(False, message))
+    cause = "; ".join(dict.fromkeys(text for _, text in change.causes))
+    failed = first_failure(view.nodes)
+    count = len(change.lost)
+    who = "the last worker of the job" if count == 1 else f"all {count} workers of the job"
+    text = f"{who} failed, and the state in memory with {'it' if count == 1 else 'them'}: {failed or cause}"
+    saved = newest_checkpoint(view.nodes)
+    if saved is not None:
+        return go_back(view, generation, text, saved, settings)
+    if generation.restarts < (settings.max_restarts or 0):
+        return Decision(text, generation=again(view, generation, text, 0.0, failure=True))
+    advice = "start the job again from your last checkpoint, or give --max-restarts to let elaunch start it again"
+    return Decision(text, result=Result(False, f"{text}; {advice}"))

@@ -1,0 +1,115 @@
+"""What the leader's rule works on: the settings of a job, what the leader knows, and what it decides. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Worker, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Numbers of nodes and time limits of a job.
+
+    Attributes:
+        max_restarts: whole restarts after a failure that memory cannot mend; None stands for none.
+        last_call_s: how long a job with enough nodes, but not all, waits for more before it starts.
+        join_s: how long it waits with fewer nodes than `min_nodes` before it fails.
+        window_s: deaths that come within this time make one generation.
+        attach_s: how long a script may take to import elaunch before it counts as one that never will.
+        ready_s: how long workers that are ready wait for others that still start, before the first step.
+        lease_s: the lease of a node; after an outage of the store, absence is believed only after this time.
+        reach_s: how long the leader waits for what a node says that others cannot reach, before it leaves one out.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    max_restarts: int | None = None
+    last_call_s: float = 2.0
+    join_s: float = 600.0
+    window_s: float = 0.005
+    attach_s: float = 10.0
+    ready_s: float = 30.0
+    lease_s: float = 5.0
+    reach_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the leader knows. Times in it are readings of its own monotonic clock, in seconds.
+
+    Attributes:
+        nodes: reports of the nodes whose lease is valid.
+        led_s: since when it leads.
+        changed_s: when it last saw a node's report change, appear or go.
+        generation_s: when it first saw the present generation.
+        begun: whether it ever saw a worker that holds state.
+        pending_s: since when the rule has waited for the window to close, if it does.
+        outage_end_s: when the store last came back after an outage, or went on after it stood still, if it ever did.
+        request: for another plan, as long as it stands in the store.
+    """
+
+    nodes: tuple[NodeDoc, ...] = ()
+    generation: Generation | None = None
+    result: Result | None = None
+    led_s: float = 0.0
+    changed_s: float = 0.0
+    generation_s: float = 0.0
+    begun: bool = False
+    pending_s: float | None = None
+    outage_end_s: float | None = None
+    request: PlanRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the leader's rule says.
+
+    Attributes:
+        reason: why, for people.
+        generation: to be written; None: the present one stays.
+        result: to be written; None: the job goes on.
+        wake_s: when to ask again at the latest, by the leader's clock; None: only a change calls for it.
+        pending: whether it waits for more changes to come, within a window that is open.
+    """
+
+    reason: str
+    generation: Generation | None = None
+    result: Result | None = None
+    wake_s: float | None = None
+    pending: bool = False
+
+
+def next_epoch(view: View) -> int:
+    """Returns the epoch after all known ones. Nodes remember the newest they saw, in case the store loses its data."""
+    known = [doc.epoch for doc in view.nodes]
+    if view.generation is not None:
+        known.append(view.generation.epoch)
+    return max(known, default=0) + 1
+
+
+def absence_in_doubt(view: View, now_s: float, settings: Settings) -> bool:
+    """Returns whether nodes that are missing may be alive: after an outage their leases are not all renewed yet."""
+    return view.outage_end_s is not None and now_s < view.outage_end_s + settings.lease_s
+
+
+def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
+    """Returns the workers of a node that can join in an attempt, in the order of their slots."""
+    if doc.attempt < attempt:
+        return ()  # it has still to hear that all start again
+    return tuple(
+        Worker(worker.id, doc.node, worker.slot, worker.address)
+        for worker in sorted(doc.workers, key=lambda worker: worker.slot)
+        if worker.state is WorkerState.READY
+    )
+
+
+def first_failure(nodes: Iterable[NodeDoc]) -> str:
+    """Returns the failure that came first and so, clocks of machines permitting, made the others fail; "": none."""
+    return min(((doc.cause_t, doc.failed) for doc in nodes if doc.failed), default=(0.0, ""))[1]
+
+
+def newest_checkpoint(nodes: Iterable[NodeDoc]) -> int | None:
+    """Returns the number of steps in the newest checkpoint that any node knows of; None: there is none."""
+    return max((doc.saved for doc in nodes if doc.saved is not None), default=None)
