@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elaunch.api import LaunchConfig, elastic_launch, launch_agent
+    from elaunch.workers.attach import attach
     from elaunch.workers.hybrid import HybridJob, hybrid
-    from elaunch.workers.member import Member, attach
+    from elaunch.workers.runtime import Member
     from elaunch.workers.session import Job, init
 
 __version__ = "0.1.0"
@@ -40,10 +41,14 @@ def __getattr__(name: str) -> Any:
         from elaunch.workers import hybrid
 
         return getattr(hybrid, name)
-    if name in ("Member", "attach"):
-        from elaunch.workers import member
+    if name == "Member":
+        from elaunch.workers.runtime import Member
 
-        return getattr(member, name)
+        return Member
+    if name == "attach":
+        from elaunch.workers.attach import attach
+
+        return attach
     if name in ("LaunchConfig", "elastic_launch", "launch_agent"):
         from elaunch import api
 

@@ -1,6 +1,7 @@
 """The hook protocol, for frameworks that bring their own engine (docs/hooks.md).
 
     Hooks                        what a training runtime offers, so that it can be recovered, re-planned and moved
+    Savable                      the same, of a framework whose state `--checkpoint-dir` saves
     Vote, Verdict                what a worker brings into an agreement, and what follows from the votes
     Generation, Group            the agreed workers, and the collectives over the links between them
     attach, Member               this worker as a member of its job
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.membership import Generation
+    from elaunch.workers.attach import Savable, attach
     from elaunch.workers.comm.group import Group
     from elaunch.workers.hooks import Hooks, Verdict, Vote
-    from elaunch.workers.member import Member, attach
+    from elaunch.workers.runtime import Member
     from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
     from elaunch.workers.state.reshard import Moved
     from elaunch.workers.state.tensors import Layout, TensorSpace
@@ -32,6 +34,7 @@ __all__ = [
     "Layout",
     "Member",
     "Moved",
+    "Savable",
     "TensorSpace",
     "Verdict",
     "Vote",
@@ -45,7 +48,8 @@ _HOMES = {
     "elaunch.rendezvous.membership": ("Generation",),
     "elaunch.workers.comm.group": ("Group",),
     "elaunch.workers.hooks": ("Hooks", "Verdict", "Vote"),
-    "elaunch.workers.member": ("Member", "attach"),
+    "elaunch.workers.attach": ("Savable", "attach"),
+    "elaunch.workers.runtime": ("Member",),
     "elaunch.workers.state.modules": ("load_model", "load_optimizer", "tensors_of"),
     "elaunch.workers.state.reshard": ("Moved",),
     "elaunch.workers.state.tensors": ("Layout", "TensorSpace"),

@@ -5,7 +5,8 @@
 
 A layout AxB is A replicas, each cut over B workers. Where workers are lost, those who are left go on with fewer
 replicas, or fewer parts, in the same processes; a replacement makes the layout grow again. `elaunch ctl plan --set`
-asks for another one: a plan whose tiles are the replicas. It also runs as `python examples/train_dtensor.py`.
+asks for another one: a plan whose tiles are the replicas. With `--checkpoint-dir` the state is saved, and read again in
+whatever layout the job starts with. It also runs as `python examples/train_dtensor.py`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Trainer:
         """Do all steps."""
         member, args = self.member, self.args
         member.join(takes_plans=True)
-        while self.step < args.steps:
+        while self.step < args.steps or not member.finish():
             member.settle()
             wanted = args.switch.get(self.step, self.wanted)
             if wanted != self.wanted:
@@ -95,7 +96,6 @@ class Trainer:
                 member.report(step, loss=loss, sample_ids=self.samples(step))
                 if member.rank == 0 and step % args.log_every == 0:
                     print(f"step {step:5d}  loss {loss:.4f}  layout {self.shape[0]}x{self.shape[1]}", flush=True)
-        member.finish()
 
     def samples(self, step: int) -> list[int]:
         """The samples of a step, whoever does them."""
@@ -158,7 +158,6 @@ class Trainer:
             self.update()  # others have passed the barrier at which this worker was interrupted
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        self.step = verdict.step
         if not verdict.fresh:
             said = verdict.facts[verdict.passed]
             self.wanted, self.acted_on = tuple(said["wanted"]), said["acted_on"]
@@ -171,9 +170,8 @@ class Trainer:
         return {"policy": "layout", "reason": reason, "candidates": [], "plan": f"{self.shape[0]}x{self.shape[1]}"}
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        if self.model is not None and self.space.layout is not None:
-            self.space.hold(self.space.layout, *tensors_of(self.model, self.optimizer))
-        elif verdict.fresh and group.rank == 0:
+        self.hold()
+        if verdict.fresh and group.rank == 0:
             self.space.hold(Layout((1,), group.members[:1]), *tensors_of(self.whole()))
         self.model = self.optimizer = None  # the space has it all, until a new model is made of it
         self.mesh = self.member.mesh(self.shape, ("dp", "tp"), without=verdict.leaving)
@@ -183,9 +181,15 @@ class Trainer:
         layout = Layout.of(self.mesh, group.members, dict(self.bare.named_parameters()))
         return self.space.move(group, layout).received_bytes
 
+    def hold(self) -> TensorSpace:
+        """The space, with the tensors as they are now: before they move, and for a checkpoint."""
+        if self.model is not None and self.space.layout is not None:
+            self.space.hold(self.space.layout, *tensors_of(self.model, self.optimizer))
+        return self.space
+
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         self.space.install()
-        self.holds = True
+        self.step, self.holds = verdict.step, True
         if self.mesh is not None:
             self.model = self.bare
             load_model(self.space, self.model)

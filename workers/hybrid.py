@@ -10,13 +10,11 @@ Like `Job`, it is written on the hook protocol.
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -25,25 +23,23 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.plan.tiling import Plan, PlanError
-from elaunch.policy.selector import Decision, History, Selector, make_selector
+from elaunch.policy.dvfs import ClockRange
+from elaunch.policy.selector import Decision, make_selector
 from elaunch.policy.settings import from_environment
 from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Finished, Leaving, Report
 from elaunch.workers import agent_client, pulse
-from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import Governor
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine import data
 from elaunch.workers.engine.engine import Engine, StepReport
 from elaunch.workers.engine.executor import LossFunction
 from elaunch.workers.engine.layers import Factory
 from elaunch.workers.engine.shards import MakeOptimizer
 from elaunch.workers.engine.standing import Commit
 from elaunch.workers.engine.timing import Stopwatch
-from elaunch.workers.hooks import CONNECT_TIMEOUT_S, Left, Membership, Verdict, Vote, tells_again
-from elaunch.workers.session import NEVER, SPEEDS_CHANGED, choose_device, send_news
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.recovery import CONNECT_TIMEOUT_S
+from elaunch.workers.runtime import Member, history_of
 
 _REFUSED = b"refused "
 """Before the reasons why there is no plan."""
@@ -53,49 +49,41 @@ class HybridJob:
     """A job whose model is cut over its workers, seen from one of them.
 
     Attributes:
-        device: where this worker computes.
         find_clocks: gives what sets the clock of the device, for `--allow-dvfs`; may be set before `engine` is called.
     """
 
     def __init__(self, client: agent_client.Client) -> None:
-        self._client = client
-        self._fabric = Fabric(client.worker, client.token, client.host)
-        self._checkpoints = Checkpoints(client)
         self._governor: Governor | None = None
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.slot)
-        self._membership = Membership(client, self._fabric, self)
-        self._group: Group | None = None
         self._engine: Engine | None = None
         self._given: Plan | None = None
         self._home: Plan | None = None
         self._next: Decision | None = None
-        self._selector: Selector | None = None
-        self._memory_bytes: int | None = None
-        self._history: History | None = None
-        self._reconsider = False
         self._request = ""
         self._holds = False
-        self._changeover = False
-        self._last_step: dict[str, Any] | None = None
-        self._commit_s = time.monotonic()
-        self._finished = self._closed = False
-        self.device = choose_device(client.slot)
-        atexit.register(self.close)
+        self._member = Member(
+            client, self, durable=lambda: self._made.durable(), step=lambda: self.step, closers=[self._close]
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._member.device
 
     @property
     def rank(self) -> int:
         """Position of this worker among the members."""
-        return self._group.rank if self._group is not None else int(os.environ.get("RANK", 0))
+        return self._member.rank
 
     @property
     def size(self) -> int:
         """Number of members of the present generation."""
-        return self._group.size if self._group is not None else int(os.environ.get("WORLD_SIZE", 1))
+        return self._member.size
 
     @property
     def epoch(self) -> int:
         """Number of the present generation."""
-        return self._membership.generation.epoch if self._group is not None else 0
+        return self._member.generation.epoch if self._member.joined else 0
 
     @property
     def step(self) -> int:
@@ -105,7 +93,7 @@ class HybridJob:
     @property
     def worker(self) -> str:
         """Identity of this worker: node/slot#incarnation."""
-        return self._client.worker
+        return self._member.worker
 
     def engine(
         self,
@@ -135,25 +123,24 @@ class HybridJob:
             raise StateError("engine() was called twice; a job trains one model")
         plan.validate()
         self._given = plan
-        if not self._client.elastic:
+        if not self._member.elastic:
             settings = {"snapshots": 0, **settings}
         wishes = from_environment(os.environ)
         if wishes.consistency is not None:
             settings["consistency"] = wishes.consistency
-        if wishes.allow_dvfs and self._client.elastic:
+        if wishes.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
-        if self._client.elastic:
-            self._memory_bytes = _memory_bytes(self.device)
+        if self._member.elastic:
+            self._member.memory_bytes = _memory_bytes(self.device)
             self._engine.check_widths(wishes.tp)
             widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
-            described, least = self._engine.described(), self._client.min_nodes
-            self._selector = make_selector(
+            described, least = self._engine.described(), self._member.min_nodes
+            self._member.selector = make_selector(
                 self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
             )
-        self._client.ready(self._fabric.address, takes_plans=True)
-        self._settle()
-        self._commit_s = time.monotonic()
+            self._member.clocks = self._clocks
+        self._member.join(takes_plans=True)
         return self._engine
 
     def steps(self, count: int) -> Iterator[StepReport]:
@@ -162,9 +149,8 @@ class HybridJob:
         Raises:
             StateError: workers were lost, and with them parts of the state that nobody else has.
         """
-        while self._made.step < count:
+        while self._made.step < count or not self._member.finish():
             yield self.train_step()
-        self.finish()
 
     def train_step(self) -> StepReport:
         """Do one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
@@ -174,59 +160,36 @@ class HybridJob:
         Raises:
             StateError: workers were lost, and with them parts of the state that nobody else has.
         """
-        engine = self._made
+        engine, member = self._made, self._member
         while True:
-            self._settle()
+            member.begin_step()
             step = engine.step
-            if self._membership.interrupted:
-                self._agree(None)
-                continue
+            pulse.enter(Phase.STEP, step)
             try:
-                self._save()
-                pulse.enter(Phase.STEP, step)
                 self._train(engine)
-                self._tell()
+                self._tell(engine)
             except StepInterrupted as error:
                 if engine.step > step:
-                    self._tell()
-                self._agree(error)
+                    self._tell(engine)
+                member.agree(error)
             if engine.step > step:
                 assert engine.report is not None
                 return engine.report
 
     def finish(self) -> None:
-        """All steps are done: wait for the other members, so that nobody takes the end of one for a failure."""
-        count = self.step
-        while self._group is not None and not self._finished:
-            self._settle()
-            if self.step < count:
-                self.train_step()  # it went back to a checkpoint
-                continue
-            try:
-                self._checkpoints.last(self._group, self.step, self._made.durable)
-                self._made.arrive()
-                self._group.barrier()
-                self._finished = True
-                self._client.send(Finished())
-                pulse.close()
-            except StepInterrupted as error:
-                self._agree(error)
+        """Waits for the other members when all steps are done, so that nobody takes an early end for a failure."""
+        while not self._member.finish():
+            self.train_step()
 
     def close(self) -> None:
         """Leave the job. Called by itself at the end of the process."""
-        if not self._closed:
-            self._closed = True
-            pulse.close()
-            self._fabric.interrupt(NEVER)
-            self._checkpoints.close()
-            if self._selector is not None:
-                self._selector.close()
-            if self._governor is not None:
-                self._governor.close()
-            if self._engine is not None:
-                self._engine.close()
-            self._fabric.close()
-            self._client.close()
+        self._member.close()
+
+    def _close(self) -> None:
+        if self._governor is not None:
+            self._governor.close()
+        if self._engine is not None:
+            self._engine.close()
 
     # -- steps and membership -----------------------------------------------------------------------------------
 
@@ -237,107 +200,35 @@ class HybridJob:
         return self._engine
 
     def _train(self, engine: Engine) -> None:
-        """Try a step; with its barrier each tells the others what it has measured, and of changes to come."""
-        note: dict[str, Any] = {"epoch": self._membership.newest_epoch()}
-        selector, watch = self._selector, None
-        if selector is not None:
-            clocks = self._governor.range() if self._governor is not None and selector.known else None
-            note |= selector.note(self._fabric.rates, self._memory_bytes, clocks, self._fabric.carried)
-            if selector.measures() and not engine.changing:
-                watch = Stopwatch(self.device, selector.meters())
-        engine.train_step(note, watch)
+        """Tries a step, measured if the selector wants it."""
+        selector, watch = self._member.selector, None
+        if selector is not None and selector.measures() and not engine.changing:
+            watch = Stopwatch(self.device, selector.meters())
+        engine.train_step(self._member.pass_barrier, watch)
         if selector is not None and watch is not None:
             selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned)
 
-    def _tell(self) -> None:
-        """Report the step that has just committed; its barrier also told who knows of a planned change."""
-        pulse.committed(self._made.step)
-        self._note_step()
-        changed_s = self._membership.committed()
-        if self._selector is not None and changed_s is not None:
-            self._selector.measured.change_took(changed_s)
-        assert self._last_step is not None
-        if self.rank == 0:
-            self._client.send(Report("step", self._last_step))
-        notes = self._made.notes
-        self._changeover = self._membership.all_know(note["epoch"] for note in notes)
-        if self._selector is not None and self._group is not None:
-            said = dict(zip(self._group.members, notes))
-            profile = self._selector.heard(said, self._last_step["seconds"], self._last_step["step"])
-            self._reconsider = self._selector.due
-            send_news(self._client, self._selector, profile, self.epoch)
+    def _clocks(self) -> ClockRange | None:
+        selector = self._member.selector
+        known = self._governor is not None and selector is not None and selector.known
+        return self._governor.range() if known and self._governor is not None else None
 
-    def _note_step(self) -> None:
-        report = self._made.report
+    def _tell(self, engine: Engine) -> None:
+        """Reports the step that has just committed."""
+        report = engine.report
         assert report is not None
-        now_s = time.monotonic()
-        seconds, self._commit_s = now_s - self._commit_s, now_s
-        self._last_step = self._described(report, seconds)
-
-    def _agree(self, error: StepInterrupted | None) -> None:
-        """Settle the step in flight with the survivors; the state moves before the next one."""
-        self._changeover = self._reconsider = False
-        try:
-            self._membership.agree(error)
-        except Left as left:
-            self._leave(left)
-
-    def _settle(self) -> None:
-        """Between two steps: change over to a planned generation, or finish a recovery."""
-        try:
-            if self._changeover:
-                if not self._membership.part():
-                    self._change_over()
-            elif self._reconsider:
-                self._membership.reconsider(SPEEDS_CHANGED)
-            self._changeover = self._reconsider = False
-            self._membership.settle()
-        except Left as left:
-            self._leave(left)
-
-    def _change_over(self) -> None:
-        """Enter a planned generation, once everybody has the new values of the step before."""
-        assert self._group is not None
-        error: StepInterrupted | None = None
-        try:
-            if self._membership.all_leave:
-                self._checkpoints.leave(self._group, self.step, self._made.durable)
-            self._group.barrier()
-        except StepInterrupted as interruption:
-            error = interruption
-        self._membership.agree(error)
-
-    def _described(self, report: StepReport, seconds: float) -> dict[str, Any]:
-        assert self._engine is not None
-        return {
-            "epoch": self._membership.generation.epoch,
-            "step": report.step,
-            "loss": report.loss,
-            "samples": self._engine.plan.global_batch_size,
-            "digest": data.digest(self._engine.sample_ids(report.step)),
-            "members": len(self._membership.generation.workers),
-            "seconds": round(seconds, 6),
-        }
-
-    def _save(self) -> None:
-        """Between two steps: begin a checkpoint, if one is due."""
-        assert self._group is not None
-        self._checkpoints.boundary(self._group, self.step, self._made.durable)
+        self._member.report(report.step, loss=report.loss, sample_ids=engine.sample_ids(report.step))
 
     def _go_back(self, group: Group, plan: Plan, step: int, had: int) -> int:
         """Prepare to go on from a checkpoint, that of `step` or an older one.
 
         As far as anybody knows, `had` steps had committed before.
         """
-        found = self._made.restore(group, plan, lambda read: self._checkpoints.restore(group, step, read))
-        self._last_step = None
-        self._checkpoints.resumed(group, found, had)
+        checkpoints = self._member.checkpoints
+        found = self._made.restore(group, plan, lambda read: checkpoints.restore(group, step, read))
+        self._member.forget_step()
+        checkpoints.resumed(group, found, had)
         return 0
-
-    def _leave(self, left: Left) -> NoReturn:
-        self._client.send(Leaving(self._made.step))
-        self.close()
-        raise SystemExit(0 if self._client.worker in left.generation.leaving else str(left))
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
@@ -348,10 +239,8 @@ class HybridJob:
             "commit": asdict(commit) if commit is not None else None,
             "home": str(self._home) if self._home is not None else "",
             "request": self._request,
-            "history": self._selector.told_history() if self._selector is not None else None,
         }
-        saved = self._checkpoints
-        return Vote(engine.step, engine.entered, self._holds and engine.holds, facts, saved.newest(), saved.every)
+        return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
         """Nothing runs in the background between steps."""
@@ -362,11 +251,6 @@ class HybridJob:
             engine.drop()
         elif engine.entered:
             engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
-            self._note_step()
-        last = self._last_step
-        again = tells_again(verdict, generation, self._group, self.worker)
-        if again and last is not None and last["step"] == verdict.step - 1:
-            self._client.send(Report("step", last))
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         self._next = self._chosen(generation, group, verdict)
@@ -375,10 +259,7 @@ class HybridJob:
     def transfer(self, group: Group, verdict: Verdict) -> int:
         assert self._next is not None
         plan = self._next.plan
-        wanted = self._made.links(plan, self.worker) | {self.worker}
-        generation = self._membership.generation
-        addresses = {worker.id: worker.address for worker in generation.workers if worker.id in wanted}
-        self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
+        self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
         if verdict.fresh and verdict.saved is not None:
             return self._go_back(group, plan, verdict.saved, 0)
         try:
@@ -392,15 +273,15 @@ class HybridJob:
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         assert self._next is not None
         self._made.install()
-        self._group, self._home, self._request = group, self._next.home, generation.plan_request
-        self._holds, self._changeover = True, False
-        self._checkpoints.entered(group.members)
+        self._home, self._request, self._holds = self._next.home, generation.plan_request, True
         if self._governor is not None:
             self._governor.hold(self._next.clock_mhz(self.worker))
-        if self._selector is not None:
-            said = verdict.facts[verdict.passed if not verdict.fresh else 0]["history"]
-            self._selector.entered(self._next.plan, self._next.home, group.members, History.from_json(said))
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
+        if self._member.selector is not None:
+            self._member.selector.entered(self._next.plan, self._next.home, group.members, history_of(verdict))
+
+    def complete(self) -> None:
+        """Moves the state that would have moved during the next step: there is none."""
+        self._made.arrive()
 
     def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """The next plan; the same on all members."""
@@ -456,7 +337,7 @@ class HybridJob:
             mine = self._decided(now, home, group.members, more, leaving)
         found = group.all_gather_bytes(mine)[who]
         if found.startswith(_REFUSED):
-            saved = self._checkpoints.newest()
+            saved = self._member.checkpoints.newest()
             where = f"from its checkpoint after {saved} steps" if saved is not None else "from the start"
             raise StateError(
                 f"{found.removeprefix(_REFUSED).decode()}; start the job with more workers or memory, and it goes on "
@@ -465,15 +346,16 @@ class HybridJob:
         return Decision.from_bytes(found)
 
     def _decided(self, now: Plan, home: Plan, members: Sequence[str], more: str, leaving: Sequence[str]) -> bytes:
-        assert self._selector is not None, "a membership that changes without an agent"
+        selector = self._member.selector
+        assert selector is not None, "a membership that changes without an agent"
         gone = [worker for worker in now.idle if worker not in members]
         if gone and set(members) == set(now.workers) - set(gone):
             plan = replace(now, idle=tuple(worker for worker in now.idle if worker in members))
             reason = f"{names_text(gone)} left, and had nothing any more{more}"
             return replace(Decision.given(plan, "stay", reason), home=home).to_bytes()
         try:
-            choice = self._selector.decide(now, home, [worker for worker in members if worker not in leaving])
-            chosen = Decision.of(choice, self._selector.clocking(choice.plan), more)
+            choice = selector.decide(now, home, [worker for worker in members if worker not in leaving])
+            chosen = Decision.of(choice, selector.clocking(choice.plan), more)
             return chosen.with_idle(leaving).to_bytes()
         except NotPossible as error:
             return _REFUSED + str(error).encode()

@@ -7,15 +7,12 @@ schedulers take effect; where it does not, they do nothing and `batches` yields 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
-import os
-import struct
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +24,11 @@ from elaunch.plan.shares import DataParallelPlan, micro_batches
 from elaunch.policy.data_parallel import shares as as_shares
 from elaunch.policy.data_parallel import tiling
 from elaunch.policy.measure import Step
-from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.selector import History, Selector, make_selector
+from elaunch.policy.profile import LayerProfile
+from elaunch.policy.selector import History, make_selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, pulse
-from elaunch.workers.checkpoints import Checkpoints
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.barrier import DifferentSettings, StepRecord, coverage_of
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.reducer import Reducer
@@ -41,44 +36,14 @@ from elaunch.workers.engine import data
 from elaunch.workers.engine.buffers import ModelBuffers
 from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
 from elaunch.workers.engine.rng import seed_micro_batch
-from elaunch.workers.hooks import Left, Membership, Verdict, Vote, tells_again
+from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.runtime import Member, history_of
 from elaunch.workers.state.move import move_state
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import Part, Restored
-
-NEVER = 1 << 62  # above every epoch
-SPEEDS_CHANGED = "the speed of workers has changed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Barrier:
-    """What each member says at the commit barrier of a step."""
-
-    epoch: int
-    step: int
-    layout: int
-    first_unit: int
-    end_unit: int
-    loss: float
-    samples: int
-    more: dict[str, Any] = field(default_factory=dict)
-    """Of the policy selector."""
-
-    FORMAT = struct.Struct("<QQQIIdQ")
-
-    def pack(self) -> bytes:
-        fixed = self.FORMAT.pack(
-            self.epoch, self.step, self.layout, self.first_unit, self.end_unit, self.loss, self.samples
-        )
-        return fixed + json.dumps(self.more).encode() if self.more else fixed
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> _Barrier:
-        more = payload[cls.FORMAT.size :]
-        epoch, step, layout, first_unit, end_unit, loss, samples = cls.FORMAT.unpack_from(payload)
-        return cls(epoch, step, layout, first_unit, end_unit, loss, samples, json.loads(more) if more else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +75,15 @@ class Job:
     """A training job, seen from one of its workers.
 
     Attributes:
-        device: where this worker computes.
         step: number of the step in flight, which is also the number of steps that have committed.
     """
 
     def __init__(self, client: agent_client.Client) -> None:
-        self._client = client
-        self._fabric = Fabric(client.worker, client.token, client.host)
         self._reducer = Reducer()
-        self._checkpoints = Checkpoints(client)
+        self._member = Member(
+            client, self, self._durable, lambda: self.step, state_is_whole=True, closers=[self._reducer.close]
+        )
         self._went_back: Restored[None] | None = None
-        self._membership = Membership(client, self._fabric, self)
-        self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
         self._buckets: GradientBuckets | None = None
         self._model_buffers: ModelBuffers | None = None
@@ -133,41 +95,38 @@ class Job:
         self._in_micro_batch = False
         self._last_micro_batch = False
         self._outcome: bool | None = None
-        self._entered = False
-        self._changeover = self._reconsider = False
-        self._selector: Selector | None = None
+        self._committed: StepRecord | None = None  # of all members; None where a recovery has committed the step
         self._selected_for: DataParallelPlan | None = None
         self._history: History | None = None
         self._waited_s = 0.0
-        self._loss = 0.0
+        self._loss = NOTHING
         self._loss_samples = 0
         self._micro_samples = 0
-        self._share_samples = 0
         self._units = range(0)
-        self._commit_s = time.monotonic()
-        self._step_seconds = 0.0
-        self._last_step: dict[str, Any] | None = None
-        self._closed = False
+        self._coverage = self._whole_coverage = 0
         self.step = 0
-        self.device = choose_device(client.slot)
-        atexit.register(self.close)
 
     # -- what scripts use ---------------------------------------------------------------------------------------
 
     @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._member.device
+
+    @property
     def rank(self) -> int:
         """Position of this worker in the present generation; it changes with the membership."""
-        return self._membership.generation.rank(self._client.worker) if self._group else int(os.environ.get("RANK", 0))
+        return self._member.rank
 
     @property
     def size(self) -> int:
         """Number of members of the present generation."""
-        return len(self._membership.generation.workers) if self._group else int(os.environ.get("WORLD_SIZE", 1))
+        return self._member.size
 
     @property
     def epoch(self) -> int:
         """Number of the present generation."""
-        return self._membership.generation.epoch if self._group else 0
+        return self._member.generation.epoch if self._member.joined else 0
 
     @property
     def last_micro_batch(self) -> bool:
@@ -190,7 +149,7 @@ class Job:
     @property
     def worker(self) -> str:
         """Identity of this worker: node/slot#incarnation."""
-        return self._client.worker
+        return self._member.worker
 
     def wrap(self, model: nn.Module, first_bucket_bytes: int = 1 << 20, bucket_bytes: int = 25 << 20) -> DataParallel:
         """Make a model data-parallel over the members of the job, like DistributedDataParallel.
@@ -272,34 +231,23 @@ class Job:
         self._become_member()
         self._check_origin(self._layout)
         while True:
-            self._settle()
-            if self.step >= steps:
+            self._member.settle()
+            if self.step < steps:
+                self._member.begin_step()
+                yield from self._attempt(dataset, ranges, collate_fn)
+            elif self._member.finish():
                 break
-            if not self._save():
-                continue
-            yield from self._attempt(dataset, ranges, collate_fn)
-        self._finish()
 
     def report(self, *, loss: torch.Tensor | float) -> None:
         """Give the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
         value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
         if self._micro_samples:
-            self._loss += value * self._micro_samples
+            self._loss += ExactSum.of([value * self._micro_samples])
         self._loss_samples += self._micro_samples
 
     def close(self) -> None:
         """Leave the job. Called by itself at the end of the process."""
-        if not self._closed:
-            self._closed = True
-            pulse.close()
-            # A script that failed in its backward may have left an all-reduce behind, whose peers wait for this worker.
-            self._fabric.interrupt(NEVER)
-            self._reducer.close()
-            self._checkpoints.close()
-            if self._selector is not None:
-                self._selector.close()
-            self._fabric.close()
-            self._client.close()
+        self._member.close()
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -308,7 +256,6 @@ class Job:
         layout, order = self._layout, self._order
         assert layout is not None
         assert order is not None
-        assert self._group is not None
         self._begin_step(layout)
         start = self.step * layout.global_batch_size
         # A worker without a share computes a micro-batch that does not count, so that the script's own code between
@@ -318,12 +265,13 @@ class Job:
         if layout.whole_shares:
             shares = [range(shares[0].start, shares[-1].stop)]
         # Gradients are weighted relative to the usual micro-batch, so that most of them need no multiplication.
-        usual = -(-layout.global_batch_size // self._group.size) if layout.whole_shares else layout.micro_batch_size
-        self._reducer.begin(self._group, usual / layout.global_batch_size)
-        measured = self._selector is not None and self._selector.measures()
+        usual = -(-layout.global_batch_size // self._member.size) if layout.whole_shares else layout.micro_batch_size
+        self._reducer.begin(self._member.group, usual / layout.global_batch_size)
+        selector = self._member.selector
+        measured = selector is not None and selector.measures()
         own_s = 0.0
         for place, slots in enumerate(shares):
-            if self._membership.interrupted or self._reducer.error is not None:
+            if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
             pulse.enter(Phase.STEP, self.step)
@@ -341,33 +289,35 @@ class Job:
             self._in_micro_batch = False
             # What it waited for others is in both.
             own_s += self._now_s(measured) - self._waited_s - begin_s
-        if measured and counts and self._selector is not None:
+        if measured and counts and selector is not None:
             step = Step.of(own_s, len(self._units)) if layout.whole_shares else Step.of(own_s / len(shares), 1)
-            self._selector.add([step], {}, 0.0, 0)
+            selector.add([step], {}, 0.0, 0)
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
-            self._after_commit()
+            self._tell()
 
     def _begin_step(self, layout: _Layout) -> None:
-        generation = self._membership.generation
+        member = self._member
         sizes = layout.global_batch_size, layout.micro_batch_size
-        plan = self._plan
-        if plan is None or plan.workers != generation.ids or (plan.global_batch_size, plan.micro_batch_size) != sizes:
-            plan = self._plan = DataParallelPlan.even(*sizes, generation.ids)
-            if self._group is not None and self._group.rank == 0:
+        plan, members = self._plan, member.generation.ids
+        if plan is None or plan.workers != members or (plan.global_batch_size, plan.micro_batch_size) != sizes:
+            plan = self._plan = DataParallelPlan.even(*sizes, members)
+            if member.rank == 0:
                 reason = f"the {plan.n_units} micro-batches are shared out evenly over {len(plan.workers)} members"
-                event = {"policy": "given", "reason": reason, "candidates": [], "plan": str(plan)}
-                self._client.send(Report("decision", {"epoch": generation.epoch, **event}))
-        if self._client.elastic and self._selector is None:
+                member.send("decision", {"policy": "given", "reason": reason, "candidates": [], "plan": str(plan)})
+        if member.elastic and member.selector is None:
             samples = layout.global_batch_size / plan.n_units
-            whole, least = [self._whole_model()], self._client.min_nodes
-            self._selector = make_selector(self.worker, whole, [1], "this job", samples, least)
-        if self._selector is not None and self._selected_for != plan:
-            self._selected_for, now = plan, tiling(plan)
-            self._selector.entered(now, now, generation.ids, self._history)
-        self._units = plan.units_of(self._client.worker)
-        self._outcome = None
-        self._entered = False
-        self._loss, self._loss_samples = 0.0, 0
+            member.selector = make_selector(
+                self.worker, [self._whole_model()], [1], "this job", samples, member.min_nodes
+            )
+        if self._selected_for != plan:
+            self._selected_for = plan
+            self._units = plan.units_of(self.worker)
+            self._coverage, self._whole_coverage = coverage_of(self._units), coverage_of(range(plan.n_units))
+            if member.selector is not None:
+                now = tiling(plan)
+                member.selector.entered(now, now, members, self._history)
+        self._outcome = self._committed = None
+        self._loss, self._loss_samples = NOTHING, 0
         if self._buckets is not None:
             self._buckets.zero()
         if self._model_buffers is not None:
@@ -395,15 +345,16 @@ class Job:
         self._reducer.launch(flat)
 
     def _resolve(self) -> bool:
-        """Commit the step, or recover; tell whether it is committed. Once per attempt."""
+        """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
         if self._outcome is None:
             begin_s = time.monotonic()
             try:
-                if self._membership.interrupted:
+                if self._member.interrupted:
                     self._reducer.raise_error()
                     self._outcome = self._recover(None)
                 else:
-                    self._outcome = self._pass_barrier()
+                    self._committed = self._pass_barrier()
+                    self._outcome = True
             except StepInterrupted as error:
                 self._outcome = self._recover(error)
             if self._model_buffers is not None:
@@ -413,79 +364,48 @@ class Job:
                 self.step += 1
         return self._outcome
 
-    def _pass_barrier(self) -> bool:
-        assert self._group is not None
+    def _recover(self, error: StepInterrupted | None) -> bool:
+        """Agrees with the survivors on the step in flight; moving state waits for the step boundary."""
+        return self._member.agree(error).step > self.step
+
+    def _pass_barrier(self) -> StepRecord:
         assert self._layout is not None
         if self._buckets is not None:
             self._buckets.flush()
         self._reducer.wait()
         self._reducer.raise_error()
         if self._model_buffers is not None:
-            self._model_buffers.exchange(self._group)
-        self._entered = True
-        mine = _Barrier(
-            epoch=self._membership.newest_epoch(),
-            step=self.step,
-            layout=self._layout.code(),
-            first_unit=self._units.start,
-            end_unit=self._units.stop,
-            loss=self._loss,
-            samples=self._loss_samples,
-            more={}
-            if self._selector is None
-            else self._selector.note(self._fabric.rates, carried=self._fabric.carried),
-        )
-        said = [_Barrier.unpack(payload) for payload in self._group.all_gather_bytes(mine.pack())]
-        self._check_same(said)
-        self._changeover = self._membership.all_know(one.epoch for one in said)
-        now_s = time.monotonic()
-        self._step_seconds, self._commit_s = now_s - self._commit_s, now_s
-        self._last_step = self._describe_step(said)
-        if self._group.rank == 0:
-            self._client.send(Report("step", self._last_step))
-        if self._selector is not None:
-            notes = dict(zip(self._group.members, (one.more for one in said), strict=True))
-            profile = self._selector.heard(notes, self._step_seconds, self.step)
-            self._reconsider = self._selector.due
-            send_news(self._client, self._selector, profile, self.epoch)
-        return True
-
-    def _check_same(self, said: list[_Barrier]) -> None:
-        assert self._layout is not None
-        layouts = {one.layout for one in said}
-        if len(layouts) > 1:
+            self._model_buffers.exchange(self._member.group)
+        code = self._layout.code()
+        try:
+            whole = self._member.pass_barrier(
+                StepRecord.at(
+                    self.step,
+                    settings=(code, code),
+                    coverage=self._coverage,
+                    samples=self._loss_samples,
+                    loss=self._loss,
+                )
+            )
+        except DifferentSettings:
             raise StateError(
                 f"the members call batches() with different settings; here: {self._layout}. All workers of a job "
                 "must run the same script with the same arguments"
-            )
-        edge = 0
-        for one in sorted(said, key=lambda one: (one.first_unit, one.end_unit)):
-            assert one.step == self.step, f"at the barrier of step {self.step} a member is at step {one.step}"
-            assert one.first_unit == edge or one.first_unit == one.end_unit, f"micro-batches are not tiled: {said}"
-            edge = max(edge, one.end_unit)
-        assert edge == len(micro_batches(self._layout.global_batch_size, self._layout.micro_batch_size))
+            ) from None
+        assert whole.coverage == self._whole_coverage, f"the micro-batches of step {self.step} are not those of a batch"
+        return whole
 
-    def _describe_step(self, said: list[_Barrier]) -> dict[str, Any]:
-        """The `step` event. Every member can write it; the first does."""
+    def _tell(self) -> None:
+        """Reports the step that has just committed."""
+        whole, step = self._committed, self.step - 1
+        if whole is None:
+            self._member.committed(self.step)
+            return
         assert self._layout is not None
         assert self._order is not None
-        samples = sum(one.samples for one in said)
         batch = self._layout.global_batch_size
-        return {
-            "epoch": self._membership.generation.epoch,
-            "step": self.step,
-            "loss": sum(one.loss for one in said) / samples if samples else None,
-            "samples": batch,
-            "digest": data.digest(self._order.ids(self.step * batch, batch)),
-            "members": len(said),
-            "seconds": round(self._step_seconds, 6),
-        }
-
-    def _after_commit(self) -> None:
-        pulse.committed(self.step)
-        changed_s = self._membership.committed()
-        if self._selector is not None and changed_s is not None:
-            self._selector.measured.change_took(changed_s)
+        loss = whole.loss.value / whole.samples if whole.samples else None
+        self._member.report(step, loss=loss, sample_ids=self._order.ids(step * batch, batch))
 
     def _take_over_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `step` act once a step, when it commits, and leave the gradients to the job."""
@@ -527,65 +447,19 @@ class Job:
     # -- membership ---------------------------------------------------------------------------------------------
 
     def _become_member(self) -> None:
-        if self._group is None:
-            self._client.ready(self._fabric.address)
-            try:
-                self._membership.settle()
-            except Left as left:
-                self._leave(left)
-
-    def _recover(self, error: StepInterrupted | None) -> bool:
-        """Agree with the survivors on the step in flight; moving state waits for the step boundary."""
-        before = self.step
-        try:
-            verdict = self._membership.agree(error)
-        except Left as left:
-            self._leave(left)
-        return verdict.step > before
+        if not self._member.joined:
+            self._member.join()
 
     def _current_group(self) -> Group:
-        if self._group is None:
+        if not self._member.joined:
             raise StateError("call register() first: this worker is no member of its job yet")
-        return self._group
-
-    def _settle(self) -> None:
-        """At a step boundary: change over to a planned generation, or finish a recovery."""
-        try:
-            if self._changeover:
-                self._membership.agree(self._part())
-            elif self._reconsider:
-                self._membership.reconsider(SPEEDS_CHANGED)
-            self._changeover = self._reconsider = False
-            self._membership.settle()
-        except Left as left:
-            self._leave(left)
-
-    def _part(self) -> StepInterrupted | None:
-        """Before a planned change: where all leave, the state goes to disk. Tells what came between."""
-        assert self._group is not None
-        if self._membership.all_leave:
-            try:
-                self._checkpoints.leave(self._group, self.step, self._durable)
-            except StepInterrupted as error:
-                return error
-        return None
-
-    def _save(self) -> bool:
-        """At a step boundary: begin a checkpoint, if one is due. False: a change came between, and is to be settled."""
-        assert self._group is not None
-        try:
-            self._checkpoints.boundary(self._group, self.step, self._durable)
-        except StepInterrupted as error:
-            self._recover(error)
-            return False
-        return True
+        return self._member.group
 
     def _durable(self) -> Part:
         from elaunch.workers.state.objects import part_of
 
         assert self._layout is not None
-        assert self._group is not None
-        return part_of(self._objects, self._layout.cursor, self._group.rank, self._group.size)
+        return part_of(self._objects, self._layout.cursor, self._member.rank, self._member.size)
 
     def _go_back(self, group: Group, step: int) -> None:
         """All members read a checkpoint, that of `step` or an older one.
@@ -595,7 +469,7 @@ class Job:
         from elaunch.workers.state.checkpoint import Restored
         from elaunch.workers.state.objects import fill, read
 
-        found = self._checkpoints.restore(group, step, read)
+        found = self._member.checkpoints.restore(group, step, read)
         fill(self._objects, found.saved, found.state)
         # The tensors are in the objects now.
         self.step = found.saved.step
@@ -605,38 +479,13 @@ class Job:
         """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
         if self._went_back is not None:
             self._went_back.saved.check("objects", layout.cursor)
-            assert self._group is not None
-            self._checkpoints.resumed(self._group, self._went_back, 0)
+            self._member.checkpoints.resumed(self._member.group, self._went_back, 0)
             self._went_back = None
-
-    def _leave(self, left: Left) -> None:
-        """End this process: the members go on without it."""
-        self._client.send(Leaving(self.step))
-        self.close()
-        if self._client.worker in left.generation.leaving:
-            raise SystemExit(0)
-        raise SystemExit(f"elaunch: worker {self._client.worker} was given up by its peers: {left}")
-
-    def _finish(self) -> None:
-        """All steps are committed: wait until all members know it, so that nobody takes an early end for a failure."""
-        while True:
-            assert self._group is not None
-            try:
-                self._checkpoints.last(self._group, self.step, self._durable)
-                self._group.barrier()
-                break
-            except StepInterrupted as error:
-                self._recover(error)
-                self._settle()
-        self._client.send(Finished())
-        pulse.close()
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
-        entered, saved = self._entered and self._outcome is None, self._checkpoints
-        facts = {"history": None if self._selector is None else self._selector.told_history()}
-        return Vote(self.step, entered, self._holds, facts, saved=saved.newest(), every=saved.every)
+        return Vote(self.step, self._member.entered and self._outcome is None, self._holds)
 
     def pause(self) -> None:
         self._reducer.cancel()
@@ -644,16 +493,13 @@ class Job:
             self._buckets.disarm()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        last = self._last_step
-        again = tells_again(verdict, generation, self._group, self._client.worker)
-        if again and last is not None and last["step"] == verdict.step - 1:
-            self._client.send(Report("step", last))
+        """The step in flight is settled where the script calls its optimizer."""
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        self._history = History.from_json(verdict.facts[verdict.passed]["history"])
+        self._history = history_of(verdict)
         if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        mine, before, selector = b"", self._plan, self._selector
+        mine, before, selector = b"", self._plan, self._member.selector
         if group.rank == verdict.passed and before is not None and selector is not None:
             now = tiling(before)
             choice = selector.decide(now, now, group.members)
@@ -674,12 +520,7 @@ class Job:
         return received_bytes
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        self._group = group
-        self._checkpoints.entered(group.members)
         self._holds = True
-        self._entered = False
-        self._changeover = self._reconsider = False
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
 
 
 def init() -> Job:
@@ -691,24 +532,3 @@ def init() -> Job:
         JobFailed: the agent, or under torchrun the store, does not answer.
     """
     return Job(agent_client.connect())
-
-
-def send_news(client: agent_client.Client, selector: Selector, profile: Profile | None, epoch: int) -> None:
-    """After a commit, tell the agent what the selector has found, and that this worker is to leave, if it is."""
-    for event in selector.events():
-        client.send(Report("slow", {"epoch": epoch, **event}))
-    if profile is not None:
-        client.send(Profiled(profile.to_json()))
-    excuse = selector.excused()
-    if excuse is not None:
-        client.send(Excused(excuse.again, excuse.why))
-
-
-def choose_device(slot: int) -> torch.device:
-    """The accelerator with this worker's local rank, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    device = torch.device(accelerator.type, slot % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device.index)
-    return device

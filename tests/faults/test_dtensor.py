@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, Spawner, once_a_session, soak
-from tests.jobs.watch import Node, assert_same, digests, elaunch, losses
+from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "dtensor.py"
 SMALL = ("--layers=2", "--width=16", "--context=8", "--batch-size=12", "--corpus-bytes=20000", "--dtype=float64")
@@ -112,3 +112,61 @@ def test_without_replicas_the_job_ends_with_the_names_of_what_is_lost(spawn: Spa
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
     lost = r"StateLost: no surviving worker has all of \d\.(qkv|up)\.weight.*; go on from the last checkpoint"
     assert re.search(lost, node.agent.text()), node.agent.tail()
+
+
+class TestCheckpoints:
+    """Of a framework on the hooks: what its space holds goes to the disk, and comes back in any layout."""
+
+    ARGUMENTS = ("--steps=14", "--crew=4")
+
+    def saving(self, spawn: Spawner, folder: Path, *arguments: str, name: str = "n0") -> Node:
+        flags = ("--standalone", "--nproc-per-node=4", f"--checkpoint-dir={folder / 'saved'}", "--checkpoint-every=4")
+        return elaunch(spawn, folder, *flags, script=(SCRIPT, *SMALL, *self.ARGUMENTS, *arguments), name=name)
+
+    def wait_for_checkpoint(self, node: Node, step: int) -> None:
+        wait_for(node, lambda: step in [one["step"] for one in node.events("checkpoint")], 60, f"checkpoint {step}")
+
+    def check(self, node: Node, expected: tuple[dict[int, float], list[str]], *before: Node) -> None:
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        # Steps that were done again in another layout differ by rounding.
+        found = {event["step"]: event["loss"] for one in (*before, node) for event in one.events("step")}
+        assert_same(found, expected[0], ROUNDING)
+        assert digests([*before, node]) == expected[1]
+
+    def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(self, spawn: Spawner, tmp_path: Path) -> None:
+        expected = reference(spawn, tmp_path, "--steps=14")
+        die = [f"--die={slot}:6:compute" for slot in range(4)]
+        node = self.saving(spawn, tmp_path, "--layout=2x2", *die)
+        self.check(node, expected)
+        assert [event["step"] for event in node.events("resume")] == [4]
+
+    def test_what_had_no_copy_comes_from_the_checkpoint_and_the_others_stay(
+        self, spawn: Spawner, tmp_path: Path
+    ) -> None:
+        expected = reference(spawn, tmp_path, "--steps=14")
+        node = self.saving(spawn, tmp_path, "--layout=1x4", "--die=1:6:compute")
+        self.check(node, expected)
+        assert [(event["step"], event["again"]) for event in node.events("resume")] == [(4, 2)]
+        assert [event["worker"] for event in node.events("worker_exited") if event.get("signal")] == ["node0/1#0"]
+
+    def test_a_job_that_is_started_again_goes_on_in_another_layout(self, spawn: Spawner, tmp_path: Path) -> None:
+        expected = reference(spawn, tmp_path, "--steps=14")
+        first = self.saving(spawn, tmp_path, "--layout=2x2", "--sleep=0.1", name="first")
+        wait_for_step(first, 5)
+        self.wait_for_checkpoint(first, 4)
+        first.agent.signal(signal.SIGINT)
+        assert first.agent.wait(LIMIT_S) == 1
+        second = self.saving(spawn, tmp_path, "--layout=1x4", name="second")
+        self.check(second, expected, first)
+        assert [event["plan"] for event in second.events("decision")][:1] == ["1x4"]
+        (resumed,) = second.events("resume")
+        assert resumed["step"] >= 4
+
+    def test_a_checkpoint_of_another_model_is_refused(self, spawn: Spawner, tmp_path: Path) -> None:
+        first = self.saving(spawn, tmp_path, "--layout=2x2", name="first")
+        assert first.agent.wait(LIMIT_S) == 0, first.agent.tail()
+        second = self.saving(spawn, tmp_path, "--layout=2x2", "--width=32", name="second")
+        assert second.agent.wait(LIMIT_S) == 1
+        assert re.search(
+            r"0.position.weight is torch.float64 \[8, 16\] there and torch.float64 \[8, 32\] here", second.agent.text()
+        )

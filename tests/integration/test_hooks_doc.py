@@ -50,7 +50,7 @@ def test_the_smallest_runtime_survives_a_death(spawn: Spawner, tmp_path: Path) -
 
 def test_a_folder_for_checkpoints_that_nobody_would_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", "/shared/run-17")
-    with pytest.raises(UsageError, match=r"--checkpoint-dir=/shared/run-17 .* nothing would be saved"):
+    with pytest.raises(UsageError, match=r"--checkpoint-dir=/shared/run-17 .* have no method hold"):
         attach(None)  # type: ignore[arg-type]
 
 

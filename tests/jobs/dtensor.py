@@ -25,7 +25,7 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
 
     def __init__(self, arguments: list[str], requests: list[str], crew: int, sleep_s: float, hangs: list[str]) -> None:
         super().__init__(parse(arguments))
-        self._membership = self.member._membership
+        self._member = self.member
         self.faults = TensorFaults(self, requests)
         self.pace = Pace(self, self.args.steps, sleep_s, crew, 0, "")
         self.hangs = Hangs(hangs, [], [], self.worker)

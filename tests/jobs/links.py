@@ -27,7 +27,7 @@ def throttle(job: elaunch.Job | HybridJob, wanted: str) -> None:
     """As `--throttle SLOT:STEP:BYTES` wants it: the kernel lets so many bytes a second pass on each link of a slot."""
     slot, step, rate = wanted.split(":") if wanted else ("", 0, 0)
     if slot == os.environ.get("LOCAL_RANK") and job.step >= int(step):
-        for link in job._fabric._links.values():
+        for link in job._member._fabric._links.values():
             link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
 
 
@@ -47,10 +47,10 @@ class Links:
         """Called in each micro-batch."""
         kind = self.faults.pop(step, "")
         if kind == "deaf":
-            self.job._fabric._door._listener.close()
+            self.job._member._fabric._door._listener.close()
         elif kind == "dead":
             door.Door._wait_s = _fails  # type: ignore[assignment, method-assign]
-            self.job._fabric._door.dial(self.job.worker, "", 1.0)
+            self.job._member._fabric._door.dial(self.job.worker, "", 1.0)
 
     def _quarrel(self, from_step: int, other: str) -> None:
         job = self.job

@@ -14,7 +14,8 @@ from elaunch.wire import Finished, Progress
 from elaunch.workers import agent_client
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.hooks import Membership, Verdict, Vote
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.recovery import Recovery
 from tests.jobs import say
 
 
@@ -24,7 +25,7 @@ class Runtime:
     def __init__(self) -> None:
         self.client = agent_client.connect()
         self.fabric = Fabric(self.client.worker, self.client.token, self.client.host)
-        self.membership = Membership(self.client, self.fabric, self)
+        self.membership = Recovery(self.client, self.fabric, self)
         self.group: Group | None = None
         self.acted_on = ""
         self.step = 0

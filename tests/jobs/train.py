@@ -58,7 +58,7 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def wait_for_save(job: elaunch.Job | HybridJob) -> None:
     """Until the checkpoint that was begun is complete, or has failed: the next one never finds it unfinished."""
-    attempt = job._checkpoints._attempt
+    attempt = job._member.checkpoints._attempt
     if attempt is not None:
         attempt.over.wait(10.0)
 
@@ -102,7 +102,7 @@ class Pace:
         time.sleep(self.SLOW_S)
         end_s = time.monotonic() + self.PATIENCE_S
         while self.steps - self.job.step <= self.LAST_STEPS and time.monotonic() < end_s:
-            if self.job._membership.newest_epoch() > self.job.epoch:
+            if self.job._member._recovery.newest_epoch() > self.job.epoch:
                 break  # they come; or there is another change to go through first
             time.sleep(0.005)
 

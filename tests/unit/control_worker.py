@@ -1,4 +1,4 @@
-"""Toy workers for test_control_simulation, which follow the rules of `elaunch.workers.hooks.Membership`.
+"""Toy workers for test_control_simulation, which follow the rules of `elaunch.workers.recovery.Recovery`.
 
 An urgent generation interrupts a step, a planned one is entered at the first step boundary at which all members know of
 it, and a step commits on all members or on none.
@@ -24,7 +24,7 @@ Op = tuple[str, int]
 
 @dataclass
 class Worker:
-    """A training process, as `hooks.Membership` and a data-parallel session make it behave."""
+    """A training process, as `recovery.Recovery` and a data-parallel session make it behave."""
 
     world: World
     node: Node

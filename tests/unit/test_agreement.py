@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elaunch.errors import StateError
-from elaunch.workers.hooks import Verdict, Vote, agree
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.recovery import agree
 
 NONE = Vote()
 

@@ -11,7 +11,8 @@ import pytest
 from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.rendezvous.membership import Generation, Stage, Worker
 from elaunch.workers.comm.fabric import Fabric
-from elaunch.workers.hooks import Left, Membership, Verdict, Vote
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.recovery import Left, Recovery
 from tests.unit.comm_crew import crew
 
 ME = "a/0#0"
@@ -94,14 +95,14 @@ def _job(fabric: Fabric) -> SimpleNamespace:
         leaving = tuple(one.id for one in (here, OTHER) if one not in workers)
         agent.tells(Generation(epoch, Stage.TRAIN, workers, urgent=urgent, begun=True, leaving=leaving, hold=hold))
 
-    membership = Membership(agent, fabric, runtime)  # type: ignore[arg-type]
+    membership = Recovery(agent, fabric, runtime)  # type: ignore[arg-type]
     tell(2, here)
     membership.settle()
     assert runtime.entered == [2]
     return SimpleNamespace(tell=tell, here=here, membership=membership, runtime=runtime, agent=agent, fabric=fabric)
 
 
-def at_a_boundary(membership: Membership) -> bool:
+def at_a_boundary(membership: Recovery) -> bool:
     """Whether a planned change is due."""
     return membership.all_know([membership.newest_epoch()])
 

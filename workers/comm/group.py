@@ -205,6 +205,27 @@ class Group:
         self.fabric.exchange(self.epoch, op, [(child, 1, found) for child in children], [])
         return _payloads(found)
 
+    def reduce_bytes(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Returns what `combine` makes of the payloads of all members; the same on each.
+
+        Args:
+            payload: of this member; a small one.
+            combine: makes one payload of several. It is associative and commutative, since in a large group members
+                combine what is below them in a tree.
+        """
+        if self._direct:
+            return combine(self.all_gather_bytes(payload))
+        op, children = self._next_op(), [self.members[child] for child in _children(self.rank, self.size)]
+        below = [bytearray() for _ in children]
+        self.fabric.exchange(self.epoch, op, [], [(child, 0, part) for child, part in zip(children, below)])
+        found = combine([payload, *map(bytes, below)])
+        if self.rank:
+            parent, whole = self.members[_parent(self.rank)], bytearray()
+            self.fabric.exchange(self.epoch, op, [(parent, 0, memoryview(found))], [(parent, 1, whole)])
+            found = bytes(whole)
+        self.fabric.exchange(self.epoch, op, [(child, 1, memoryview(found)) for child in children], [])
+        return found
+
     def barrier(self) -> None:
         """Returns when every member has called it."""
         self.all_gather_bytes(b"")

@@ -17,6 +17,7 @@ from torch import Tensor
 from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
+from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.engine import data
@@ -33,6 +34,7 @@ from elaunch.workers.engine.survey import Survey
 from elaunch.workers.engine.tensor_parallel import Membership
 from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
+from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import Part, Read, Restored, Saved
 
 Consistency = Literal["bitwise", "fast"]
+Barrier = Callable[[StepRecord], StepRecord]
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,6 @@ class Engine:
         self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
-        self.notes: tuple[Any, ...] = ()
-        """What the members noted at the last barrier that this worker passed; empty after one that it did not pass."""
         self._part: _Part | None = None
         self._next: _Part | None = None
         # A change that happens in the next step, and what follows when that commits.
@@ -215,11 +216,12 @@ class Engine:
         """Whether complete gradients of a step are here that has neither committed nor been dropped."""
         return self._outcome is not None
 
-    def train_step(self, note: Any = None, watch: Stopwatch | None = None) -> StepReport:
-        """Do one step of the global batch and update the parameters.
+    def train_step(self, barrier: Barrier | None = None, watch: Stopwatch | None = None) -> StepReport:
+        """Does one step of the global batch and updates the parameters.
 
         Args:
-            note: what this worker tells all others at the end of the step, as JSON; `notes` are those of all.
+            barrier: passes the commit barrier with this worker's record, and returns that of all members; by default,
+                over the group of the plan.
             watch: measures the layers; not in a step in which the plan changes.
 
         Raises:
@@ -228,21 +230,22 @@ class Engine:
         """
         step = self.step
         part, outcome = self._migrated(step) if self._migration is not None else self._trained(step, watch)
-        norm_terms = [] if self._clip_norm is None else part.zero.norm_terms(outcome.gradients)
-        mine = json.dumps({"step": step, "losses": outcome.losses, "norm": norm_terms, "note": note}).encode()
-        self._outcome, self.notes = outcome, ()
-        said = [json.loads(payload) for payload in part.group.all_gather_bytes(mine)]
-        assert {one["step"] for one in said} == {step}, (
-            f"at the barrier of step {step}: {[one['step'] for one in said]}"
+        clips = self._clip_norm is not None
+        record = StepRecord.at(
+            step,
+            samples=sum(rows for _, rows, _ in outcome.losses),
+            loss=ExactSum.of(rows * loss for _, rows, loss in outcome.losses),
+            squares=part.zero.squares(outcome.gradients) if clips else NOTHING,
         )
-        self.notes = tuple(one["note"] for one in said)
+        self._outcome = outcome
+        whole = reduce(part.group, record) if barrier is None else barrier(record)
+        batch = part.plan.global_batch_size
+        assert whole.samples == batch, f"step {step}: the losses are of {whole.samples} samples, the batch has {batch}"
         norm, coefficient = None, 1.0
         if self._clip_norm is not None:
-            norm = part.zero.total_norm(tuple(term) for one in said for term in one["norm"])
+            norm = math.sqrt(whole.squares.value)
             coefficient = min(1.0, self._clip_norm / (norm + 1e-6))
-        losses = sorted(tuple(loss) for one in said for loss in one["losses"])
-        mean = math.fsum(rows * loss for _, rows, loss in losses) / part.plan.global_batch_size
-        self.apply(Commit(step, coefficient, mean, norm))
+        self.apply(Commit(step, coefficient, whole.loss.value / batch, norm))
         with part.group.open() as traffic:
             part.zero.share(traffic)
         self._stale = False

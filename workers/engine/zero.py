@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +15,9 @@ from elaunch.workers.engine.layers import Layer
 from elaunch.workers.engine.layout import ALIGN, Owned, Piece, StateLayout
 from elaunch.workers.engine.messages import Kind, tag
 from elaunch.workers.engine.shards import Shards
-from elaunch.workers.engine.sums import Node, TreeSum
+from elaunch.workers.exact_sum import NOTHING, ExactSum
 
 Lacking = Mapping[str, Collection[LayerKey]]
-
-NormTerm = tuple[int, int, int, int, float]
-"""Layer, segment, level and place of a node of the tree over a segment's elements, sum of squares below it."""
 
 
 class ZeroOptimizer:
@@ -42,24 +38,13 @@ class ZeroOptimizer:
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
 
-    def norm_terms(self, gradients: Mapping[Owned, Tensor]) -> list[NormTerm]:
-        """This worker's part of the squared norm of the whole gradient, for `total_norm`."""
-        found = []
-        for shard, gradient in gradients.items():
-            for node, value in _square_sums(gradient, shard.start):
-                found.append((shard.layer, shard.segment, node.level, node.place, value))
-        return found
+    def squares(self, gradients: Mapping[Owned, Tensor]) -> ExactSum:
+        """Returns the sum of the squares of this worker's part of the gradient.
 
-    def total_norm(self, terms: Iterable[NormTerm]) -> float:
-        """The norm of the whole gradient, of the terms of all workers; it does not depend on who owned what."""
-        trees: dict[tuple[int, int], TreeSum[float]] = {}
-        for layer, segment, level, place, value in sorted(terms):
-            tree = trees.get((layer, segment))
-            if tree is None:
-                elements = self._layout.segments[layer][segment].elements
-                tree = trees[layer, segment] = TreeSum(elements, float.__add__)
-            tree.put(Node(level, place), value)
-        return math.sqrt(math.fsum(total for tree in trees.values() if (total := tree.total()) is not None))
+        Elements are summed in aligned blocks of `ALIGN`, each in one fixed tree, and the blocks without rounding: the
+        sum over all workers does not depend on who owns what.
+        """
+        return sum((_square_sum(gradient, shard.start) for shard, gradient in gradients.items()), NOTHING)
 
     @torch.no_grad()
     def share(self, traffic: Traffic, lacking: Lacking | None = None) -> int:
@@ -143,22 +128,11 @@ def first_masters(layout: StateLayout, pieces: Sequence[Piece], layers: Mapping[
     return found
 
 
-def _square_sums(gradient: Tensor, first: int) -> list[tuple[Node, float]]:
-    """The sums of squares of elements first, first + 1, … of a segment, as nodes of the tree over its elements.
-
-    Level by level for all elements at once; what has no sibling here is left over as a node.
-    """
-    sums, level, found = gradient.double().square(), 0, []
-    ranges: dict[int, list[tuple[Node, float]]] = defaultdict(list)
+def _square_sum(gradient: Tensor, first: int) -> ExactSum:
+    """Returns the sum of squares of the elements of a segment from `first`, the beginning of a block, on."""
     assert first % ALIGN == 0
-    while len(sums):
-        if first % 2:
-            ranges[level].append((Node(level, first), float(sums[0])))
-            first, sums = first + 1, sums[1:]
-        if len(sums) % 2:
-            ranges[level].append((Node(level, first + len(sums) - 1), float(sums[-1])))
-            sums = sums[:-1]
-        sums, first, level = sums[0::2] + sums[1::2], first // 2, level + 1
-    for nodes in ranges.values():
-        found += nodes
-    return found
+    squares = gradient.double().square()
+    blocks = torch.nn.functional.pad(squares, (0, -len(squares) % ALIGN)).view(-1, ALIGN)
+    while blocks.shape[1] > 1:
+        blocks = blocks[:, 0::2] + blocks[:, 1::2]
+    return ExactSum.of_tensor(blocks)

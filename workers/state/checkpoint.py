@@ -89,7 +89,7 @@ class Part:
     """What one member adds to a checkpoint.
 
     Attributes:
-        kind: of job: "layers" or "objects"; alike for all members, as `settings` is.
+        kind: of job: "layers", "objects" or "tensors"; alike for all members, as `settings` is.
         settings: what must be the same when the job goes on from here; JSON.
         tensors: by name, its boxes of them.
         facts: whatever else it knows of the state; JSON.
@@ -324,7 +324,7 @@ class Saved:
         Raises:
             StateError: it is of another job; says what differs.
         """
-        calls = {"layers": "elaunch.hybrid()", "objects": "elaunch.init()"}
+        calls = {"layers": "elaunch.hybrid()", "objects": "elaunch.init()", "tensors": "elaunch.attach()"}
         if kind != self._kind:
             raise StateError(
                 f"the checkpoint {self.path} is of a job of {calls[self._kind]}, this is one of {calls[kind]}"

@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import Moved, reshard
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import Holdings, Item, box_of_placements
+
+if TYPE_CHECKING:
+    from elaunch.workers.state.spaces import SpaceSource, SpaceState
 
 Placements = tuple[Placement, ...]
 
@@ -146,6 +150,14 @@ class TensorSpace:
         self._state: dict[str, list[Region]] = {}
         self._guarded: dict[str, list[Region]] = {}
         self._next: tuple[Layout, dict[str, list[Region]]] | None = None
+        # A checkpoint to read from in the next move, and what was read and is not installed.
+        self._source: SpaceSource | None = None
+        self._restored: SpaceState | None = None
+
+    @property
+    def items(self) -> Mapping[str, Item]:
+        """All tensors of the job by name, as far as this worker knows them."""
+        return self._items
 
     @property
     def layout(self) -> Layout | None:
@@ -200,6 +212,8 @@ class TensorSpace:
             StateError: no member has all of a tensor that the layout needs; it names the tensors.
             StepInterrupted: a peer was lost, or the generation changed.
         """
+        if self._source is not None:
+            return self._read(group, layout, self._source)
         self._gather()
         before, guarded, layout = self._hear(group, layout)
         wanted = layout.holdings(self._items)
@@ -218,12 +232,24 @@ class TensorSpace:
         self._next = layout, new
         return moved
 
+    @contextmanager
+    def reading_from(self, source: SpaceSource) -> Iterator[None]:
+        """Has `move` read a checkpoint meanwhile, whatever members hold."""
+        self._source = source
+        try:
+            yield
+        finally:
+            self._source = None
+
     def install(self) -> None:
         """What has moved is what is held; the old state is let go."""
         if self._next is None:
             raise StateError("nothing has moved; call move() before install()")
         self._layout, self._state = self._next
         self._next, self._guarded = None, {}
+        if self._restored is not None:
+            self._items, self.values = dict(self._restored.items), dict(self._restored.values)
+            self._restored = None
 
     def names(self) -> tuple[str, ...]:
         """Of all tensors of the job, as far as this worker knows them."""
@@ -243,8 +269,25 @@ class TensorSpace:
         box = self._layout.holdings({n: self._items[n] for n in {name, name.partition("@")[0]} & self._items.keys()})
         return torch.empty(_shape(box[self._worker][name]), dtype=self._items[name].dtypes[0], device=self._device)
 
+    def _read(self, group: Group, layout: Layout | None, source: SpaceSource) -> Moved:
+        """Takes part in a move from a checkpoint: each member reads what the layout gives it."""
+        mine = {
+            "layout": layout.to_json() if layout is not None else None,
+            "items": [[item.name, item.shape, str(item.dtypes[0])] for item in self._items.values()],
+        }
+        said = _told(group, mine)
+        layout = _only_one([Layout.from_json(one["layout"]) for one in said if one["layout"] is not None])
+        known = {
+            name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in said for name, shape, dtype in one["items"]
+        }
+        self._restored = source.read(layout, self._worker, self._device, tuple(known.values())).state
+        self._next = layout, {name: [Region(box, (tensor,))] for name, (box, tensor) in self._restored.tensors.items()}
+        return Moved()
+
     def _gather(self) -> None:
         """What moved and was not installed counts beside what was here before."""
+        if self._restored is not None:  # it is of another step than what the members hold
+            self._restored = self._next = None
         if self._next is None:
             return
         _, new = self._next
@@ -275,8 +318,6 @@ class TensorSpace:
         targets = [Layout.from_json(json.loads(one["wanted"])) for one in heard if "wanted" in one]
         if not held:
             raise StateError("no member holds any tensor; hold() what the job begins with on one member at least")
-        if len(targets) != 1:
-            raise StateError(f"the members move to {len(targets)} different layouts; they must give the same one")
         self._items = {
             name: Item(name, tuple(shape), (dtype_of(dtype),))
             for one in held.values()
@@ -293,7 +334,14 @@ class TensorSpace:
                 before[member] = _lists(lying[one["held"]].get(member, {}))
             elif "boxes" in one:
                 before[member], guarded[member] = _boxes(one["boxes"]), _boxes(one["guarded"])
-        return before, guarded, targets[0]
+        return before, guarded, _only_one(targets)
+
+
+def _only_one(targets: Sequence[Layout]) -> Layout:
+    different = [one for number, one in enumerate(targets) if one not in targets[:number]]
+    if len(different) != 1:
+        raise StateError(f"the members move to {len(different)} different layouts; they must give the same one")
+    return different[0]
 
 
 def _packed(said: Any) -> str:

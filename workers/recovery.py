@@ -1,0 +1,405 @@
+"""Recovery: the sequence that every change of members goes through, on one worker.
+
+    interruption -> newest generation -> links -> agreement -> plan -> transfer -> barrier -> step retried
+
+`agree` settles the step in flight; it is pure. `Recovery` runs the sequence on a runtime's hooks. Each phase may be
+interrupted by the next failure; then it starts over in the newer generation. What makes this safe is the vote ("The
+step transaction" in docs/failures.md): a step counts as committed when any survivor passed its commit barrier, since
+nobody passes before all have complete gradients; else everybody drops it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from elaunch.detect.heartbeat import Phase
+from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
+from elaunch.rendezvous.membership import Generation, names_text
+from elaunch.wire import Progress, Report, Settled, Unreachable
+from elaunch.workers import pulse
+from elaunch.workers.agent_client import Client
+from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.group import Group, neighbours
+from elaunch.workers.hooks import Hooks, Verdict, Vote
+
+CONNECT_TIMEOUT_S = 10.0
+PROBE_DELAY_S = 0.03  # the death of a process usually comes as a generation within this time
+PROBE_TIMEOUT_S = 0.5
+
+
+def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
+    """Settle the step in flight.
+
+    Args:
+        votes: of the members, in their order.
+        begun: whether the job is known to have had state; then a holder must be among the voters.
+
+    Raises:
+        StateError: the state is lost, or the votes contradict the protocol.
+    """
+    members = range(len(votes))
+    facts = tuple(vote.facts for vote in votes)
+    saved = votes[0].saved
+    holders = [member for member in members if votes[member].holds]
+    if not holders:
+        if begun and saved is None:
+            raise StateError("no surviving worker holds the state of the job; start it again from the last checkpoint")
+        every = {vote.every for vote in votes}
+        if len(every) > 1:
+            raise StateError(
+                f"the members save the state every {' or '.join(map(str, sorted(every)))} steps (0: never); give all "
+                "nodes the same --checkpoint-dir and --checkpoint-every"
+            )
+        return Verdict(0, (), (0,), tuple(members[1:]), fresh=True, facts=facts, saved=saved)
+    step = max(votes[member].step for member in holders)
+    behind = tuple(member for member in holders if votes[member].step < step)
+    for member in behind:
+        if votes[member].step != step - 1 or not votes[member].entered:
+            raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
+    receivers = tuple(member for member in members if not votes[member].holds)
+    return Verdict(step, behind, tuple(holders), receivers, facts=facts, saved=saved)
+
+
+class Left(ElaunchError):
+    """This worker is no member any more: its node drains, or its peers gave it up."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(f"generation {generation.epoch} goes on without this worker")
+        self.generation = generation
+
+
+def tells_again(verdict: Verdict, generation: Generation, before: Group | None, worker: str) -> bool:
+    """Whether `worker` must report the last step that committed, since who should have may not have come to it.
+
+    That was the first member of `before`. It may have died, or has not passed the barrier of the step.
+    """
+    if before is None or before.rank == 0 or verdict.fresh:
+        return False
+    missing = before.members[0] not in generation.ids or bool(verdict.committing)
+    return missing and generation.ids[verdict.passed] == worker
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When the phases of the transition under way ended, in Unix seconds."""
+
+    cause: str = ""
+    begin_t: float = 0.0
+    heard_t: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes_moved: int = 0
+
+
+class Recovery:
+    """One worker's place in the generations of its job.
+
+    `interrupted` may be read at any time; all else belongs to the training thread.
+    """
+
+    def __init__(self, client: Client, fabric: Fabric, hooks: Hooks) -> None:
+        self._client = client
+        self._fabric = fabric
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._active: Generation | None = None
+        self._entering = True
+        self._verdict: Verdict | None = None
+        self._group: Group | None = None
+        self._heard_t: dict[int, float] = {}
+        self._clock: _Clock | None = None
+        self._noted: Generation | None = None
+        self._due: Generation | None = None  # of which all members knew at the last boundary
+        self._firm = False  # all come to what is being entered: a planned change waits for the next boundary
+        self._last_with_members: Generation | None = None  # the newest that has any members
+        self._leaving: tuple[str, ...] = ()
+        self._parted: tuple[int, tuple[str, ...]] = (0, ())
+        self._progressed = 0  # the newest generation in which a step has committed
+        client.listen(self._heard)
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that this worker is a member of, or enters."""
+        assert self._active is not None, "no generation has been entered"
+        return self._active
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the step in flight cannot commit in its generation any more."""
+        newest = self._client.newest()
+        return newest is not None and self._active is not None and newest.urgent > self._active.epoch
+
+    def all_know(self, newest: Iterable[int]) -> bool:
+        """Whether a planned change is due: all members, each with its newest epoch, have heard of the same one."""
+        epochs = set(newest)
+        know = len(epochs) == 1 and epochs.pop() > self.generation.epoch
+        self._due = self._noted if know else None
+        return know
+
+    @property
+    def all_leave(self) -> bool:
+        """Whether the planned change, of which all know, is the end of the job here: every member leaves."""
+        return self._noted is not None and set(self._noted.ids).isdisjoint(self.generation.ids)
+
+    def newest_epoch(self) -> int:
+        """What to tell the others with the commit barrier, for `all_know`."""
+        self._noted = self._client.newest()
+        return self._noted.epoch if self._noted is not None else 0
+
+    def _heard(self, generation: Generation) -> None:
+        """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
+        with self._lock:
+            self._heard_t[generation.epoch] = time.time()
+            if generation.ids:
+                self._last_with_members = generation
+            past = self._overtaken(generation, self._active) if self._active is not None else 0
+        if past:
+            self._fabric.interrupt(past)
+        if self._client.worker in generation.ids:
+            self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
+
+    def _overtaken(self, newer: Generation, active: Generation) -> int:
+        """The epoch below which a newer generation ends what is under way at once; 0: it waits for the next boundary.
+
+        Also on the way into a generation the planned end of the job waits: at the boundary the state is saved.
+        """
+        if self._entering and not self._firm and newer.ids:
+            return newer.epoch
+        return newer.urgent if newer.urgent > active.epoch else 0
+
+    def _peers(self, generation: Generation) -> dict[str, str]:
+        """Addresses of those with whom the collectives go, itself included, in the generation's order."""
+        near = {self._client.worker, *neighbours(generation.ids, self._client.worker)}
+        return {worker.id: worker.address for worker in generation.workers if worker.id in near}
+
+    # -- the sequence -------------------------------------------------------------------------------------------
+
+    def agree(self, error: StepInterrupted | None = None) -> Verdict:
+        """Enter the newest generation and settle the step in flight with its members.
+
+        Args:
+            error: what interrupted the step; None when the change is planned.
+        """
+        while True:
+            pulse.enter(Phase.AGREEING)
+            generation = self._next_generation(error)
+            pulse.enter(Phase.CHANGING)
+            try:
+                self._enter(generation, firm=self._is_due(generation) and self._all_are_here(generation))
+                assert self._verdict is not None
+                return self._verdict
+            except StepInterrupted as again:
+                error = again
+
+    def reconsider(self, cause: str) -> None:
+        """Between two steps, have the same members go on by another plan. All call it alike, and `settle` after it.
+
+        Args:
+            cause: for people.
+        """
+        assert self._group is not None
+        pulse.enter(Phase.CHANGING)
+        now_t = time.time()
+        with self._lock:
+            self._entering, self._firm, self._verdict = True, True, None
+        self._clock = _Clock(cause, now_t, now_t)
+        try:
+            self._poll(self.generation, self._group, self._clock)
+        except StepInterrupted as error:
+            self.agree(error)
+
+    def part(self) -> bool:
+        """Before a planned change of which all know: have those whom it lets go give away what they have.
+
+        All members call it alike between two steps, and `settle` after it; the change itself follows at a later
+        boundary. A runtime whose members all have everything needs none of this.
+
+        Returns:
+            Whether there was something to do.
+        """
+        noted, ids = self._noted, self.generation.ids
+        leaving = () if noted is None else tuple(one for one in noted.leaving if one in ids and one not in noted.ids)
+        if not leaving or len(leaving) == len(ids) or self._parted == (self.generation.epoch, leaving):
+            return False
+        self._parted, self._leaving, self._due = (self.generation.epoch, leaving), leaving, None
+        self.reconsider(f"{names_text(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}")
+        return True
+
+    def settle(self) -> None:
+        """Plan, move the state and seal the generation; agree again as often as that is interrupted."""
+        while self._entering:
+            if self._verdict is None:
+                self.agree()
+                continue
+            try:
+                self._seal()
+            except StepInterrupted as error:
+                self._verdict = None
+                self.agree(error)
+
+    def _enter(self, generation: Generation, firm: bool) -> None:
+        worker = self._client.worker
+        started_t = time.time()
+        with self._lock:
+            self._active, self._entering, self._firm, self._verdict = generation, True, firm, None
+        self._leaving = ()
+        self._fabric.interrupt(generation.epoch)
+        self._hooks.pause()
+        if self._clock is None:
+            begin_t = generation.cause_t or self._heard_t.get(generation.epoch, started_t)
+            self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.epoch, started_t))
+        newest = self._client.newest()
+        if newest is not None and newest.epoch > generation.epoch and self._overtaken(newest, generation):
+            raise GenerationChanged(newest.epoch)
+        if worker not in generation.ids:
+            raise Left(generation)
+        self._fabric.retain(generation.ids)
+        self._fabric.introduce({worker.id: worker.address for worker in generation.workers})
+        self._fabric.connect(self._peers(generation), epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
+        self._clock.phases["connect_s"] = time.time() - started_t
+        self._group = Group(self._fabric, generation.epoch, generation.ids)
+        self._poll(generation, self._group, self._clock, started_t - self._clock.heard_t)
+
+    def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
+        """All votes go to all members."""
+        begin_t = time.time()
+        mine = json.dumps(asdict(self._hooks.vote())).encode()
+        votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(mine)]
+        self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
+        self._hooks.agreed(generation, self._verdict)
+        clock.phases["agree_s"] = time.time() - begin_t + before_s
+
+    def _seal(self) -> None:
+        assert self._group is not None
+        assert self._verdict is not None
+        assert self._clock is not None
+        generation, group, verdict = self.generation, self._group, self._verdict
+        t0 = time.time()
+        decision = self._hooks.plan(generation, group, verdict)
+        t1 = time.time()
+        received_bytes = self._hooks.transfer(group, verdict)
+        self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
+        with self._lock:
+            self._firm = True  # all have what the plan gives them
+        t2 = time.time()
+        self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
+        self._hooks.resume(generation, group, verdict)
+        with self._lock:
+            self._entering = False
+            self._verdict = None
+        self._leaving = ()
+        pulse.enter(Phase.BETWEEN, verdict.step, steps_here=0)
+        self._client.send(Settled(generation.epoch))
+        if group.rank == 0 and decision:
+            self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))
+
+    def committed(self) -> float | None:
+        """Tell that a step has committed: the transition before it, if any, is over.
+
+        Returns:
+            The seconds of the transition that do not depend on what moves: detection, links and the plan.
+        """
+        if self._entering:
+            return None  # it committed by the agreement, and the transition goes on
+        if self._progressed != self.generation.epoch:
+            self._progressed = self.generation.epoch
+            self._client.send(Progress(self._progressed))
+        clock, self._clock = self._clock, None
+        if clock is None or self._group is None:
+            return None
+        phases = {"detect_s": clock.heard_t - clock.begin_t, **clock.phases}
+        # Clocks of two machines may differ.
+        fixed_s = sum(max(0.0, phases.get(name, 0.0)) for name in ("detect_s", "connect_s", "plan_s"))
+        if self._group.rank != 0:
+            return fixed_s
+        now_t = time.time()
+        total_s = now_t - clock.begin_t
+        phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
+        self._client.send(
+            Report(
+                "transition",
+                {
+                    "epoch": self.generation.epoch,
+                    "cause": clock.cause,
+                    "bytes_moved": clock.bytes_moved,
+                    "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
+                    "total_s": round(total_s, 6),
+                },
+            )
+        )
+        return fixed_s
+
+    # -- waiting for the generation to enter --------------------------------------------------------------------
+
+    def _next_generation(self, error: StepInterrupted | None) -> Generation:
+        """The newest generation that may be entered; waits for one, and finds out about a lost peer meanwhile."""
+        active = self._active
+        past = active.epoch if active is not None else 0
+        if isinstance(error, GenerationChanged):
+            past = max(past, error.epoch - 1)
+        reported = not isinstance(error, LinkLost)
+        timeout_s = PROBE_DELAY_S
+        while True:
+            newest = self._client.wait_beyond(past, timeout_s)
+            if newest is not None:
+                sooner = self._sooner(newest, active, error)
+                if sooner is not None:
+                    return sooner
+                member = self._client.worker in newest.ids
+                enters = not newest.hold if member else active is not None
+                if enters and self._leads_out(newest, active, error):
+                    return newest
+                past = newest.epoch
+            if not reported:
+                assert isinstance(error, LinkLost)
+                reported = self._report(error, active)
+            timeout_s = PROBE_TIMEOUT_S
+
+    def _sooner(
+        self, newest: Generation, active: Generation | None, error: StepInterrupted | None
+    ) -> Generation | None:
+        """The generation to enter before the newest one, if that is a planned change that came after the boundary.
+
+        Whom it lets go has given nothing away yet. Where it lets all go, at the next boundary the state is saved.
+        """
+        sooner = self._due if newest.ids or self._due is not None else self._last_with_members
+        if active is None or sooner is None or not active.epoch < sooner.epoch < newest.epoch:
+            return None
+        if sooner.hold or newest.urgent > sooner.epoch or self._client.worker not in sooner.ids:
+            return None
+        # A joiner may be on its way to the newest one already.
+        comes = not newest.ids or self._all_are_here(sooner)
+        return sooner if comes and self._leads_out(sooner, active, error) else None
+
+    def _is_due(self, generation: Generation) -> bool:
+        return self._due is not None and generation.epoch == self._due.epoch
+
+    def _all_are_here(self, generation: Generation) -> bool:
+        """Whether nobody joins by it."""
+        return self._active is not None and set(generation.ids).issubset(self._active.ids)
+
+    def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
+        """A planned change is no way out of a step that broke: other members may still wait in that step."""
+        broke = isinstance(error, LinkLost) and (self._firm or not self._entering)
+        return active is None or not broke or newest.urgent > active.epoch
+
+    def _report(self, error: LinkLost, active: Generation | None) -> bool:
+        """Find out which lost peers are dead, and ask for a generation without them, or with new links to them.
+
+        Of one whose machine does not answer, this node's agent finds out more.
+
+        The loss of a node breaks several links at once; all of them are told of together.
+        """
+        assert active is not None
+        addresses = {worker.id: worker.address for worker in active.workers}
+        told = False
+        for peer in dict.fromkeys((error.peer, *self._fabric.hung_up(active.ids))):
+            answer = self._fabric.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
+            if answer != "busy":
+                found = Unreachable(active.epoch, peer, gone=answer == "refused", silent=answer == "silent")
+                self._client.send(found)
+                told = True
+        return told
