@@ -122,6 +122,7 @@ class Lifecycle:
             self.plan_epoch = generation.epoch
         self.generation = generation
         self.workers.peers.enter(generation)
+        self.workers.blame.enter(generation)
         if self.ending.stopping:
             return []
         actions: list[Action] = []
@@ -410,7 +411,7 @@ class Lifecycle:
         if not self._trains_here and last:
             return self._stop(f"stopped by {reason}", 1, now_s)
         self.ending.draining, self.ending.reason, self.ending.exit_code = True, reason, 1 if last else 0
-        self.workers.blame.cause, self.workers.blame.cause_t = f"{reason}: node {node} drains", 0.0
+        self.workers.blame.replace(f"{reason}: node {node} drains", 0.0)
         fate = "no other node is left to go on" if last else "the others go on"
         self.ending.kill_s = None if within_s is None else now_s + within_s
         if not self._trains_here:

@@ -163,8 +163,7 @@ class LocalWorkers:
                 return [Say(_leaves(slot, "another process takes its place", news))]
             case Effect.REPORT_LOST:
                 self.peers.note_gone(slot.worker)
-                self.blame.cause = f"{news.text} before the step boundary at which it was to leave"
-                self.blame.cause_t = news.t
+                self.blame.replace(f"{news.text} before the step boundary at which it was to leave", news.t)
                 return [Say(self.blame.cause)]
             case Effect.BLAME_EARLY_EXIT:
                 self.blame.note(f"{news.text} before the job's end", news.t)
@@ -175,7 +174,7 @@ class LocalWorkers:
                 self.blame.failed = self.blame.failed or news.text
                 return [Say(news.text)]
             case Effect.NOTE_CAUSE:
-                self.blame.cause, self.blame.cause_t = news.text, news.t
+                self.blame.replace(news.text, news.t)
             case Effect.SAY_UNUSED:
                 if all(other.state is State.GIVEN_UP for other in self.slots):
                     return [Say("no slot of this node is used any more; its agent stays until the job ends")]

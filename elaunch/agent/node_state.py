@@ -87,11 +87,23 @@ class Blame:
     cause: str = ""
     cause_t: float = 0.0
     failures: dict[int, Ended] = field(default_factory=dict)
+    _answered: bool = False
 
     def note(self, text: str, t: float) -> None:
-        """Takes the first of deaths that come together as the cause: what follows from it must not hide it."""
-        if not 0 <= t - self.cause_t < TOGETHER_S:
-            self.cause, self.cause_t = text, t
+        """Takes the first of deaths that come together as the cause: what follows from it must not hide it.
+
+        Once a generation has answered that one, the next death is a cause of its own.
+        """
+        if self._answered or not 0 <= t - self.cause_t < TOGETHER_S:
+            self.replace(text, t)
+
+    def replace(self, text: str, t: float) -> None:
+        """Takes an event as the cause, whatever came before it."""
+        self.cause, self.cause_t, self._answered = text, t, False
+
+    def enter(self, generation: Generation) -> None:
+        """Notes whether a new generation answers the cause that this node has given."""
+        self._answered = self._answered or generation.cause == self.cause
 
 
 @dataclass(slots=True)

@@ -653,6 +653,16 @@ class TestWhatIsNamedAsTheCause:
         node.life.on_exit("a/2#0", None, signal.SIGKILL, T + 5, NOW_S)
         assert node.life.doc().cause == "worker a/2#0 was killed by SIGKILL"
 
+    def test_a_death_after_the_generation_that_answers_the_first_is_a_cause_of_its_own(self) -> None:
+        node = member_node(slots=3)
+        node.life.on_exit("a/1#0", None, signal.SIGKILL, T, NOW_S)
+        node.train("a/0#0", "a/2#0", cause="worker a/1#0 was killed by SIGKILL", urgent=node.epoch + 1)
+        node.life.on_exit("a/2#0", None, signal.SIGKILL, T + 0.9, NOW_S)
+        second = "worker a/2#0 was killed by SIGKILL"
+        assert (node.life.doc().cause, node.life.doc().cause_t) == (second, T + 0.9)
+        node.life.on_exit("a/0#0", None, signal.SIGABRT, T + 1.0, NOW_S)
+        assert node.life.doc().cause == second
+
     def test_of_a_plain_script_too(self) -> None:
         node = Node(slots=2)
         node.start()
