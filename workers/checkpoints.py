@@ -299,8 +299,8 @@ class Checkpoints:
             "seconds": round(seconds, 6),
             "path": str(path),
         }
+        self._know(attempt.step)  # before it is logged: who reads the log may rely on it
         self._client.send(Report("checkpoint", fields))
-        self._know(attempt.step)
         _discard_all(outdated(path.parent))
 
     def _know(self, step: int | None) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -480,6 +481,7 @@ class TestEtcdAway:
         try:
             store.put(prefix + "a", b"1")
             kill(own_etcd, store)
+            notices_that_it_is_gone(store)
             waiting = Background(lambda: store.put(prefix + "a", b"2"))
             restart(own_etcd)
             assert waiting.result() > 0
@@ -878,6 +880,14 @@ def kill(server: EmbeddedEtcd, store: Store, last_key: str = "/last") -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: server.pid is None, LIMIT_S, "the server to be gone")
+
+
+def notices_that_it_is_gone(store: EtcdStore) -> None:
+    """Wait until a write is not sent on the connection to the dead server any more: it might have been carried out."""
+    states: list[grpc.ChannelConnectivity] = []
+    store.server.channel.subscribe(states.append)
+    wait_until(lambda: states and states[-1] is not grpc.ChannelConnectivity.READY, LIMIT_S, "the lost connection")
+    store.server.channel.unsubscribe(states.append)
 
 
 def freeze(server: EmbeddedEtcd) -> None:

@@ -194,7 +194,6 @@ def test_a_job_does_not_mind_strangers_at_its_agents_socket(spawn: Spawner, tmp_
         # Not one after the other: on a busy machine the replacement may be there before this process looks again.
         wait_for(node, lambda: sizes(node)[-2:] == [3, 4], START_S, "a generation of three, then of four")
     assert node.agent.wait(100) == 0, node.agent.tail()
-    assert {event["members"] for event in node.events("step")} == {3, 4}
     text = node.agent.text()
     assert text.count(": not a message: ") == 1
     assert text.count("has not started it; its connection is closed") == 2 * len(workers)
