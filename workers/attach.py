@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,13 +36,13 @@ class _SavableHooks:
     def __init__(self, hooks: Savable) -> None:
         self._hooks = hooks
         self._went_back_to: int | None = None
-        self.member: Callable[[], Member]
+        self.member: Member  # set as soon as there is one, which needs these hooks
 
     def durable(self) -> Part:
         """Returns what this worker adds to a checkpoint; the tensors are the live ones."""
         from elaunch.workers.state.spaces import part_of
 
-        return part_of(self._hooks.hold(), self.member().worker)
+        return part_of(self._hooks.hold(), self.member.worker)
 
     def vote(self) -> Vote:
         return self._hooks.vote()
@@ -81,7 +80,7 @@ class _SavableHooks:
         """
         from elaunch.workers.state.spaces import SpaceSource
 
-        member = self.member()
+        member = self.member
         source = SpaceSource(lambda read: member.checkpoints.restore(group, step, read))
         space = self._hooks.hold()
         with space.reading_from(source):
@@ -117,5 +116,5 @@ def attach(hooks: Hooks) -> Member:
         )
     savable = _SavableHooks(hooks)  # type: ignore[arg-type]
     member = Member(agent_client.connect(), savable, savable.durable)
-    savable.member = lambda: member
+    savable.member = member
     return member

@@ -62,7 +62,12 @@ class HybridJob:
         self._request = ""
         self._holds = False
         self._member = Member(
-            client, self, durable=lambda: self._made.durable(), step=lambda: self.step, closers=[self._close]
+            client,
+            self,
+            durable=lambda: self._made.durable(),
+            step=lambda: self.step,
+            complete=lambda: self._made.arrive(),
+            closers=[self._close],
         )
 
     @property
@@ -278,10 +283,6 @@ class HybridJob:
             self._governor.hold(self._next.clock_mhz(self.worker))
         if self._member.selector is not None:
             self._member.selector.entered(self._next.plan, self._next.home, group.members, history_of(verdict))
-
-    def complete(self) -> None:
-        """Moves the state that would have moved during the next step: there is none."""
-        self._made.arrive()
 
     def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """The next plan; the same on all members."""

@@ -69,6 +69,7 @@ class Member:
         hooks: the framework's.
         durable: returns this worker's part of a checkpoint; None if the framework cannot save its state.
         step: returns the number of steps that have committed here; by default, what the hooks vote.
+        complete: does what would have been done during the next step; called at the end, when there is none.
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
 
@@ -85,12 +86,14 @@ class Member:
         hooks: Hooks,
         durable: Callable[[], Part] | None = None,
         step: Callable[[], int] | None = None,
+        complete: Callable[[], None] | None = None,
         state_is_whole: bool = False,
         closers: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._client = client
         self._fabric = Fabric(client.worker, client.token, client.host)
-        self._durable, self._state_is_whole, self._closers = durable, state_is_whole, closers
+        self._durable, self._complete = durable, complete
+        self._state_is_whole, self._closers = state_is_whole, closers
         self._hooks = _RuntimeHooks(self, hooks, step)
         self._recovery = Recovery(client, self._fabric, self._hooks)
         self._group: Group | None = None
@@ -345,7 +348,8 @@ class Member:
             try:
                 if self._durable is not None:
                     self.checkpoints.last(self.group, steps, self._durable)
-                self._hooks.complete()
+                if self._complete is not None:
+                    self._complete()
                 self.group.barrier()
                 self._finished = True
                 self._client.send(Finished())
@@ -443,12 +447,6 @@ class _RuntimeHooks:
     def step(self) -> int:
         """Number of steps that have committed here."""
         return self._step() if self._step is not None else self._hooks.vote().step
-
-    def complete(self) -> None:
-        """Has the framework complete what it would have done during the next step: there is none."""
-        complete = getattr(self._hooks, "complete", None)
-        if complete is not None:
-            complete()
 
     def vote(self) -> Vote:
         member, vote = self._member, self._hooks.vote()
