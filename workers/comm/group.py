@@ -183,7 +183,8 @@ class Group:
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every member's payload, in member order. For small ones; their lengths may differ."""
         if not self._direct:
-            return self._gather_by_tree(payload)
+            record = _RECORD.pack(self.rank, len(payload)) + payload
+            return _payloads(memoryview(self._reduce_by_tree(record, b"".join)))
         gathered = [bytearray() for _ in self.members]
         gathered[self.rank] += payload
         view = memoryview(payload)
@@ -191,19 +192,6 @@ class Group:
             [(peer, 0, view) for peer in self._others], [(peer, 0, gathered[peer]) for peer in self._others]
         )
         return [bytes(one) for one in gathered]
-
-    def _gather_by_tree(self, payload: bytes) -> list[bytes]:
-        """Up (part 0), each with what is below it, until the first member has everything, and down again (part 1)."""
-        op, children = self._next_op(), [self.members[child] for child in _children(self.rank, self.size)]
-        below = [bytearray() for _ in children]
-        self.fabric.exchange(self.epoch, op, [], [(child, 0, part) for child, part in zip(children, below)])
-        found = memoryview(_RECORD.pack(self.rank, len(payload)) + payload + b"".join(below))
-        if self.rank:
-            parent, everything = self.members[_parent(self.rank)], bytearray()
-            self.fabric.exchange(self.epoch, op, [(parent, 0, found)], [(parent, 1, everything)])
-            found = memoryview(everything)
-        self.fabric.exchange(self.epoch, op, [(child, 1, found) for child in children], [])
-        return _payloads(found)
 
     def reduce_bytes(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Returns what `combine` makes of the payloads of all members; the same on each.
@@ -215,6 +203,10 @@ class Group:
         """
         if self._direct:
             return combine(self.all_gather_bytes(payload))
+        return self._reduce_by_tree(payload, combine)
+
+    def _reduce_by_tree(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Goes up (part 0), each member with what it combines of all below it; the whole goes down again (part 1)."""
         op, children = self._next_op(), [self.members[child] for child in _children(self.rank, self.size)]
         below = [bytearray() for _ in children]
         self.fabric.exchange(self.epoch, op, [], [(child, 0, part) for child, part in zip(children, below)])
