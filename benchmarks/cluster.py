@@ -173,7 +173,7 @@ class ClusterJob(Job):
                         *[*ELAUNCH, f"--nnodes={low}:{self.case.nodes}", f"--nproc-per-node={PER_NODE}"],
                         *[f"--rdzv-endpoint={self._etcd.endpoint}", "--rdzv-id=policies", f"--node-name=n{node}"],
                         *["--rdzv-conf=last_call_timeout=60,lease_ttl=2", "--max-restarts=0", "--warm-start"],
-                        *["--preload=elaunch.workers.hybrid", f"--policy={self._policy}", "--consistency=fast"],
+                        *["--preload=elaunch.workers.layers.job", f"--policy={self._policy}", "--consistency=fast"],
                         *["--events", str(self.log), str(HERE / "emulation.py"), *self._flags],
                     ]
                 )

@@ -69,7 +69,7 @@ from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Plan, Stage, stages
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
-from elaunch.workers.engine.messages import peers
+from elaunch.workers.layers.messages import peers
 
 HOST = "127.0.0.1"
 ROWS = 8

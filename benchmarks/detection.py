@@ -131,7 +131,7 @@ class Node(Job):
 
     def begin(self) -> None:
         # Workers that start share one import of torch.
-        env = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": "torch,elaunch.workers.session", **self._env}
+        env = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": "torch,elaunch.workers.data_parallel.job", **self._env}
         self.agent = self.processes.start(self._command, **env)
 
     def launcher(self) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """Bytes that a worker of the hybrid engine keeps: parameters, optimizer states, activations.
 
 The GPT of `examples/train_gpt_hybrid.py` under symmetric plans, each worker a thread of this process with links of its
-own. Activations are what autograd keeps between forward and backward (`elaunch.workers.engine.meter`), parameters left
+own. Activations are what autograd keeps between forward and backward (`elaunch.workers.layers.meter`), parameters left
 out, the most at any moment of three steps. Nothing here is emulated, and nothing is timed.
 """
 
@@ -21,8 +21,8 @@ from elaunch.plan import Plan, symmetric
 from elaunch.plan.schedule import in_flight_limits
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine
-from elaunch.workers.engine.meter import ActivationMeter
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.meter import ActivationMeter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt_hybrid as example

@@ -36,7 +36,7 @@ from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Layout, Plan, Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.workers.engine.engine import Engine
+from elaunch.workers.layers.engine import Engine
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 LAYERS, REPLICAS, UNITS = 16, 2, 16

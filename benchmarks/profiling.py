@@ -4,7 +4,7 @@
     python benchmarks/profiling.py --quick --json profiling.json
 
 The GPT of `examples/train_gpt_hybrid.py`, real compute, one worker. Steps come in pairs, one measured
-(`elaunch.workers.engine.timing`, and what `Recorder` makes of it) and one not, in random order; each pair gives a
+(`elaunch.workers.layers.timing`, and what `Recorder` makes of it) and one not, in random order; each pair gives a
 difference. A job measures one step in four once it runs, so the cost is a quarter of that, and what everybody does with
 what is told: the *share* is the time of `Measured.take` and `Measured.look` in a job of 64 workers, of which as many
 tell something new as this one did in its steps. In the first steps all do; that is given beside it.
@@ -28,8 +28,8 @@ from benchmarks.report import Report, add_arguments, median_interval, spread
 from elaunch.plan import symmetric
 from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
 from elaunch.policy.selector import EVERY
-from elaunch.workers.engine.engine import Engine
-from elaunch.workers.engine.timing import Stopwatch
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.timing import Stopwatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt_hybrid as example

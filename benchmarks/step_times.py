@@ -3,7 +3,7 @@
     python benchmarks/step_times.py --workers 2 --steps 600 > tests/data/step_times.jsonl    # as many as cores
 
 Each process trains the GPT of `examples/train_gpt_hybrid.py` by itself, real compute, and measures its layers in every
-step as a job does (`elaunch.workers.engine.timing`). Nobody is slow, so whatever differs is the noise of the machine.
+step as a job does (`elaunch.workers.layers.timing`). Nobody is slow, so whatever differs is the noise of the machine.
 The first line says how the file was made; each further one has a worker and its seconds, step by step.
 """
 
@@ -45,7 +45,7 @@ def _record(steps: int) -> list[float]:
     import torch
 
     from benchmarks.profiling import gpt_engine
-    from elaunch.workers.engine.timing import Stopwatch
+    from elaunch.workers.layers.timing import Stopwatch
 
     torch.set_num_threads(1)
     engine = gpt_engine(2, 32, BATCH, MICRO_BATCH)

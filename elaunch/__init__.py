@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elaunch.api import LaunchConfig, elastic_launch, launch_agent
     from elaunch.workers.attach import attach
-    from elaunch.workers.hybrid import HybridJob, hybrid
+    from elaunch.workers.data_parallel.job import Job, init
+    from elaunch.workers.layers.job import HybridJob, hybrid
     from elaunch.workers.runtime import Member
-    from elaunch.workers.session import Job, init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,13 +34,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Job", "init"):
-        from elaunch.workers import session
+        from elaunch.workers.data_parallel import job
 
-        return getattr(session, name)
+        return getattr(job, name)
     if name in ("HybridJob", "hybrid"):
-        from elaunch.workers import hybrid
+        from elaunch.workers.layers import job as layers_job
 
-        return getattr(hybrid, name)
+        return getattr(layers_job, name)
     if name == "Member":
         from elaunch.workers.runtime import Member
 

@@ -1,6 +1,6 @@
 """How this package starts its threads: none of them dies in silence.
 
-    threads.start("elaunch-pulse", self._run, lambda error: end_process("heartbeat", error))
+    threads.start("elaunch-heartbeat", self._run, lambda error: end_process("heartbeat", error))
 
 `died` says what the death means to others: the process ends, whoever waits is told, or nothing.
 """

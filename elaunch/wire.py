@@ -30,8 +30,9 @@ LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 class Attach:
     """The script called `elaunch.init()`.
 
-    With it come two descriptors, unless hangs are not looked for: of the worker's pulse (`elaunch.detect.heartbeat`),
-    and of the file into which its stacks go when it is asked for them (`elaunch.detect.stacks`).
+    With it come two descriptors, unless hangs are not looked for: of the worker's heartbeat
+    (`elaunch.detect.heartbeat`), and of the file into which its stacks go when it is asked for them
+    (`elaunch.detect.stacks`).
     """
 
     worker: str

@@ -24,7 +24,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Nor do replacements need torch's compiler in their warm parent (tests/jobs/eager.py).
-os.environ.setdefault("ELAUNCH_PRELOAD", "torch,elaunch.workers.session")
+os.environ.setdefault("ELAUNCH_PRELOAD", "torch,elaunch.workers.data_parallel.job")
 
 # A shell ignores SIGINT for what runs in its background, and tests would hand that on to what they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -29,7 +29,7 @@ from elaunch.wire import (
     decode,
     encode,
 )
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.fatal import end_process
 
 WELCOME_TIMEOUT_S = 30.0
@@ -298,6 +298,6 @@ def connect() -> Client:
         _write_down_what_ends_it()
         if hang.parse(os.environ.get(hang.VARIABLE, ""), hang.VARIABLE).mode == "off":
             return AgentClient(path, worker)
-        shown = pulse.open_pulse()
+        shown = heartbeat.open_heartbeat()
         return AgentClient(path, worker, (shown.fd, shown.stacks_fd))
     return StaticClient()

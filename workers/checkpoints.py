@@ -45,7 +45,7 @@ from elaunch.checkpoints import (
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CheckpointDamaged, StateError, StepInterrupted
 from elaunch.wire import Report, Saved
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
 
@@ -136,7 +136,7 @@ class Checkpoints:
             return
         if step % self.every and not due:
             return
-        pulse.enter(Phase.SAVING)
+        heartbeat.enter(Phase.SAVING)
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
         name = f"{group.epoch}-{secrets.token_hex(4)}"
@@ -222,7 +222,7 @@ class Checkpoints:
 
     def _end(self, group: Group, step: int, state: Callable[[], Part], due: bool) -> None:
         if self._settings is not None:
-            pulse.enter(Phase.SAVING)
+            heartbeat.enter(Phase.SAVING)
             self._settle(group)
             self.boundary(group, step, state, due)
             self._settle(group)

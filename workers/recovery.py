@@ -20,7 +20,7 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Progress, Report, Settled, Unreachable
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
@@ -184,9 +184,9 @@ class Recovery:
             error: what interrupted the step; None when the change is planned.
         """
         while True:
-            pulse.enter(Phase.AGREEING)
+            heartbeat.enter(Phase.AGREEING)
             generation = self._next_generation(error)
-            pulse.enter(Phase.CHANGING)
+            heartbeat.enter(Phase.CHANGING)
             try:
                 self._enter(generation, firm=self._is_due(generation) and self._all_are_here(generation))
                 assert self._verdict is not None
@@ -201,7 +201,7 @@ class Recovery:
             cause: for people.
         """
         assert self._group is not None
-        pulse.enter(Phase.CHANGING)
+        heartbeat.enter(Phase.CHANGING)
         now_t = time.time()
         with self._lock:
             self._entering, self._firm, self._verdict = True, True, None
@@ -291,7 +291,7 @@ class Recovery:
             self._entering = False
             self._verdict = None
         self._leaving = ()
-        pulse.enter(Phase.BETWEEN, verdict.step, steps_here=0)
+        heartbeat.enter(Phase.BETWEEN, verdict.step, steps_here=0)
         self._client.send(Settled(generation.epoch))
         if group.rank == 0 and decision:
             self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))

@@ -35,13 +35,12 @@ from elaunch.policy.profile import Profile
 from elaunch.policy.selector import History, Selector
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
-from elaunch.workers import agent_client, barrier, pulse
+from elaunch.workers import agent_client, barrier, data, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
-from elaunch.workers.engine import data
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
@@ -239,7 +238,7 @@ class Member:
         Between two attempts the hooks may be called: the state may have moved, and the step may have committed.
         """
         self.begin_step()
-        pulse.enter(Phase.STEP)
+        heartbeat.enter(Phase.STEP)
         try:
             yield
         except StepInterrupted as error:
@@ -314,7 +313,7 @@ class Member:
 
     def committed(self, steps: int) -> None:
         """Tells that so many steps have committed here, also where the agreement of a recovery committed the last."""
-        pulse.committed(steps)
+        heartbeat.committed(steps)
         changed_s = self._recovery.committed()
         if self.selector is not None and changed_s is not None:
             self.selector.measured.change_took(changed_s)
@@ -353,7 +352,7 @@ class Member:
                 self.group.barrier()
                 self._finished = True
                 self._client.send(Finished())
-                pulse.close()
+                heartbeat.close()
             except StepInterrupted as error:
                 self.agree(error)
         return True
@@ -362,7 +361,7 @@ class Member:
         """Leaves the job. Called by itself at the end of the process."""
         if not self._closed:
             self._closed = True
-            pulse.close()
+            heartbeat.close()
             # A script that failed in its backward may have left a collective behind, whose peers wait for this worker.
             self._fabric.interrupt(NEVER)
             for close in self._closers:

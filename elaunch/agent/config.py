@@ -15,7 +15,7 @@ from elaunch.policy.settings import Wishes
 from elaunch.rendezvous.conf import RendezvousConf
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
-PRELOAD = ("torch", "torch._dynamo", "elaunch.workers.session")
+PRELOAD = ("torch", "torch._dynamo", "elaunch.workers.data_parallel.job")
 
 
 HEALTH_POLICIES = ("drain", "report", "off")

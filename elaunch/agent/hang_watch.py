@@ -2,7 +2,7 @@
 of.
 
 Stopped processes are found by the state that the kernel gives them, whatever they run. Those that use elaunch show
-their pulse besides.
+their heartbeat besides.
 """
 
 from __future__ import annotations
@@ -178,22 +178,24 @@ class HangWatch:
             self._watched[worker].busy = False
 
     def _sight(self, watched: _Watched, now_s: float) -> Sight | None:
-        pulse = watched.reader.read()
-        if pulse is None:
+        heartbeat = watched.reader.read()
+        if heartbeat is None:
             return None
         sight = Sight(
-            pulse, thread_state(watched.pid, pulse.training_tid), thread_state(watched.pid, pulse.beating_tid)
+            heartbeat,
+            thread_state(watched.pid, heartbeat.training_tid),
+            thread_state(watched.pid, heartbeat.beating_tid),
         )
-        if not pulse.still or pulse.waits or now_s - pulse.still_since_s < STILL_S:
+        if not heartbeat.still or heartbeat.waits or now_s - heartbeat.still_since_s < STILL_S:
             return sight
         before_s, watched.children_s = watched.children_s, children_cpu_s(watched.pid)
         return replace(sight, children_work=watched.children_s > before_s)
 
     def _take(self, hang: Hang, watched: _Watched, path: str) -> None:
         """In a thread: the stacks of a worker, and whether it has gone on meanwhile."""
-        pulse = watched.reader.read()
-        assert pulse is not None, f"{hang.worker} was judged without a pulse"
-        stacks = collect(watched.pid, pulse.training_tid, pulse.thread, watched.dump_fd)
+        heartbeat = watched.reader.read()
+        assert heartbeat is not None, f"{hang.worker} was judged without a heartbeat"
+        stacks = collect(watched.pid, heartbeat.training_tid, heartbeat.thread, watched.dump_fd)
         waits = "".join(f"\n    {line}" for line in hang.waits)
         heading = (
             f"{hang.worker}, pid {watched.pid}, {hang.doing}: {hang.since_s:.2f} s, limit {hang.limit_s:.2f} s{waits}"

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elaunch.detect.heartbeat import BEAT_S, Phase, Pulse, Still
+from elaunch.detect.heartbeat import BEAT_S, Heartbeat, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 from elaunch.rendezvous.rules import deadlock
@@ -111,12 +111,12 @@ class Sight:
     """A worker, as it is seen at one moment.
 
     Attributes:
-        pulse: what it shows.
+        heartbeat: what it shows.
         training, beating: state of the two threads, as in /proc; R: it runs, or would if it had a processor.
         children_work: processes that it has started have used processor time since the last look.
     """
 
-    pulse: Pulse
+    heartbeat: Heartbeat
     training: str = "S"
     beating: str = "S"
     children_work: bool = False
@@ -240,51 +240,51 @@ class HangDetector:
     # -- learning -----------------------------------------------------------------------------------------------
 
     def _learn(self, now_s: float, worker: str, sight: Sight) -> None:
-        pulse, before = sight.pulse, self._seen.get(worker)
+        heartbeat, before = sight.heartbeat, self._seen.get(worker)
         if before is None:
-            before = _Seen(pulse.step, pulse.step_since_s)
-        if pulse.step < before.step:
-            self._counted = min(self._counted, pulse.step)  # it went back to a checkpoint
-        n_steps = pulse.step - before.step
+            before = _Seen(heartbeat.step, heartbeat.step_since_s)
+        if heartbeat.step < before.step:
+            self._counted = min(self._counted, heartbeat.step)  # it went back to a checkpoint
+        n_steps = heartbeat.step - before.step
         # The first step after a change is not like others.
-        if 0 < n_steps < pulse.steps_here and pulse.step > self._counted:
-            mean_s = (pulse.step_since_s - before.step_since_s) / n_steps
+        if 0 < n_steps < heartbeat.steps_here and heartbeat.step > self._counted:
+            mean_s = (heartbeat.step_since_s - before.step_since_s) / n_steps
             self._steps_s.extend([mean_s] * min(n_steps, STEPS_KEPT))
-            self._counted = pulse.step
-        shown_s, from_s = _shown_still(now_s, pulse), self._still_from(now_s, sight)
+            self._counted = heartbeat.step
+        shown_s, from_s = _shown_still(now_s, heartbeat), self._still_from(now_s, sight)
         # One and the same stillness, whatever its threads were about when it was looked at.
         same = shown_s is not None and shown_s == before.still_from_s
         still_s = before.still_s if same else 0.0
-        if from_s is not None and pulse.steps_here and pulse.phase in _ROUTINE:
+        if from_s is not None and heartbeat.steps_here and heartbeat.phase in _ROUTINE:
             still_s = max(still_s, now_s - from_s)
         if before.still_s > BEAT_S and not same:
             # It went on by itself, so this is usual here. What is older and shorter does not matter any more.
             while self._stills and self._stills[-1][1] <= before.still_s:
                 self._stills.pop()
             self._stills.append((before.step, before.still_s))
-        while self._stills and self._stills[0][0] < pulse.step - MEMORY_STEPS:
+        while self._stills and self._stills[0][0] < heartbeat.step - MEMORY_STEPS:
             self._stills.popleft()
-        self._seen[worker] = _Seen(pulse.step, pulse.step_since_s, still_s, shown_s)
+        self._seen[worker] = _Seen(heartbeat.step, heartbeat.step_since_s, still_s, shown_s)
 
     def _still_from(self, now_s: float, sight: Sight) -> float | None:
         """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
-        pulse = sight.pulse
-        if pulse.waits:
+        heartbeat = sight.heartbeat
+        if heartbeat.waits:
             return None
         from_s: float | None = None
-        if pulse.still is Still.SPINS or (
-            pulse.still is Still.ASLEEP and sight.training not in ("R", "D") and not sight.children_work
+        if heartbeat.still is Still.SPINS or (
+            heartbeat.still is Still.ASLEEP and sight.training not in ("R", "D") and not sight.children_work
         ):
-            from_s = pulse.still_since_s
-        if now_s - pulse.beat_s > LATE_BEAT_S:
+            from_s = heartbeat.still_since_s
+        if now_s - heartbeat.beat_s > LATE_BEAT_S:
             if sight.beating == "R":
                 return None
-            from_s = pulse.beat_s if from_s is None else from_s
-        return None if from_s is None else max(from_s, pulse.since_s, self._from_s)
+            from_s = heartbeat.beat_s if from_s is None else from_s
+        return None if from_s is None else max(from_s, heartbeat.since_s, self._from_s)
 
     # -- limits -------------------------------------------------------------------------------------------------
 
-    def limits(self, pulse: Pulse) -> tuple[float, float]:
+    def limits(self, heartbeat: Heartbeat) -> tuple[float, float]:
         """The short and the long limit, in seconds, for a worker that shows this; infinite where nothing is known."""
         fixed_s = self.setting.fixed_s
         if fixed_s is not None:
@@ -294,9 +294,9 @@ class HangDetector:
             return math.inf, math.inf
         longest_s = self._stills[0][1] if self._stills else 0.0
         short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s)
-        if self._struck_step <= pulse.step <= self._struck_step + 1:
+        if self._struck_step <= heartbeat.step <= self._struck_step + 1:
             short_s *= AGAIN_FACTOR**self._strikes
-        if pulse.phase is not Phase.STEP or not pulse.steps_here:
+        if heartbeat.phase is not Phase.STEP or not heartbeat.steps_here:
             short_s += CHANGE_S
         long_s = max(LONG_S, LONG_STEPS * typical_s)
         return min(short_s, long_s), long_s
@@ -307,30 +307,32 @@ class HangDetector:
         """Of those that do not wait and are beyond their limit, the one that is so by most."""
         found: list[tuple[float, Hang]] = []
         for worker, sight in sights.items():
-            pulse = sight.pulse
-            if pulse.phase in _QUIET or pulse.waits:
+            heartbeat = sight.heartbeat
+            if heartbeat.phase in _QUIET or heartbeat.waits:
                 continue
-            short_s, long_s = self.limits(pulse)
-            since_s = max(pulse.since_s, self._from_s)
+            short_s, long_s = self.limits(heartbeat)
+            since_s = max(heartbeat.since_s, self._from_s)
             limit_s, from_s, how = long_s, since_s, "busy"
             still_from_s = self._still_from(now_s, sight)
             if still_from_s is not None:
-                how = _how(now_s, pulse)
+                how = _how(now_s, heartbeat)
                 if self.setting.fixed_s is None and not self._is_waited_for(now_s, worker, sights, short_s):
                     short_s = min(short_s + CHANGE_S, long_s)
                 if now_s - still_from_s > short_s:
                     limit_s, from_s = short_s, still_from_s
             over_s = now_s - from_s - limit_s
             if over_s > 0:
-                doing = f"{_doing(pulse)}, {how}"
-                hang = Hang(worker, pulse.step, doing, now_s - from_s, limit_s, self.typical_step_s, pulse.since_s)
+                doing = f"{_doing(heartbeat)}, {how}"
+                hang = Hang(
+                    worker, heartbeat.step, doing, now_s - from_s, limit_s, self.typical_step_s, heartbeat.since_s
+                )
                 found.append((over_s, hang))
         return max(found, key=lambda one: one[0])[1] if found else None
 
     def _is_waited_for(self, now_s: float, worker: str, sights: Mapping[str, Sight], limit_s: float) -> bool:
         long_enough_s = min(WITNESS_S, limit_s / 2)
         return any(
-            other != worker and sight.pulse.waits and now_s - sight.pulse.since_s >= long_enough_s
+            other != worker and sight.heartbeat.waits and now_s - sight.heartbeat.since_s >= long_enough_s
             for other, sight in sights.items()
         )
 
@@ -351,18 +353,18 @@ class HangDetector:
         mine = [worker for worker in members if node_of(worker) in nodes]
         if not mine or len(members) < 2 or not sights.keys() >= set(mine):
             return None
-        pulses = {worker: sights[worker].pulse for worker in mine}
-        if any(not pulse.waits or pulse.phase in _QUIET for pulse in pulses.values()):
+        heartbeats = {worker: sights[worker].heartbeat for worker in mine}
+        if any(not heartbeat.waits or heartbeat.phase in _QUIET for heartbeat in heartbeats.values()):
             return None
         limit_s = 0.0
-        for pulse in pulses.values():
-            short_s, long_s = self.limits(pulse)
+        for heartbeat in heartbeats.values():
+            short_s, long_s = self.limits(heartbeat)
             if self.setting.fixed_s is None and len(mine) < len(members):
                 short_s = min(short_s + CHANGE_S, long_s)
             # Moving the state, or a checkpoint's last part, may be one long wait for all.
-            limit_s = max(limit_s, short_s if pulse.phase in _ROUTINE else long_s)
-        from_s = max(self._from_s, *(pulse.since_s for pulse in pulses.values()))
-        return _Wait(tuple(_stalled(worker, pulse) for worker, pulse in pulses.items()), from_s, limit_s)
+            limit_s = max(limit_s, short_s if heartbeat.phase in _ROUTINE else long_s)
+        from_s = max(self._from_s, *(heartbeat.since_s for heartbeat in heartbeats.values()))
+        return _Wait(tuple(_stalled(worker, heartbeat) for worker, heartbeat in heartbeats.items()), from_s, limit_s)
 
     def _hang_of(self, now_s: float, one: Stalled, wait: _Wait, n_members: int, waits: tuple[str, ...]) -> Hang:
         doing = f"{one.doing}, waits like all {n_members} members"
@@ -371,40 +373,48 @@ class HangDetector:
         )
 
 
-def _stalled(worker: str, pulse: Pulse) -> Stalled:
-    return Stalled(worker, pulse.step, _doing(pulse), pulse.epoch, pulse.operation, pulse.waits_for, pulse.others)
+def _stalled(worker: str, heartbeat: Heartbeat) -> Stalled:
+    return Stalled(
+        worker,
+        heartbeat.step,
+        _doing(heartbeat),
+        heartbeat.epoch,
+        heartbeat.operation,
+        heartbeat.waits_for,
+        heartbeat.others,
+    )
 
 
-def _shown_still(now_s: float, pulse: Pulse) -> float | None:
+def _shown_still(now_s: float, heartbeat: Heartbeat) -> float | None:
     """Since when a worker that does not wait has shown nothing, as it shows it itself; None: it moves.
 
     As long as this is the same it has not gone on: a thread that only tries to get the interpreter's lock, or wakes up
     and sleeps again, runs at some looks too.
     """
-    if pulse.waits:
+    if heartbeat.waits:
         return None
-    if pulse.still is not Still.MOVES:
-        return max(pulse.still_since_s, pulse.since_s)
-    return max(pulse.beat_s, pulse.since_s) if now_s - pulse.beat_s > LATE_BEAT_S else None
+    if heartbeat.still is not Still.MOVES:
+        return max(heartbeat.still_since_s, heartbeat.since_s)
+    return max(heartbeat.beat_s, heartbeat.since_s) if now_s - heartbeat.beat_s > LATE_BEAT_S else None
 
 
-def _how(now_s: float, pulse: Pulse) -> str:
-    if now_s - pulse.beat_s > LATE_BEAT_S:
+def _how(now_s: float, heartbeat: Heartbeat) -> str:
+    if now_s - heartbeat.beat_s > LATE_BEAT_S:
         return "in a call that keeps the interpreter's lock"
     return {
         Still.SPINS: "in a loop that calls nothing",
         Still.ASLEEP: "asleep",
         Still.MOVES: "busy",
-    }[pulse.still]
+    }[heartbeat.still]
 
 
-def _doing(pulse: Pulse) -> str:
+def _doing(heartbeat: Heartbeat) -> str:
     return {
         Phase.LOADING: "loading",
-        Phase.STEP: f"in step {pulse.step}",
-        Phase.BETWEEN: f"before step {pulse.step}",
+        Phase.STEP: f"in step {heartbeat.step}",
+        Phase.BETWEEN: f"before step {heartbeat.step}",
         Phase.CHANGING: "changing over to other members or another plan",
         Phase.SAVING: "saving a checkpoint",
         Phase.AGREEING: "waiting for a generation",
         Phase.ENDED: "ended",
-    }[pulse.phase]
+    }[heartbeat.phase]

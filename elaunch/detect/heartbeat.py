@@ -1,6 +1,6 @@
 """What a worker shows of itself, in a small anonymous file that it shares with its agent.
 
-The worker has it in its memory and writes it by plain stores (`elaunch.workers.pulse`); the agent, which got the
+The worker has it in its memory and writes it by plain stores (`elaunch.workers.heartbeat`); the agent, which got the
 descriptor with the worker's first message, reads it, also when the worker hangs or is dead. It is no file of a disk,
 whose mapped pages can keep a writer waiting while they are written out. Times are those of CLOCK_MONOTONIC in
 nanoseconds, which all processes of a machine share.
@@ -65,7 +65,7 @@ class Still(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """What a worker showed when it was looked at. Times in seconds of `time.monotonic`.
 
     Attributes:
@@ -106,7 +106,7 @@ class Pulse:
 
 
 class Reader:
-    """Looks at a worker's pulse, over and over.
+    """Looks at a worker's heartbeat, over and over.
 
     Args:
         fd: of the file; the reader closes it.
@@ -114,10 +114,10 @@ class Reader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._last: Pulse | None = None
+        self._last: Heartbeat | None = None
 
-    def read(self) -> Pulse | None:
-        """The pulse; where it is being written for long, as it was the last time. None: it has never been whole."""
+    def read(self) -> Heartbeat | None:
+        """The heartbeat; where it is being written for long, as it was the last time. None: it has never been whole."""
         for _ in range(TRIES):
             data = os.pread(self._fd, FILE_BYTES, 0)
             found = parse(data, os.pread(self._fd, 8, 8 * AT_SEQUENCE))
@@ -130,7 +130,7 @@ class Reader:
         os.close(self._fd)
 
 
-def parse(data: bytes, sequence: bytes) -> Pulse | None:
+def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
     """Read what was copied from the file, and the sequence that was found there afterwards.
 
     None where it was being written (the sequence is odd, or was another one), or is of another version.
@@ -148,7 +148,7 @@ def parse(data: bytes, sequence: bytes) -> Pulse | None:
     except ValueError:
         return None
     waits, since = bool(numbers[AT_WAITS]), numbers[AT_SINCE]
-    return Pulse(
+    return Heartbeat(
         pid=numbers[AT_PID],
         thread=numbers[AT_THREAD],
         training_tid=numbers[AT_TRAINING_TID],

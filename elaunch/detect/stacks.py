@@ -1,8 +1,8 @@
 """The Python stacks of all threads of a worker that hangs: by py-spy where there is one, else by the worker's
 faulthandler.
 
-A worker that uses elaunch has registered faulthandler for `DUMP_SIGNAL` (`elaunch.workers.pulse`): its handler is in
-C and writes without the interpreter's lock into a file that the agent can read.
+A worker that uses elaunch has registered faulthandler for `DUMP_SIGNAL` (`elaunch.workers.heartbeat`): its handler is
+in C and writes without the interpreter's lock into a file that the agent can read.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ Point = tuple[int, int, int]
 
 
 class Turn(Protocol):
-    """See `elaunch.workers.engine.timing.Turn`."""
+    """See `elaunch.workers.layers.timing.Turn`."""
 
     @property
     def layer(self) -> int: ...

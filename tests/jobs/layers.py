@@ -48,12 +48,12 @@ from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
-from elaunch.workers.engine.engine import Engine
-from elaunch.workers.engine.snapshots import Snapshots
-from elaunch.workers.engine.tensor_parallel import current
-from elaunch.workers.engine.zero import ZeroOptimizer
 from elaunch.workers.hooks import Verdict
-from elaunch.workers.hybrid import HybridJob
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.job import HybridJob
+from elaunch.workers.layers.snapshots import Snapshots
+from elaunch.workers.layers.tensor_parallel import current
+from elaunch.workers.layers.zero import ZeroOptimizer
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
 from tests.jobs import say

@@ -18,7 +18,7 @@ from typing import Any
 import elaunch
 from elaunch.workers.comm import door
 from elaunch.workers.comm.link import Link
-from elaunch.workers.hybrid import HybridJob
+from elaunch.workers.layers.job import HybridJob
 
 SO_MAX_PACING_RATE = 47  # of asm-generic/socket.h
 

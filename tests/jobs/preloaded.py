@@ -7,6 +7,3 @@ from tests.jobs.eager import compile_nothing
 compile_nothing()
 
 import torch.distributed.tensor  # noqa: E402, F401
-
-import elaunch.workers.hybrid  # noqa: E402
-import elaunch.workers.session  # noqa: E402, F401

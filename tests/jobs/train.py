@@ -35,7 +35,7 @@ from torch import nn
 import elaunch
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
-from elaunch.workers.hybrid import HybridJob
+from elaunch.workers.layers.job import HybridJob
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine, StepReport
+from elaunch.workers.layers.engine import Engine, StepReport
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 
 TRAIN_S = 250.0

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elaunch.workers.engine.random_rows import RowsOfUnit
-from elaunch.workers.engine.random_trace import RandomTrace, trace_random
-from elaunch.workers.engine.rng import layer_randomness
+from elaunch.workers.random.rng import layer_randomness
+from elaunch.workers.random.rows import RowsOfUnit
+from elaunch.workers.random.trace import RandomTrace, trace_random
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ from elaunch.wire import Saved as SavedMessage
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine, StepReport
+from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from elaunch.workers.engine.data import SampleOrder, count_samples, digest, load, to_device
+from elaunch.workers.data import SampleOrder, count_samples, digest, load, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])
 

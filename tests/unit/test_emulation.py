@@ -20,7 +20,7 @@ from benchmarks.emulation import (
 from benchmarks.pipeline import cases, cut
 from elaunch.plan import Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.workers.engine.layers import describe
+from elaunch.workers.layers.model import describe
 from tests.unit.engine_crew import train
 
 LAYER = LayerProfile(0.25, 0.5, 0, 0, 0, 0, fixed_forward_s=1.0, fixed_backward_s=2.0)

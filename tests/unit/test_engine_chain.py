@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaunch.workers.engine.layers import Chain, Draw, Layer, build, describe
-from elaunch.workers.engine.tensor_parallel import Membership
+from elaunch.workers.layers.model import Chain, Draw, Layer, build, describe
+from elaunch.workers.layers.tensor_parallel import Membership
 
 ROWS, WIDTH = 4, 6
 DRAW = Draw(seed=3, step=0, rows_by_unit=((0, range(ROWS), 0),), micro_batch_size=ROWS)

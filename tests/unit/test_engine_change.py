@@ -19,7 +19,7 @@ from elaunch.plan import Plan, symmetric
 from elaunch.plan.views import unit_of
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine, StepReport
+from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router
@@ -219,7 +219,7 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) ->
 def test_where_nobody_is_lost_state_moves_during_the_next_step(
     first: Plan, second: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaunch.workers.engine.engine.reshard", None)
+    monkeypatch.setattr("elaunch.workers.layers.engine.reshard", None)
     reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5)
     assert all(received)
     expected, undisturbed = train(first, 4, clip_norm=0.5)
@@ -408,7 +408,7 @@ def test_without_snapshots_what_only_the_dead_had_is_named() -> None:
 
 
 def test_a_copy_is_made_in_batches_while_the_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaunch.workers.engine.snapshots.BATCH_BYTES", 20_000)
+    monkeypatch.setattr("elaunch.workers.layers.snapshots.BATCH_BYTES", 20_000)
     plan = symmetric(W[:2], 4, 8, 2, dp=2)
     train_through([(plan, 2)])
     train_through([(plan, 9)])

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 from elaunch.errors import ElaunchError, LinkLost, StateError, StepInterrupted
 from elaunch.plan import Plan, PlanError, symmetric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine
-from elaunch.workers.engine.zero import ZeroOptimizer
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.zero import ZeroOptimizer
 from tests.unit.comm_crew import crew, outcomes
 from tests.unit.engine_crew import WIDTH, Block, Head, Sentences, Words, loss, model, train
 

@@ -9,8 +9,8 @@ import torch
 
 from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine
-from elaunch.workers.engine.meter import ActivationMeter
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.meter import ActivationMeter
 from tests.unit.comm_crew import crew, together
 from tests.unit.engine_crew import Block, Sentences, loss, model
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm import group as groups
 from elaunch.workers.comm.fabric import Fabric
-from elaunch.workers.engine.messages import Rows, exchanges, peers
-from elaunch.workers.engine.snapshots import links
+from elaunch.workers.layers.messages import Rows, exchanges, peers
+from elaunch.workers.layers.snapshots import links
 from tests.helpers import scaled
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
+from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
 
 
 class Crew:

@@ -24,7 +24,7 @@ from elaunch.detect.hang import (
     Sight,
     parse,
 )
-from elaunch.detect.heartbeat import BEAT_S, Phase, Pulse, Still
+from elaunch.detect.heartbeat import BEAT_S, Heartbeat, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
 
@@ -65,7 +65,7 @@ class World:
     def work_s(self, step: int, worker: int) -> float:
         return NEVER if self.hangs is not None and self.hangs[:2] == (step, worker) else self.works_s[step][worker]
 
-    def pulse(self, now_s: float, step: int, start_s: float, worker: int) -> Pulse:
+    def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> Heartbeat:
         end_s = start_s + self.work_s(step, worker)
         waits = now_s >= end_s
         still = Still.ASLEEP if self.is_still(step, worker) else Still.MOVES
@@ -78,7 +78,7 @@ class World:
         first_beat_s = start_s - start_s % BEAT_S + BEAT_S  # only then is the time since the last one seen to be still
         if now_s < first_beat_s + BEAT_S:
             still = Still.MOVES
-        return Pulse(
+        return Heartbeat(
             pid=100 + worker,
             thread=1,
             training_tid=1,
@@ -102,7 +102,7 @@ class World:
             end_s = start_s + max(self.work_s(step, worker) for worker in range(len(self.names)))
             while look_s < min(end_s, start_s + until_s):
                 sights = {
-                    name: Sight(self.pulse(look_s, step, start_s, worker)) for worker, name in enumerate(self.names)
+                    name: Sight(self.heartbeat(look_s, step, start_s, worker)) for worker, name in enumerate(self.names)
                 }
                 found = self.detector.look(look_s, sights, 1, self.names)
                 if found is not None:
@@ -267,8 +267,8 @@ def test_in_the_same_step_the_next_one_has_four_times_as_long() -> None:
 # -- evidence ---------------------------------------------------------------------------------------------------------
 
 
-def a_pulse(now_s: float = 1000.0, **changes: object) -> Pulse:
-    base = Pulse(
+def a_heartbeat(now_s: float = 1000.0, **changes: object) -> Heartbeat:
+    base = Heartbeat(
         pid=1,
         thread=1,
         training_tid=1,
@@ -315,11 +315,11 @@ WAITS = {"waits": True, "since_s": BEGIN_S, "waits_for": ("n/0#0",)}
 
 
 def beside_a_witness(sight: Callable[[float], Sight]) -> Callable[[float], dict[str, Sight]]:
-    return lambda now_s: {"n/0#0": sight(now_s), "n/1#0": Sight(a_pulse(now_s, **WAITS))}
+    return lambda now_s: {"n/0#0": sight(now_s), "n/1#0": Sight(a_heartbeat(now_s, **WAITS))}
 
 
 def test_a_worker_that_sleeps_and_has_no_excuse_hangs() -> None:
-    found = watch(beside_a_witness(lambda now_s: Sight(a_pulse(now_s, **ASLEEP))), 10)
+    found = watch(beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **ASLEEP))), 10)
     assert found is not None
     assert found.worker == "n/0#0"
     assert "asleep" in found.doing
@@ -334,7 +334,7 @@ def test_a_worker_that_sleeps_and_has_no_excuse_hangs() -> None:
     ],
 )
 def test_a_worker_that_sleeps_for_a_reason_does_not(excuse: dict[str, object]) -> None:
-    sight = lambda now_s: replace(Sight(a_pulse(now_s, **ASLEEP)), **excuse)  # type: ignore[arg-type]  # noqa: E731
+    sight = lambda now_s: replace(Sight(a_heartbeat(now_s, **ASLEEP)), **excuse)  # type: ignore[arg-type]  # noqa: E731
     assert watch(beside_a_witness(sight), LONG_S / 2) is None
     found = watch(beside_a_witness(sight), 2 * LONG_S)
     assert found is not None
@@ -343,7 +343,7 @@ def test_a_worker_that_sleeps_for_a_reason_does_not(excuse: dict[str, object]) -
 
 def test_a_beat_that_lacks_a_processor_is_no_lock_that_is_held() -> None:
     def held(state: str) -> Callable[[float], Sight]:
-        return lambda now_s: Sight(a_pulse(now_s, beat_s=BEGIN_S, since_s=BEGIN_S), beating=state)
+        return lambda now_s: Sight(a_heartbeat(now_s, beat_s=BEGIN_S, since_s=BEGIN_S), beating=state)
 
     assert watch(beside_a_witness(held("R")), LONG_S / 2) is None
     found = watch(beside_a_witness(held("S")), 10)
@@ -363,7 +363,7 @@ def test_threads_that_run_at_some_looks_are_no_sign_that_a_worker_went_on(
     shown: dict[str, object], runs: dict[str, str], every: int
 ) -> None:
     def sight(now_s: float) -> Sight:
-        found = Sight(a_pulse(now_s, **shown))
+        found = Sight(a_heartbeat(now_s, **shown))
         return replace(found, **runs) if round((now_s - BEGIN_S) / LOOK_S) % every == 0 else found  # type: ignore[arg-type]
 
     found = watch(beside_a_witness(sight), 10)
@@ -375,13 +375,13 @@ def test_threads_that_run_at_some_looks_are_no_sign_that_a_worker_went_on(
 def test_what_a_worker_does_before_it_is_a_member_and_after_the_end_is_its_own_matter() -> None:
     for phase in (Phase.LOADING, Phase.AGREEING, Phase.ENDED):
         changes = {**ASLEEP, "phase": phase}
-        assert watch(beside_a_witness(lambda now_s: Sight(a_pulse(now_s, **changes))), 2 * LONG_S) is None  # noqa: B023
+        assert watch(beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **changes))), 2 * LONG_S) is None  # noqa: B023
 
 
 def test_an_agent_that_could_not_look_starts_all_clocks_anew() -> None:
     """It was stopped, or the machine was; its workers may have been, too."""
     detector = learnt()
-    sights = beside_a_witness(lambda now_s: Sight(a_pulse(BEGIN_S, **ASLEEP)))
+    sights = beside_a_witness(lambda now_s: Sight(a_heartbeat(BEGIN_S, **ASLEEP)))
     assert detector.look(BEGIN_S, sights(BEGIN_S), 7) is None
     assert detector.look(BEGIN_S + 1000, sights(BEGIN_S), 7) is None
     assert detector.look(BEGIN_S + 1000 + FLOOR_S / 2, sights(BEGIN_S), 7) is None
@@ -398,7 +398,7 @@ def circle(**changes: Mapping[str, object]) -> Callable[[float], dict[str, Sight
         for worker in range(3):
             peers = (f"n/{(worker + 1) % 3}#0",)
             known: dict[str, object] = {"waits": True, "since_s": BEGIN_S, "waits_for": peers, "operation": 8}
-            found[f"n/{worker}#0"] = Sight(a_pulse(now_s, **{**known, **changes.get(f"w{worker}", {})}))
+            found[f"n/{worker}#0"] = Sight(a_heartbeat(now_s, **{**known, **changes.get(f"w{worker}", {})}))
         return found
 
     return sights

@@ -74,7 +74,7 @@ def test_one_whose_stacks_cannot_be_taken_is_found(
 
 def test_one_that_shows_nothing_any_more_is_found(watched: Watched) -> None:
     watched.watch._blame(HANG, "")
-    check(watched, "was judged without a pulse")
+    check(watched, "was judged without a heartbeat")
 
 
 def test_without_threads_one_is_found_too(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elaunch.errors import StateError
-from elaunch.workers.engine.random_rows import RowsOfUnit
-from elaunch.workers.engine.random_trace import RandomOp, RandomTrace
+from elaunch.workers.random.rows import RowsOfUnit
+from elaunch.workers.random.trace import RandomOp, RandomTrace
 from tests.unit.random_layers import CASES, Case, Fn, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:dropout2d:UserWarning")

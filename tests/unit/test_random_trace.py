@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elaunch.errors import StateError
-from elaunch.workers.engine.random_trace import RandomOp, trace_random
+from elaunch.workers.random.trace import RandomOp, trace_random
 from tests.unit.random_layers import CASES, Case, Fn
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elaunch.workers.engine.random_rows import RowsOfUnit, math_attention
-from elaunch.workers.engine.random_trace import RandomTrace
-from elaunch.workers.engine.rng import layer_randomness, mix, seed_layer, seed_micro_batch
+from elaunch.workers.random.rng import layer_randomness, mix, seed_layer, seed_micro_batch
+from elaunch.workers.random.rows import RowsOfUnit, math_attention
+from elaunch.workers.random.trace import RandomTrace
 from tests.unit.random_layers import CASES, Attention, Case, run
 
 WHOLE: tuple[RowsOfUnit, ...] = ((0, range(2), 0),)

@@ -15,12 +15,12 @@ from tests.helpers import Spawned, Spawner, wait_until
 
 HANGS = """
 import sys, threading, time
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from tests.jobs import hangs
 
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-shown = pulse.open_pulse()
-sys.stdout.write(f"pulse {shown.stacks_fd} {threading.get_native_id()} {threading.get_ident()}\\n")
+shown = heartbeat.open_heartbeat()
+sys.stdout.write(f"heartbeat {shown.stacks_fd} {threading.get_native_id()} {threading.get_ident()}\\n")
 sys.stdout.flush()
 hangs.hang(sys.argv[1])
 """
@@ -72,7 +72,7 @@ def start(spawn: Spawner, kind: str) -> tuple[Spawned, int, int, int]:
     """A process that hangs; it, its file for dumps, and both numbers of its training thread."""
     worker = spawn.python("-c", HANGS, kind)
     wait_until(lambda: worker.text().endswith("\n") or worker.process.poll() is not None, 60, worker.tail)
-    fd, tid, thread = map(int, worker.text().split("pulse ")[1].split()[:3])
+    fd, tid, thread = map(int, worker.text().split("heartbeat ")[1].split()[:3])
     return worker, os.open(f"/proc/{worker.pid}/fd/{fd}", os.O_RDONLY), tid, thread
 
 

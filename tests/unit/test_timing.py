@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaunch.workers.engine.layers import Chain, Draw, build, describe
-from elaunch.workers.engine.tensor_parallel import Membership
-from elaunch.workers.engine.timing import Stopwatch, Turn
+from elaunch.workers.layers.model import Chain, Draw, build, describe
+from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.timing import Stopwatch, Turn
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ class Slow(nn.Module):
 @pytest.fixture(autouse=True)
 def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now_s = 0.0
-    monkeypatch.setattr("elaunch.workers.engine.timing.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("elaunch.workers.layers.timing.time", SimpleNamespace(perf_counter=clock))
 
 
 def chain(*seconds: tuple[float, float], recompute: tuple[int, ...] = ()) -> Chain:

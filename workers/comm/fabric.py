@@ -29,7 +29,7 @@ from elaunch import threads
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
-from elaunch.workers import fatal, pulse
+from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.door import REDIAL_S, Door, HungUp, read_line
 from elaunch.workers.comm.drive import drive
@@ -105,7 +105,7 @@ class Fabric:
         `timeout_s`, and `GenerationChanged` when `interrupt` announces an epoch above `epoch`.
         """
         deadline_s = time.monotonic() + timeout_s
-        with pulse.waiting(sorted(members.keys() - {self.worker}), epoch), self._changed:
+        with heartbeat.waiting(sorted(members.keys() - {self.worker}), epoch), self._changed:
             if self._closing:
                 raise RuntimeError(f"the fabric of {self.worker} is closed")
             for link in self._links.values():
@@ -177,7 +177,7 @@ class Fabric:
         `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
         """
         self.link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
-        with pulse.waiting([peer for peer, _, _ in receives or sends], epoch, op), self._running:
+        with heartbeat.waiting([peer for peer, _, _ in receives or sends], epoch, op), self._running:
             self._begin(epoch)
             links: dict[str, Link] = {}
             try:
@@ -198,7 +198,7 @@ class Fabric:
         """
         peers = list(dict.fromkeys((*outgoing, *incoming)))
         self.link_up(set(peers), epoch)
-        with pulse.waiting(peers, epoch, op), self._running:
+        with heartbeat.waiting(peers, epoch, op), self._running:
             self._begin(epoch)
             flows: list[Flow] = []
             try:
@@ -219,7 +219,7 @@ class Fabric:
         links may have the number `op`: what comes for it is accepted whether anything was posted or not.
         Raises `GenerationChanged` when interrupted before.
         """
-        with pulse.waiting(peers, epoch, op):
+        with heartbeat.waiting(peers, epoch, op):
             self._running.acquire()
         try:
             self._begin(epoch)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from math import inf
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.comm import wire
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -384,5 +384,5 @@ class Link:
             raise self.fail(error.strerror or str(error)) from None
         if got == 0:
             raise self.fail("closed by the peer")
-        pulse.moved()
+        heartbeat.moved()
         return got

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from elaunch.errors import LinkLost
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Link
 
@@ -307,7 +307,7 @@ class Traffic:
 
     def _until(self, reached: Callable[[], bool], peers: Collection[str] | None = None) -> None:
         """Waits; `peers` are those for whom, all that take part if not given."""
-        with pulse.waiting(self._lines if peers is None else peers, self._epoch, self._op), self._changed:
+        with heartbeat.waiting(self._lines if peers is None else peers, self._epoch, self._op), self._changed:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: self._ended or reached())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,36 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from elaunch.errors import StateError
-from elaunch.workers.engine import tensor_parallel
-from elaunch.workers.engine.random_rows import RowsOfUnit, math_attention
-from elaunch.workers.engine.random_trace import GENERATORS, RandomTrace, trace_random
-from elaunch.workers.engine.rng import layer_randomness, mix
-from elaunch.workers.engine.timing import Span, Stopwatch
+from elaunch.workers.layers import tensor_parallel
+from elaunch.workers.layers.timing import Span, Stopwatch
+from elaunch.workers.random.rng import layer_randomness, mix
+from elaunch.workers.random.rows import RowsOfUnit, math_attention
+from elaunch.workers.random.trace import GENERATORS, trace_random
+from elaunch.workers.state.spec import LayerSpec
 
 Factory = Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What every worker knows of every layer.
-
-    Attributes:
-        index: of the layer.
-        name: for messages.
-        shapes: of the parameters that are trained, whole, in registration order.
-        dtypes: of them.
-        cuts: the dimension along which tensor parallelism cuts a parameter; those that are not in it stay whole.
-        output: shape of a row of its output, and its dtype.
-        trace: the random numbers it draws.
-    """
-
-    index: int
-    name: str
-    shapes: Mapping[str, torch.Size]
-    dtypes: Mapping[str, torch.dtype]
-    cuts: Mapping[str, int]
-    output: tuple[torch.Size, torch.dtype]
-    trace: RandomTrace
 
 
 def describe(

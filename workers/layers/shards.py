@@ -1,7 +1,7 @@
 """The optimizer's state of one worker: masters and moments of the pieces that it owns, or a snapshot of another's.
 
 Elementwise optimizers keep for each parameter some tensors of its size and some numbers. Here a "parameter" is a piece
-of one (`elaunch.workers.engine.layout`). So the state of any piece is a row of flat tensors, the master first, that can
+of one (`elaunch.workers.state.layout`). So the state of any piece is a row of flat tensors, the master first, that can
 be cut and joined like the parameter itself, and a `Form`: what they are called, the numbers, the group's options.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.errors import StateError
-from elaunch.workers.engine.layout import Owned, Piece
+from elaunch.workers.state.layout import Owned, Piece
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.space import OPTIMIZER
 

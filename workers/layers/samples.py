@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from elaunch.errors import StateError
 from elaunch.plan.tiling import MicroBatch, Plan
 from elaunch.plan.views import rows_by_unit
-from elaunch.workers.engine import data
-from elaunch.workers.engine.random_trace import GENERATORS
-from elaunch.workers.engine.rng import seed_micro_batch
+from elaunch.workers import data
+from elaunch.workers.random.rng import seed_micro_batch
+from elaunch.workers.random.trace import GENERATORS
 
 
 class Samples:

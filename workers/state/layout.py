@@ -20,8 +20,8 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.plan.views import holders, optimizer_shards
-from elaunch.workers.engine.layers import LayerSpec
 from elaunch.workers.state.boxes import Box, of_interval, shift
+from elaunch.workers.state.spec import LayerSpec
 
 ALIGN = 64
 COMMON = -1

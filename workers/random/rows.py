@@ -18,7 +18,7 @@ import torch.nn.attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaunch.errors import StateError
-from elaunch.workers.engine.random_trace import (
+from elaunch.workers.random.trace import (
     GENERATORS,
     RandomCall,
     RandomOp,

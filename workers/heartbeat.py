@@ -1,12 +1,12 @@
-"""A worker's pulse: what its agent needs to know to tell a worker that hangs from one that works or waits.
+"""A worker's heartbeat: what its agent needs to know to tell a worker that hangs from one that works or waits.
 
 One per process. Code that trains says here what it is about, and marks its waits for peers:
 
-    pulse.enter(Phase.STEP, step=4)
-    with pulse.waiting(("a/1#0",)):
+    heartbeat.enter(Phase.STEP, step=4)
+    with heartbeat.waiting(("a/1#0",)):
         ...
 
-Without an agent (`open_pulse` was not called) all of it does nothing. What is said costs about a microsecond or two:
+Without an agent (`open_heartbeat` was not called) all of it does nothing. A call costs a microsecond or two: it
 stores into memory that the agent sees (`elaunch.detect.heartbeat`).
 
 A thread beats besides. It can only do so when it gets the interpreter's lock, so a call that keeps the lock stops it.
@@ -50,8 +50,8 @@ CALLS = ("CALL", "PRECALL", "FOR_ITER", "SEND", "YIELD", "IMPORT", "BEFORE_", "L
 """How instructions begin that hand over to other code."""
 
 
-class Pulse:
-    """Writes the pulse of this process.
+class Heartbeat:
+    """Writes the heartbeat of this process.
 
     Attributes:
         fd: the anonymous file, for the agent.
@@ -60,7 +60,7 @@ class Pulse:
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("elaunch-pulse", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("elaunch-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, FILE_BYTES)
         self.stacks_fd = os.memfd_create("elaunch-stacks", os.MFD_CLOEXEC)
         self._map = mmap.mmap(self.fd, FILE_BYTES)
@@ -81,7 +81,7 @@ class Pulse:
         with contextlib.suppress(RuntimeError, ValueError, OSError):  # the script may have a handler of its own
             faulthandler.register(DUMP_SIGNAL, file=self.stacks_fd, all_threads=True, chain=False)
         self._looks_for_loops = True
-        self._thread = threads.start("elaunch-pulse", self._run, self._died)
+        self._thread = threads.start("elaunch-heartbeat", self._run, self._died)
 
     def enter(self, phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
         """The training thread is about something else now, or goes on with it: a sign of progress."""
@@ -219,36 +219,36 @@ def _idle_jumps(code: CodeType) -> frozenset[int]:
     )
 
 
-_current: Pulse | None = None
+_current: Heartbeat | None = None
 _of_thread = threading.local()
 
 
 class _Waiting:
     """A wait of a thread that trains for some peers; of the runtime's own threads, nothing."""
 
-    __slots__ = ("_epoch", "_operation", "_peers", "_pulse")
+    __slots__ = ("_epoch", "_heartbeat", "_operation", "_peers")
 
     def __init__(self, peers: Collection[str], epoch: int, operation: int) -> None:
         self._peers, self._epoch, self._operation = peers, epoch, operation
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def __enter__(self) -> None:
-        pulse = _current
-        if pulse is not None and not getattr(_of_thread, "in_background", False):
-            pulse.begin_wait(self._peers, self._epoch, self._operation)
-            self._pulse = pulse
+        heartbeat = _current
+        if heartbeat is not None and not getattr(_of_thread, "in_background", False):
+            heartbeat.begin_wait(self._peers, self._epoch, self._operation)
+            self._heartbeat = heartbeat
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pulse is not None:
-            self._pulse.end_wait()
+        if self._heartbeat is not None:
+            self._heartbeat.end_wait()
 
 
-def open_pulse() -> Pulse:
-    """Begin to show the pulse of this process; the calling thread is the one that trains."""
+def open_heartbeat() -> Heartbeat:
+    """Begin to show the heartbeat of this process; the calling thread is the one that trains."""
     global _current
-    _current = Pulse()
+    _current = Heartbeat()
     return _current
 
 
@@ -282,9 +282,9 @@ def committed(step: int) -> None:
 
 def moved() -> None:
     """Bytes have come from a peer. For any thread."""
-    pulse = _current
-    if pulse is not None:
-        pulse.moved()
+    heartbeat = _current
+    if heartbeat is not None:
+        heartbeat.moved()
 
 
 def close() -> None:

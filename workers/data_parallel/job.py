@@ -27,17 +27,16 @@ from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import History, make_selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.workers import agent_client, pulse
+from elaunch.workers import agent_client, data, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord, coverage_of
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
-from elaunch.workers.comm.reducer import Reducer
-from elaunch.workers.engine import data
-from elaunch.workers.engine.buffers import ModelBuffers
-from elaunch.workers.engine.gradients import DataParallel, GradientBuckets
-from elaunch.workers.engine.rng import seed_micro_batch
+from elaunch.workers.data_parallel.buffers import ModelBuffers
+from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
+from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member, history_of
 from elaunch.workers.state.move import move_state
 
@@ -274,7 +273,7 @@ class Job:
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
-            pulse.enter(Phase.STEP, self.step)
+            heartbeat.enter(Phase.STEP, self.step)
             seed_micro_batch(layout.seed, self.step, slots.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - self._waited_s
             batch = data.load(dataset, order.ids(start + slots.start, len(slots)), collate_fn)

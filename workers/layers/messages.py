@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from elaunch.plan.tiling import Plan, Tile
 from elaunch.plan.views import Feed, holders, inputs, outputs, unit_of
-from elaunch.workers.engine.layout import Owned, StateLayout
-from elaunch.workers.engine.sums import Node, nodes
+from elaunch.workers.layers.sums import Node, nodes
+from elaunch.workers.state.layout import Owned, StateLayout
 
 _NUMBERS = 1 << 28
 

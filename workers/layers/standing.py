@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elaunch.workers.engine.shards import Form
+from elaunch.workers.layers.shards import Form
 from elaunch.workers.state.space import Holdings
 
 

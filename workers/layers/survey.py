@@ -8,15 +8,15 @@ from typing import Any
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.plan.transition import transitional
-from elaunch.workers.engine.executor import LayerKey
-from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.engine.layout import StateLayout
-from elaunch.workers.engine.migration import Under, keys_of, shapes_of
-from elaunch.workers.engine.shards import Form
-from elaunch.workers.engine.standing import Standing
+from elaunch.workers.layers.executor import LayerKey
+from elaunch.workers.layers.migration import Under, keys_of, shapes_of
+from elaunch.workers.layers.shards import Form
+from elaunch.workers.layers.standing import Standing
 from elaunch.workers.state.boxes import n_elements
+from elaunch.workers.state.layout import StateLayout
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes, parameter_boxes
+from elaunch.workers.state.spec import LayerSpec
 
 
 class Survey:

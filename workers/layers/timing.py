@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from elaunch.workers.engine.meter import ActivationMeter
+from elaunch.workers.layers.meter import ActivationMeter
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,24 @@ from torch import Tensor
 from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
+from elaunch.workers import data
 from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine import data
-from elaunch.workers.engine.assembly import Assembly
-from elaunch.workers.engine.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
-from elaunch.workers.engine.layers import Factory, Layer, build, check_cuts, describe
-from elaunch.workers.engine.layout import Piece, StateLayout
-from elaunch.workers.engine.migration import Migration, Under, keys_of
-from elaunch.workers.engine.samples import Samples
-from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards
-from elaunch.workers.engine.snapshots import Snapshots, links
-from elaunch.workers.engine.standing import Commit, Standing
-from elaunch.workers.engine.survey import Survey
-from elaunch.workers.engine.tensor_parallel import Membership
-from elaunch.workers.engine.timing import Stopwatch
-from elaunch.workers.engine.zero import ZeroOptimizer, first_masters
 from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.layers.assembly import Assembly
+from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
+from elaunch.workers.layers.migration import Migration, Under, keys_of
+from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
+from elaunch.workers.layers.samples import Samples
+from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
+from elaunch.workers.layers.snapshots import Snapshots, links
+from elaunch.workers.layers.standing import Commit, Standing
+from elaunch.workers.layers.survey import Survey
+from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.timing import Stopwatch
+from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
+from elaunch.workers.state.layout import Piece, StateLayout
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 
@@ -101,7 +101,7 @@ class Engine:
     Args:
         layers: functions that make the layers, in their order. A layer maps one tensor (rows, …) to one tensor (rows,
             …); its attribute `placements` says how tensor parallelism cuts it
-            (`elaunch.workers.engine.tensor_parallel`).
+            (`elaunch.workers.layers.tensor_parallel`).
         loss_fn: mean loss over the rows, of (output of the last layer, target).
         optimizer: called with (name, flat part of a parameter) pairs for the parts that this worker owns; returns an
             elementwise torch optimizer: `AdamW` itself, or a function that sorts them into groups by name.
@@ -327,7 +327,7 @@ class Engine:
         interruption leaves this worker with what it has: it may be called again, for another plan and other members.
 
         Where everything that is needed is current at workers that are there, nothing moves yet: it does so during the
-        next step, under the plan between the two (`elaunch.workers.engine.migration`). If that step does not commit,
+        next step, under the plan between the two (`elaunch.workers.layers.migration`). If that step does not commit,
         this worker has what it had before.
 
         Args:
@@ -471,7 +471,7 @@ class Engine:
 
     def durable(self) -> Part:
         """What this worker adds to a checkpoint of the state between two steps; the tensors are the live ones."""
-        from elaunch.workers.engine.durable import part_of
+        from elaunch.workers.layers.durable import part_of
 
         # Who joins during the next step has nothing yet.
         shards = self._here.zero.shards if self.holds else self._shards((), ())
@@ -493,7 +493,7 @@ class Engine:
             StateError: the checkpoint is of another job, none is whole, or a worker was given other settings.
             StepInterrupted: a link broke, or the membership changes.
         """
-        from elaunch.workers.engine.durable import shards_of
+        from elaunch.workers.layers.durable import shards_of
 
         plan.validate(group.members)
         self._check_same(plan, group)

@@ -21,24 +21,24 @@ from elaunch.detect.heartbeat import (
     FILE_BYTES,
     TEXT_BYTES,
     VERSION,
+    Heartbeat,
     Phase,
-    Pulse,
     Reader,
     Still,
     parse,
 )
-from elaunch.workers import pulse as worker_pulse
+from elaunch.workers import heartbeat as worker_heartbeat
 from tests.helpers import Spawned, Spawner, wait_until
 
 SHOWS = """
 import os, sys, time
 from elaunch.detect.heartbeat import Phase
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from tests.jobs import hangs
 
-shown = pulse.open_pulse()
-pulse.enter(Phase.STEP, 3, steps_here=2)
-sys.stdout.write(f"pulse {shown.fd}\\n")
+shown = heartbeat.open_heartbeat()
+heartbeat.enter(Phase.STEP, 3, steps_here=2)
+sys.stdout.write(f"heartbeat {shown.fd}\\n")
 sys.stdout.flush()
 """
 
@@ -49,8 +49,8 @@ WRITES = (
 number = 1
 while True:
     number += 1
-    pulse.enter(Phase.STEP, number, steps_here=number)
-    with pulse.waiting([f"a/{number}#0", f"b/{number}#0"], number, number):
+    heartbeat.enter(Phase.STEP, number, steps_here=number)
+    with heartbeat.waiting([f"a/{number}#0", f"b/{number}#0"], number, number):
         pass
 """
 )
@@ -59,11 +59,11 @@ FORKS = (
     SHOWS
     + """
 if not os.fork():
-    pulse.enter(Phase.ENDED, 99)
-    with pulse.waiting(["a/1#0"], 1, 1):
+    heartbeat.enter(Phase.ENDED, 99)
+    with heartbeat.waiting(["a/1#0"], 1, 1):
         os._exit(0)
 os.wait()
-pulse.enter(Phase.STEP, 4)
+heartbeat.enter(Phase.STEP, 4)
 time.sleep(60)
 """
 )
@@ -71,8 +71,8 @@ time.sleep(60)
 
 def start(spawn: Spawner, script: str, *arguments: str) -> tuple[Spawned, Reader]:
     worker = spawn.python("-c", script, *arguments)
-    wait_until(lambda: "pulse " in worker.text() or worker.process.poll() is not None, 60, worker.tail)
-    fd = int(worker.text().split("pulse ")[1].split()[0])
+    wait_until(lambda: "heartbeat " in worker.text() or worker.process.poll() is not None, 60, worker.tail)
+    fd = int(worker.text().split("heartbeat ")[1].split()[0])
     return worker, Reader(os.open(f"/proc/{worker.pid}/fd/{fd}", os.O_RDONLY))
 
 
@@ -84,7 +84,7 @@ def readers() -> Iterator[list[Reader]]:
         reader.close()
 
 
-def look(reader: Reader) -> Pulse:
+def look(reader: Reader) -> Heartbeat:
     found = reader.read()
     assert found is not None
     return found
@@ -96,18 +96,18 @@ def test_what_is_read_is_whole_while_it_is_written(spawn: Spawner, readers: list
     seen: set[int] = set()
     end_s = time.monotonic() + 30
     while len(seen) < 300 and time.monotonic() < end_s:
-        pulse = reader.read()
-        if pulse is None:
+        heartbeat = reader.read()
+        if heartbeat is None:
             continue
-        seen.add(pulse.step)
-        assert pulse.steps_here == pulse.step or pulse.step == 3
-        if pulse.waits:
-            assert pulse.waits_for == (f"a/{pulse.operation}#0", f"b/{pulse.operation}#0")
-            assert pulse.epoch == pulse.operation == pulse.step
+        seen.add(heartbeat.step)
+        assert heartbeat.steps_here == heartbeat.step or heartbeat.step == 3
+        if heartbeat.waits:
+            assert heartbeat.waits_for == (f"a/{heartbeat.operation}#0", f"b/{heartbeat.operation}#0")
+            assert heartbeat.epoch == heartbeat.operation == heartbeat.step
     assert len(seen) > 20, worker.tail()
 
 
-def test_a_pulse_can_be_read_when_its_worker_is_dead(spawn: Spawner, readers: list[Reader]) -> None:
+def test_a_heartbeat_can_be_read_when_its_worker_is_dead(spawn: Spawner, readers: list[Reader]) -> None:
     worker, reader = start(spawn, SHOWS + "time.sleep(60)")
     readers.append(reader)
     worker.signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_anything_may_stand_in_the_file(data: bytes, sequence: bytes) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=COUNT, max_size=COUNT), st.booleans())
-def test_numbers_that_mean_nothing_are_no_pulse(numbers: list[int], is_version: bool) -> None:
+def test_numbers_that_mean_nothing_are_no_heartbeat(numbers: list[int], is_version: bool) -> None:
     numbers[0] = VERSION if is_version else VERSION + 1
     data = b"".join(number.to_bytes(8, "little") for number in numbers).ljust(FILE_BYTES, b"x")
     found = parse(data, numbers[AT_SEQUENCE].to_bytes(8, "little"))
@@ -148,42 +148,42 @@ def test_a_file_of_another_size_is_none() -> None:
 
 @pytest.fixture
 def shown(readers: list[Reader]) -> Iterator[Reader]:
-    """This process shows a pulse, for a test."""
-    pulse = worker_pulse.open_pulse()
-    reader = Reader(os.dup(pulse.fd))
+    """This process shows a heartbeat, for a test."""
+    heartbeat = worker_heartbeat.open_heartbeat()
+    reader = Reader(os.dup(heartbeat.fd))
     readers.append(reader)
     yield reader
-    worker_pulse.close()
+    worker_heartbeat.close()
 
 
 def test_a_wait_inside_another_one_is_part_of_it(shown: Reader) -> None:
-    with worker_pulse.waiting(["a/1#0"], 2, 5):
-        with worker_pulse.waiting():
+    with worker_heartbeat.waiting(["a/1#0"], 2, 5):
+        with worker_heartbeat.waiting():
             assert look(shown).waits_for == ("a/1#0",), "who is waited for is known better outside"
         assert look(shown).waits
-        with worker_pulse.waiting(["b/1#0"], 2, 6):
+        with worker_heartbeat.waiting(["b/1#0"], 2, 6):
             assert (look(shown).waits_for, look(shown).operation) == (("b/1#0",), 6)
         assert look(shown).waits
     assert not look(shown).waits
 
 
 def test_a_wait_that_ends_is_a_sign_of_progress(shown: Reader) -> None:
-    worker_pulse.enter(Phase.STEP, 7)
+    worker_heartbeat.enter(Phase.STEP, 7)
     before = look(shown)
-    with worker_pulse.waiting(["a/1#0"]):
+    with worker_heartbeat.waiting(["a/1#0"]):
         pass
     assert look(shown).since_s > before.since_s
     assert look(shown).step_since_s == before.step_since_s
 
 
 def test_in_a_wait_bytes_that_come_are_a_sign_of_progress_too(shown: Reader) -> None:
-    worker_pulse.enter(Phase.STEP, 7)
+    worker_heartbeat.enter(Phase.STEP, 7)
     begun_s = look(shown).since_s
-    worker_pulse.moved()
+    worker_heartbeat.moved()
     assert look(shown).since_s == begun_s, "who computes does not go on by what another thread receives"
-    with worker_pulse.waiting(["a/1#0"]):
+    with worker_heartbeat.waiting(["a/1#0"]):
         waits_s = look(shown).since_s
-        thread = threading.Thread(target=worker_pulse.moved)
+        thread = threading.Thread(target=worker_heartbeat.moved)
         thread.start()
         thread.join()
         moved_s = look(shown).since_s
@@ -194,8 +194,8 @@ def test_a_thread_that_works_in_the_background_waits_for_nobody(shown: Reader) -
     seen: list[bool] = []
 
     def run() -> None:
-        worker_pulse.in_background()
-        with worker_pulse.waiting(["a/1#0"]):
+        worker_heartbeat.in_background()
+        with worker_heartbeat.waiting(["a/1#0"]):
             seen.append(look(shown).waits)
 
     thread = threading.Thread(target=run)
@@ -205,58 +205,58 @@ def test_a_thread_that_works_in_the_background_waits_for_nobody(shown: Reader) -
 
 
 def test_more_peers_than_there_is_room_for_are_counted(shown: Reader) -> None:
-    with worker_pulse.waiting([f"node/{number}#0" for number in range(1000)]):
+    with worker_heartbeat.waiting([f"node/{number}#0" for number in range(1000)]):
         assert (look(shown).waits_for[0], len(look(shown).waits_for), look(shown).others) == ("node/0#0", 8, 992)
-    with worker_pulse.waiting(["n" * TEXT_BYTES + "/0#0"]):
+    with worker_heartbeat.waiting(["n" * TEXT_BYTES + "/0#0"]):
         assert (look(shown).waits_for, look(shown).others) == ((), 1)
 
 
 def test_steps_are_counted_from_the_last_change(shown: Reader) -> None:
-    worker_pulse.enter(Phase.BETWEEN, 10, steps_here=0)
-    worker_pulse.committed(11)
-    worker_pulse.committed(12)
+    worker_heartbeat.enter(Phase.BETWEEN, 10, steps_here=0)
+    worker_heartbeat.committed(11)
+    worker_heartbeat.committed(12)
     assert (look(shown).step, look(shown).steps_here, look(shown).phase) == (12, 2, Phase.BETWEEN)
-    worker_pulse.enter(Phase.CHANGING)
-    worker_pulse.enter(Phase.BETWEEN, 12, steps_here=0)
+    worker_heartbeat.enter(Phase.CHANGING)
+    worker_heartbeat.enter(Phase.BETWEEN, 12, steps_here=0)
     assert look(shown).steps_here == 0
 
 
 def test_after_the_end_nothing_is_shown_any_more(shown: Reader) -> None:
-    worker_pulse.close()
-    worker_pulse.enter(Phase.STEP, 99)
-    with worker_pulse.waiting(["a/1#0"]):
+    worker_heartbeat.close()
+    worker_heartbeat.enter(Phase.STEP, 99)
+    with worker_heartbeat.waiting(["a/1#0"]):
         assert (look(shown).phase, look(shown).waits) == (Phase.ENDED, False)
 
 
 def test_without_an_agent_all_of_it_does_nothing() -> None:
-    worker_pulse.enter(Phase.STEP, 1)
-    worker_pulse.committed(2)
-    worker_pulse.moved()
-    with worker_pulse.waiting(["a/1#0"]):
+    worker_heartbeat.enter(Phase.STEP, 1)
+    worker_heartbeat.committed(2)
+    worker_heartbeat.moved()
+    with worker_heartbeat.waiting(["a/1#0"]):
         pass
-    worker_pulse.close()
+    worker_heartbeat.close()
 
 
 # -- what the beating thread sees -------------------------------------------------------------------------------------
 
 
-def holds_the_lock(worker: Spawned, pulse: Pulse) -> bool:
-    late = time.monotonic() - pulse.beat_s > 4 * BEAT_S
-    return late and thread_state(worker.pid, pulse.beating_tid) == "S"
+def holds_the_lock(worker: Spawned, heartbeat: Heartbeat) -> bool:
+    late = time.monotonic() - heartbeat.beat_s > 4 * BEAT_S
+    return late and thread_state(worker.pid, heartbeat.beating_tid) == "S"
 
 
 @pytest.mark.parametrize(
     ("kind", "is_seen"),
     [
-        ("sleep", lambda worker, pulse: pulse.still is Still.ASLEEP),
-        ("lock", lambda worker, pulse: pulse.still is Still.ASLEEP),
-        ("child", lambda worker, pulse: pulse.still is Still.ASLEEP),
-        ("loop", lambda worker, pulse: pulse.still is Still.SPINS),
+        ("sleep", lambda worker, heartbeat: heartbeat.still is Still.ASLEEP),
+        ("lock", lambda worker, heartbeat: heartbeat.still is Still.ASLEEP),
+        ("child", lambda worker, heartbeat: heartbeat.still is Still.ASLEEP),
+        ("loop", lambda worker, heartbeat: heartbeat.still is Still.SPINS),
         ("call", holds_the_lock),
     ],
 )
 def test_a_worker_that_does_not_go_on_is_seen_to_be_still(
-    spawn: Spawner, readers: list[Reader], kind: str, is_seen: Callable[[Spawned, Pulse], bool]
+    spawn: Spawner, readers: list[Reader], kind: str, is_seen: Callable[[Spawned, Heartbeat], bool]
 ) -> None:
     worker, reader = start(spawn, SHOWS + f"hangs.hang({kind!r})")
     readers.append(reader)
@@ -308,9 +308,9 @@ def test_code_that_cannot_be_read_ends_the_search_for_loops_and_not_the_beats(
     def broken(frame: object) -> object:
         raise IndexError("rewritten code")
 
-    shown = worker_pulse.Pulse()
+    shown = worker_heartbeat.Heartbeat()
     try:
-        monkeypatch.setattr(worker_pulse, "_loop_of", broken)
+        monkeypatch.setattr(worker_heartbeat, "_loop_of", broken)
         assert shown._loop() is None
         assert shown._loop() is None
         assert capfd.readouterr().err.count("loops that hang are no longer looked for: IndexError: rewritten code") == 1
@@ -322,13 +322,13 @@ def test_code_that_cannot_be_read_ends_the_search_for_loops_and_not_the_beats(
 
 DIES = """
 import threading, time
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 
 def broken(self):
     raise OSError("no clock")
 
-shown = pulse.open_pulse()
-pulse.Pulse._used_ns = broken
+shown = heartbeat.open_heartbeat()
+heartbeat.Heartbeat._used_ns = broken
 time.sleep(60)
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from elaunch.workers.engine.layout import Piece
-from elaunch.workers.engine.shards import Shards, regions_of
+from elaunch.workers.layers.shards import Shards, regions_of
 from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.layout import Piece
 from elaunch.workers.state.regions import Region, State
 from elaunch.workers.state.space import OPTIMIZER, Item
 

@@ -9,7 +9,7 @@ import torch
 
 from elaunch import threads
 from elaunch.errors import StepInterrupted
-from elaunch.workers import pulse
+from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
 
 
@@ -48,7 +48,7 @@ class Reducer:
 
     def wait(self) -> None:
         """Return when nothing is under way any more."""
-        with pulse.waiting():
+        with heartbeat.waiting():
             while self._run_next():
                 pass
 
@@ -88,7 +88,7 @@ class Reducer:
             self._failure = error
 
     def _run(self) -> None:
-        pulse.in_background()
+        heartbeat.in_background()
         while True:
             with self._arrived:
                 self._arrived.wait_for(lambda: self._waiting or self._closed)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.engine.executor import LayerKey
-from elaunch.workers.engine.layers import Layer
-from elaunch.workers.engine.layout import ALIGN, Owned, Piece, StateLayout
-from elaunch.workers.engine.messages import Kind, tag
-from elaunch.workers.engine.shards import Shards
 from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.layers.executor import LayerKey
+from elaunch.workers.layers.messages import Kind, tag
+from elaunch.workers.layers.model import Layer
+from elaunch.workers.layers.shards import Shards
+from elaunch.workers.state.layout import ALIGN, Owned, Piece, StateLayout
 
 Lacking = Mapping[str, Collection[LayerKey]]
 

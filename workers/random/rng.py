@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from elaunch.workers.engine.random_rows import (
+from elaunch.workers.random.rows import (
     RandomRows,
     RowsOfUnit,
     default_generator,
     math_attention,
 )
-from elaunch.workers.engine.random_trace import GENERATORS, RandomTrace
+from elaunch.workers.random.trace import GENERATORS, RandomTrace
 
 
 def mix(*values: int) -> int:

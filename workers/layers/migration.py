@@ -16,19 +16,20 @@ import torch
 from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.engine.assembly import Assembly
-from elaunch.workers.engine.executor import Executor, LayerKey, Outcome, TupleSum
-from elaunch.workers.engine.layers import Layer, LayerSpec
-from elaunch.workers.engine.layout import StateLayout
-from elaunch.workers.engine.messages import Kind, peers, tag
-from elaunch.workers.engine.samples import Samples
-from elaunch.workers.engine.shards import Shards
-from elaunch.workers.engine.tensor_parallel import Membership
+from elaunch.workers.layers.assembly import Assembly
+from elaunch.workers.layers.executor import Executor, LayerKey, Outcome, TupleSum
+from elaunch.workers.layers.messages import Kind, peers, tag
+from elaunch.workers.layers.model import Layer
+from elaunch.workers.layers.samples import Samples
+from elaunch.workers.layers.shards import Shards
+from elaunch.workers.layers.tensor_parallel import Membership
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
+from elaunch.workers.state.layout import StateLayout
 from elaunch.workers.state.regions import Region, copy_box, covering
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
+from elaunch.workers.state.spec import LayerSpec
 
 Keys = Mapping[str, Iterable[LayerKey]]
 """By worker: some of its layers."""

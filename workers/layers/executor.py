@@ -25,11 +25,12 @@ from elaunch.plan.tiling import MicroBatch, Plan, n_rows
 from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.engine.layers import Chain, Draw, Layer, LayerSpec, Saved
-from elaunch.workers.engine.layout import Owned, StateLayout
-from elaunch.workers.engine.messages import GradientTerms, Kind, Rows, exchanges, tag
-from elaunch.workers.engine.sums import Node, TreeSum
-from elaunch.workers.engine.timing import Stopwatch
+from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
+from elaunch.workers.layers.model import Chain, Draw, Layer, Saved
+from elaunch.workers.layers.sums import Node, TreeSum
+from elaunch.workers.layers.timing import Stopwatch
+from elaunch.workers.state.layout import Owned, StateLayout
+from elaunch.workers.state.spec import LayerSpec
 
 LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""

@@ -28,16 +28,16 @@ from elaunch.policy.selector import Decision, make_selector
 from elaunch.policy.settings import from_environment
 from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.workers import agent_client, pulse
+from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
-from elaunch.workers.engine.engine import Engine, StepReport
-from elaunch.workers.engine.executor import LossFunction
-from elaunch.workers.engine.layers import Factory
-from elaunch.workers.engine.shards import MakeOptimizer
-from elaunch.workers.engine.standing import Commit
-from elaunch.workers.engine.timing import Stopwatch
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.executor import LossFunction
+from elaunch.workers.layers.model import Factory
+from elaunch.workers.layers.shards import MakeOptimizer
+from elaunch.workers.layers.standing import Commit
+from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.runtime import Member, history_of
 
@@ -169,7 +169,7 @@ class HybridJob:
         while True:
             member.begin_step()
             step = engine.step
-            pulse.enter(Phase.STEP, step)
+            heartbeat.enter(Phase.STEP, step)
             try:
                 self._train(engine)
                 self._tell(engine)

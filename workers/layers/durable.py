@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.workers.engine.layers import LayerSpec
-from elaunch.workers.engine.layout import Piece, StateLayout
-from elaunch.workers.engine.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
-from elaunch.workers.engine.standing import forms_from_json, forms_to_json
+from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.layers.standing import forms_from_json, forms_to_json
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.checkpoint import Part, Pieces, Saved
+from elaunch.workers.state.layout import Piece, StateLayout
 from elaunch.workers.state.space import OPTIMIZER
+from elaunch.workers.state.spec import LayerSpec
 
 KIND = "layers"
 
