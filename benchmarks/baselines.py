@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages
-from elaunch.policy.balance import shared_out
-from elaunch.policy.partition import minimax
+from elaunch.policy.candidates.balance import shared_out
+from elaunch.policy.candidates.partition import minimax
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of
 from elaunch.policy.profile import Profile
-from elaunch.policy.structure import NotPossible, stages_of, tuples_of
 
 
 def drop_replica(plan: Plan, members: Sequence[str]) -> Plan:

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Pipeline, Plan, PlanError, Stage, pipelines, stages, symmetric
 from elaunch.plan.schedule import schedule
+from elaunch.policy.candidates.expand import expanded
+from elaunch.policy.candidates.matching import prepare
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import estimate_step
-from elaunch.policy.expand import expanded
-from elaunch.policy.matching import prepare
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.select import choose
-from elaunch.policy.structure import NotPossible
 
 PROFILE = Path(__file__).resolve().parent / "profiles" / "llama2-34b.json"
 PER_NODE = 8

@@ -33,10 +33,10 @@ from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.pipeline import say
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Plan
+from elaunch.policy.candidates.reparallelize import reparallelized
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
-from elaunch.policy.reparallelize import reparallelized
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
 
 MOST_LOST = 3

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaunch.agent.launch import PARENT
-from elaunch.agent.outputs import RESULT
+from elaunch.agent.output.outputs import RESULT
 from elaunch.errors import JobFailed, LaunchError
 
 

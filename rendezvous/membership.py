@@ -9,7 +9,7 @@ Each is a frozen value with a JSON form that carries a version. Keys, under ``/e
     profile                   leased; what the job has measured     elaunch.policy.profile.Profile
     generation                compare-and-swap by the leader        Generation
     size                      leased; written by the leader         JobSize
-    checks/<node>             leased; figures of its --node-check   elaunch.agent.node_check.Figures
+    checks/<node>             leased; figures of its --node-check   elaunch.agent.watch.node_check.Figures
     requests/plan             leased; written by who asks for it    PlanRequest
     requests/size             the same                              JobSize
     requests/drain/<node>     the same; `node` is to leave          DrainRequest

@@ -1,10 +1,10 @@
-"""Draws the table of `elaunch.agent.slots` into docs/architecture.md: `python -m tests.slot_diagram`."""
+"""Draws the table of `elaunch.agent.decisions.slots` into docs/architecture.md: `python -m tests.slot_diagram`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elaunch.agent.slots import IGNORED, TRANSITIONS, Event, State, Transition
+from elaunch.agent.decisions.slots import IGNORED, TRANSITIONS, Event, State, Transition
 from tests.helpers import ROOT
 
 DOCUMENT = ROOT / "docs" / "architecture.md"

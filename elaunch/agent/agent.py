@@ -19,17 +19,14 @@ from types import FrameType
 from typing import Any
 
 from elaunch.accepting import Accepting
-from elaunch.agent.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import Connection, ControlServer
-from elaunch.agent.events import EventLog
-from elaunch.agent.hang_watch import Found, HangWatch, describe
-from elaunch.agent.lifecycle import Lifecycle
-from elaunch.agent.monitor import Monitor, Running
-from elaunch.agent.node_state import NodeSettings
+from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.notices import Announcement, Notices
-from elaunch.agent.outputs import Folders, Outputs
-from elaunch.agent.reachability import Reach
+from elaunch.agent.output.events import EventLog
+from elaunch.agent.output.outputs import Folders, Outputs
 from elaunch.agent.supervisor import (
     Supervisor,
     command,
@@ -40,6 +37,9 @@ from elaunch.agent.supervisor import (
     worker_devices,
     worker_env,
 )
+from elaunch.agent.watch.hang_watch import Found, HangWatch, describe
+from elaunch.agent.watch.monitor import Monitor, Running
+from elaunch.agent.watch.reachability import Reach
 from elaunch.detect.health import Finding, Verdict
 from elaunch.detect.host import ancestors
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of

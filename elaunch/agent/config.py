@@ -6,8 +6,8 @@ import os
 import signal
 from dataclasses import dataclass, field
 
-from elaunch.agent.logs import LogSettings
 from elaunch.agent.notices import Notice
+from elaunch.agent.output.logs import LogSettings
 from elaunch.checkpoints import Checkpointing
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError

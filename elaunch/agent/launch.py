@@ -88,7 +88,7 @@ def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str
     Raises:
         LaunchError: it failed its check, or is far slower than its peers.
     """
-    from elaunch.agent.node_check import check
+    from elaunch.agent.watch.node_check import check
     from elaunch.rendezvous.membership import job_prefix
 
     own = check(

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.logs import Masks, WorkerLogs
+from elaunch.agent.output.logs import Masks, WorkerLogs
 from elaunch.errors import LaunchError
 
 LOGS_SPECS = "torchrun.logs_specs"

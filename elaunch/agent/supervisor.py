@@ -19,8 +19,8 @@ from elaunch.errors import ProtocolError
 from elaunch.wire import LINK_TIMEOUT
 
 if TYPE_CHECKING:
-    from elaunch.agent.actions import Start
     from elaunch.agent.config import AgentConfig
+    from elaunch.agent.decisions.actions import Start
 
 
 # As torchrun's --run-path: the folder of the script is not put into sys.path, and the interpreter is the launcher's.

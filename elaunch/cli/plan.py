@@ -11,12 +11,12 @@ from pathlib import Path
 
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.candidates.reparallelize import Degrees
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import StepEstimate, estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
-from elaunch.policy.reparallelize import Degrees
 from elaunch.policy.select import Choice, Settings, choose
 from elaunch.policy.settings import CONSISTENCIES, POLICIES
-from elaunch.policy.structure import NotPossible
 from elaunch.ranges import parse_numbers, parse_range
 from elaunch.rendezvous.membership import names_text, node_of, slot_of
 

@@ -28,7 +28,7 @@ from elaunch.agent.config import (
     parse_signals,
 )
 from elaunch.agent.launch import is_free_here, launch
-from elaunch.agent.logs import LogSettings, parse_filters, parse_mask, parse_ranks
+from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import settings as policies

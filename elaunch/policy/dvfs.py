@@ -23,9 +23,9 @@ from itertools import pairwise
 
 from elaunch.errors import ClockError
 from elaunch.plan.tiling import Plan, n_rows
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import names_text, slot_of
 
 TOLERANCE = 1e-3

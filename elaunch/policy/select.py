@@ -22,14 +22,14 @@ from typing import Any
 
 from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.candidates.expand import expanded
+from elaunch.policy.candidates.reparallelize import Degrees, reparallelized
+from elaunch.policy.candidates.reroute import rerouted
+from elaunch.policy.candidates.resize import resized
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import StepEstimate, ordered
-from elaunch.policy.expand import expanded
 from elaunch.policy.profile import Profile
-from elaunch.policy.reparallelize import Degrees, reparallelized
-from elaunch.policy.reroute import rerouted
-from elaunch.policy.resize import resized
 from elaunch.policy.settings import Consistency, Policy
-from elaunch.policy.structure import NotPossible
 from elaunch.policy.transition import TransitionEstimate, estimate_transition
 from elaunch.rendezvous.membership import names_text, slot_of
 

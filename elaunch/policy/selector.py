@@ -5,7 +5,7 @@
     ahead     what is likely to happen next is planned before it does, by a process of its own
 
 A member that becomes slow, or recovers, makes the first member look for a better plan; if there is one, all go over to
-it. Or, as the user wants it, the first member tells the slow one to leave (`elaunch.policy.slow`).
+it. Or, as the user wants it, the first member tells the slow one to leave (`elaunch.policy.stragglers.remedies`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 from elaunch.errors import ProtocolError, StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead import Ahead
+from elaunch.policy.candidates.matching import prepare
+from elaunch.policy.candidates.reparallelize import Degrees
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
-from elaunch.policy.matching import prepare
 from elaunch.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.reparallelize import Degrees
 from elaunch.policy.select import Candidate, Choice, Settings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
-from elaunch.policy.slow import Excuse, Remedies
+from elaunch.policy.stragglers.remedies import Excuse, Remedies
 from elaunch.policy.stragglers.slow_links import LinkWatch, Slower
 from elaunch.policy.stragglers.track import SPAN_STEPS, Change
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
 
 WARM_UP = 1

@@ -4,7 +4,8 @@
     REPLACE_AFTER resets in a row -> the worker to which most links fail is replaced, and again after as many more
     GIVE_UP_AFTER resets in a row, or more urgent generations of any cause than deaths can explain -> the job ends
 
-Every count starts anew when a step commits. A worker's own deaths are bounded by its agent (`elaunch.agent.lifecycle`).
+Every count starts anew when a step commits. A worker's own deaths are bounded by its agent
+(`elaunch.agent.decisions.lifecycle`).
 """
 
 from __future__ import annotations

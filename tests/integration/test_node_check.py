@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.node_check import Figures
+from elaunch.agent.watch.node_check import Figures
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
 from tests.helpers import ROOT, Spawner, wait_until

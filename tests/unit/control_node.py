@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.actions import Exit, Say, Signal, Start, Tell
-from elaunch.agent.lifecycle import Lifecycle
-from elaunch.agent.node_state import NodeSettings
+from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.rendezvous.decide import View, decide, surplus
 from elaunch.rendezvous.membership import (
     Cut,

@@ -23,10 +23,10 @@ from elaunch.errors import ProtocolError
 from elaunch.plan import Plan, symmetric
 from elaunch.policy.ahead import Ahead, events
 from elaunch.policy.ahead_process import NICE, Answer, Event, Job, Process, answers
+from elaunch.policy.candidates.reparallelize import Degrees
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.reparallelize import Degrees
 from elaunch.policy.select import Choice, Settings, choose
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
 from tests.helpers import Spawner, is_running, wait_until
 from tests.unit.plan_strategies import valid_plans

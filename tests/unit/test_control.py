@@ -20,8 +20,8 @@ from elaunch.accepting import PAUSE_S
 from elaunch.agent import control
 from elaunch.agent.agent import Agent
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.lifecycle import Lifecycle
-from elaunch.agent.slots import State
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.slots import State
 from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
 from elaunch.rendezvous.membership import Generation, Stage

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from elaunch.agent.slots import State
+from elaunch.agent.decisions.slots import State
 from elaunch.rendezvous.membership import Generation, Stage, from_json
 from tests.unit.control_faults import random_fault
 from tests.unit.control_worker import STEP_S

@@ -15,6 +15,8 @@ from hypothesis.strategies import DataObject
 from elaunch.errors import ClockError
 from elaunch.plan import Plan, stages, symmetric
 from elaunch.plan.build import Stage
+from elaunch.policy.candidates.resize import resized
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.dvfs import (
     LEAST_GAIN,
     ROUNDING,
@@ -27,8 +29,6 @@ from elaunch.policy.dvfs import (
 )
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.resize import resized
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import slot_of
 from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.events import EventLog
+from elaunch.agent.output.events import EventLog
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from elaunch import failures, wire
 from elaunch.agent import notices
-from elaunch.agent.node_check import Figures
+from elaunch.agent.watch.node_check import Figures
 from elaunch.detect import heartbeat, watchdog
 from elaunch.detect.devices import parse_npu_smi
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError

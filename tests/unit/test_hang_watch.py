@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from elaunch import threads
-from elaunch.agent import hang_watch
-from elaunch.agent.hang_watch import Found, HangWatch, describe
+from elaunch.agent.watch import hang_watch
+from elaunch.agent.watch.hang_watch import Found, HangWatch, describe
 from elaunch.detect.hang import Hang, HangTimeout
 from tests.helpers import wait_until
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from elaunch.agent.actions import Action, Exit, Say, Signal, Start, Tell, Warm
-from elaunch.agent.lifecycle import Lifecycle
-from elaunch.agent.local_workers import BACKOFF_S, REFUSED_S
-from elaunch.agent.node_state import NodeSettings
-from elaunch.agent.slots import FRUITLESS_LIMIT, State
+from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
+from elaunch.agent.decisions.node_state import NodeSettings
+from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, State
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.agent import logs as logs_module
-from elaunch.agent.logs import (
+from elaunch.agent.output import logs as logs_module
+from elaunch.agent.output.logs import (
     MAX_LINE_BYTES,
     LineSplitter,
     LogFolders,
@@ -415,7 +415,7 @@ def test_lines_that_a_child_of_the_former_worker_adds_meanwhile_are_shown_once(
     tee.follow("w#0", 0, 3, logs)
     write(logs.stdout, b"one\nlate\n")
     launcher.wait_for(b"3|one\n3|late\n")
-    monkeypatch.setattr("elaunch.agent.logs._size_bytes", lambda path: len(b"one\n"))
+    monkeypatch.setattr("elaunch.agent.output.logs._size_bytes", lambda path: len(b"one\n"))
     tee.follow("w#1", 0, 4, logs)
     monkeypatch.undo()
     write(logs.stdout, b"two\nthree\n")

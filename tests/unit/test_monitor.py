@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from elaunch.agent import monitor
 from elaunch.agent.config import HealthSettings
-from elaunch.agent.monitor import Monitor, Running
+from elaunch.agent.watch import monitor
+from elaunch.agent.watch.monitor import Monitor, Running
 from elaunch.detect import host
 from elaunch.detect.devices import Cpu, Reading, Xid
 from elaunch.detect.health import Finding

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.agent.node_check import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
+from elaunch.agent.watch.node_check import SLOW, SLOW_OF_FEW, Figures, check, compare, measure, why_refused
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.rendezvous.memory import MemoryStore
 from tests.helpers import scaled

@@ -9,8 +9,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.policy.balance import shared_out
-from elaunch.policy.partition import minimax
+from elaunch.policy.candidates.balance import shared_out
+from elaunch.policy.candidates.partition import minimax
 from tests.helpers import scaled
 
 amounts = st.integers(0, 9)

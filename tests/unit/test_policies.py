@@ -16,15 +16,15 @@ from scipy.optimize import linear_sum_assignment
 
 from elaunch.plan import Pipeline, Plan, Stage, Tile, n_rows, pipelines, stages, symmetric
 from elaunch.plan.tiling import ORDERS
-from elaunch.policy import matching
+from elaunch.policy.candidates import matching
+from elaunch.policy.candidates.expand import expanded
+from elaunch.policy.candidates.reparallelize import Degrees, partitions, reparallelized
+from elaunch.policy.candidates.reroute import rerouted
+from elaunch.policy.candidates.resize import resized
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of
 from elaunch.policy.estimate import estimate_step, ordered
-from elaunch.policy.expand import expanded
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.reparallelize import Degrees, partitions, reparallelized
-from elaunch.policy.reroute import rerouted
-from elaunch.policy.resize import resized
 from elaunch.policy.select import Settings, choose, fill
-from elaunch.policy.structure import NotPossible, stages_of, tuples_of
 from tests.helpers import ROOT, scaled
 from tests.unit.plan_strategies import valid_plans
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from elaunch.agent import reachability
-from elaunch.agent.reachability import CutNodes, Reach, unanswered
+from elaunch.agent.watch import reachability
+from elaunch.agent.watch.reachability import CutNodes, Reach, unanswered
 from elaunch.rendezvous.membership import Cut
 from tests.helpers import mute_address, wait_until
 

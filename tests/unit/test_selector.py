@@ -15,7 +15,8 @@ from elaunch.errors import StateError, UsageError
 from elaunch.plan import Plan, symmetric
 from elaunch.plan.shares import DataParallelPlan
 from elaunch.policy import selector as selector_module
-from elaunch.policy.data_parallel import shares, tiling
+from elaunch.policy.candidates.data_parallel import shares, tiling
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
@@ -32,7 +33,6 @@ from elaunch.policy.selector import (
 )
 from elaunch.policy.settings import SlowPolicy, Wishes, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
-from elaunch.policy.structure import NotPossible
 from tests.unit.test_measure import Took
 
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]

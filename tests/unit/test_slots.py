@@ -10,10 +10,10 @@ from itertools import product
 
 import pytest
 
-from elaunch.agent import local_workers
-from elaunch.agent.lifecycle import Lifecycle
-from elaunch.agent.node_state import NodeSettings
-from elaunch.agent.slots import (
+from elaunch.agent.decisions import local_workers
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.node_state import NodeSettings
+from elaunch.agent.decisions.slots import (
     ALIVE,
     IGNORED,
     IMPOSSIBLE,
@@ -77,7 +77,8 @@ def test_what_is_ignored_changes_nothing() -> None:
 
 def test_the_documents_show_the_table() -> None:
     assert slot_diagram.drawn() == slot_diagram.draw(), (
-        "docs/architecture.md differs from elaunch/agent/slots.py; python -m tests.slot_diagram writes it anew"
+        "docs/architecture.md differs from the table of elaunch.agent.decisions.slots; "
+        "python -m tests.slot_diagram writes it anew"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.errors import UsageError
 from elaunch.policy.settings import SLOW_POLICIES, SLOW_POLICY, SlowPolicy, Wishes, from_environment
-from elaunch.policy.slow import Excuse, Remedies
+from elaunch.policy.stragglers.remedies import Excuse, Remedies
 from elaunch.policy.stragglers.track import Change
 
 MEMBERS = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]

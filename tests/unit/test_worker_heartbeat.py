@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.agent.hang_watch import children_cpu_s, thread_state
+from elaunch.agent.watch.hang_watch import children_cpu_s, thread_state
 from elaunch.detect.heartbeat import (
     AT_SEQUENCE,
     BEAT_S,

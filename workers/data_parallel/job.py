@@ -21,8 +21,8 @@ from torch import nn
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.shares import DataParallelPlan, micro_batches
-from elaunch.policy.data_parallel import shares as as_shares
-from elaunch.policy.data_parallel import tiling
+from elaunch.policy.candidates.data_parallel import shares as as_shares
+from elaunch.policy.candidates.data_parallel import tiling
 from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import History, make_selector

@@ -22,15 +22,15 @@ from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.exact_sum import NOTHING, ExactSum
-from elaunch.workers.layers.assembly import Assembly
+from elaunch.workers.layers.change.assembly import Assembly
+from elaunch.workers.layers.change.migration import Migration, Under, keys_of
+from elaunch.workers.layers.change.standing import Commit, Standing
+from elaunch.workers.layers.change.survey import Survey
 from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
-from elaunch.workers.layers.migration import Migration, Under, keys_of
 from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.layers.snapshots import Snapshots, links
-from elaunch.workers.layers.standing import Commit, Standing
-from elaunch.workers.layers.survey import Survey
 from elaunch.workers.layers.tensor_parallel import Membership
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
@@ -327,8 +327,8 @@ class Engine:
         interruption leaves this worker with what it has: it may be called again, for another plan and other members.
 
         Where everything that is needed is current at workers that are there, nothing moves yet: it does so during the
-        next step, under the plan between the two (`elaunch.workers.layers.migration`). If that step does not commit,
-        this worker has what it had before.
+        next step, under the plan between the two (`elaunch.workers.layers.change.migration`). If that step
+        does not commit, this worker has what it had before.
 
         Args:
             group: of the workers of `plan`, with links between those that exchange anything under it.

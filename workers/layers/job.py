@@ -23,20 +23,20 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.selector import Decision, make_selector
 from elaunch.policy.settings import from_environment
-from elaunch.policy.structure import NotPossible
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.layers.change.standing import Commit
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
 from elaunch.workers.layers.model import Factory
 from elaunch.workers.layers.shards import MakeOptimizer
-from elaunch.workers.layers.standing import Commit
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.runtime import Member, history_of

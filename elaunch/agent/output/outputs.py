@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-from elaunch.agent.logs import LogFolders, Tee, WorkerLogs
+from elaunch.agent.output.logs import LogFolders, Tee, WorkerLogs
 
 if TYPE_CHECKING:
-    from elaunch.agent.actions import Ended
     from elaunch.agent.config import AgentConfig
+    from elaunch.agent.decisions.actions import Ended
 
 RESULT = "ELAUNCH_RESULT"  # set by elaunch.api: where the end of the job is written down for the calling program
 

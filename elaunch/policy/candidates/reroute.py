@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
+from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import Profile
-from elaunch.policy.structure import NotPossible
 
 
 def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None) -> Plan:

@@ -2,7 +2,7 @@
 
 A slot is the place of one local rank on this node; one worker process after the other runs in it. `TRANSITIONS` and
 `IGNORED` together say what each event does in each state, and `tests/slot_diagram.py` draws docs/architecture.md from
-them. `elaunch.agent.lifecycle` produces the events and carries out the effects.
+them. `elaunch.agent.decisions.lifecycle` produces the events and carries out the effects.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.layers.assembly import Assembly
+from elaunch.workers.layers.change.assembly import Assembly
 from elaunch.workers.layers.executor import Executor, LayerKey, Outcome, TupleSum
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.model import Layer

@@ -1,7 +1,7 @@
 """The agent's decisions, pure: what happened in, what to do out. The agent's loop (`agent`) carries them out.
 
-What happens to a worker becomes an event of its slot, and the table of `elaunch.agent.slots` says what follows from it;
-docs/architecture.md draws it. What concerns the node as a whole is decided here.
+What happens to a worker becomes an event of its slot, and the table of `elaunch.agent.decisions.slots` says what
+follows from it; docs/architecture.md draws it. What concerns the node as a whole is decided here.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field, replace
 
-from elaunch.agent.actions import Action, Ended, Say, Signal, Warm, signal_name
-from elaunch.agent.local_workers import REFUSED_S, LocalWorkers
-from elaunch.agent.node_state import Ending, NodeSettings
-from elaunch.agent.slots import Event, News, Slot, State
+from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, signal_name
+from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
+from elaunch.agent.decisions.node_state import Ending, NodeSettings
+from elaunch.agent.decisions.slots import Event, News, Slot, State
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, Result, Stage, Stalled, WorkerState
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.plan.transition import transitional
+from elaunch.workers.layers.change.migration import Under, keys_of, shapes_of
+from elaunch.workers.layers.change.standing import Standing
 from elaunch.workers.layers.executor import LayerKey
-from elaunch.workers.layers.migration import Under, keys_of, shapes_of
 from elaunch.workers.layers.shards import Form
-from elaunch.workers.layers.standing import Standing
 from elaunch.workers.state.boxes import n_elements
 from elaunch.workers.state.layout import StateLayout
 from elaunch.workers.state.routes import Router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elaunch.agent.actions import Action, Ended, Exit, Say
+from elaunch.agent.decisions.actions import Action, Ended, Exit, Say
 from elaunch.rendezvous.membership import BrokenLink, Cut, Generation, Result, Stalled, names_text
 
 TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause

@@ -16,13 +16,13 @@ from itertools import accumulate, pairwise
 
 from elaunch.plan.build import Pipeline, Stage, pipelines
 from elaunch.plan.tiling import Plan, PlanError
-from elaunch.policy.balance import shared_out
+from elaunch.policy.candidates.balance import shared_out
+from elaunch.policy.candidates.matching import matched
+from elaunch.policy.candidates.partition import minimax
+from elaunch.policy.candidates.resize import balanced, with_rows
+from elaunch.policy.candidates.structure import NotPossible, tuples_of, width_of
 from elaunch.policy.estimate import StepEstimate, estimate_step, stage_bytes
-from elaunch.policy.matching import matched
-from elaunch.policy.partition import minimax
 from elaunch.policy.profile import Profile
-from elaunch.policy.resize import balanced, with_rows
-from elaunch.policy.structure import NotPossible, tuples_of, width_of
 
 NEAR = 2
 """The number of pipelines changes by at most so many (Chameleon IV-A)."""

@@ -14,10 +14,10 @@ from itertools import accumulate, pairwise
 
 from elaunch.plan.build import Stage, stages
 from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.candidates.partition import Partition, minimax
+from elaunch.policy.candidates.structure import NotPossible, stages_of
 from elaunch.policy.estimate import estimate_step, long_pipeline_s, stage_bytes
-from elaunch.policy.partition import Partition, minimax
 from elaunch.policy.profile import Profile
-from elaunch.policy.structure import NotPossible, stages_of
 
 WEIGHT = 1000
 """Of a replica of speed 1 in an uneven distribution of rows."""

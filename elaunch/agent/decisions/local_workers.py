@@ -1,13 +1,13 @@
-"""The workers of this node: their slots go through the table of `elaunch.agent.slots`, whose effects happen here."""
+"""The workers of this node: their slots go through the table of `slots`, whose effects happen here."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
 
-from elaunch.agent.actions import Action, Say, Signal, Start, Tell
-from elaunch.agent.node_state import Blame, PeerReports
-from elaunch.agent.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
+from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
+from elaunch.agent.decisions.node_state import Blame, PeerReports
+from elaunch.agent.decisions.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, incarnation, worker_id
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less

@@ -1,8 +1,8 @@
 """`--node-check`: what a node shows that it can do before it joins: a matmul on each device, an all-reduce with itself.
 
-A process of its own computes, since the launcher imports no torch: `python -m elaunch.agent.node_check SLOTS` prints
-the figures as JSON. The rest here is the launcher's: it starts that process, leaves the figures for the peers in the
-store (`checks/<node>` under the job's prefix) and judges this node by them, with a pure function.
+A process of its own computes, since the launcher imports no torch: `python -m elaunch.agent.watch.node_check SLOTS`
+prints the figures as JSON. The rest here is the launcher's: it starts that process, leaves the figures for the peers in
+the store (`checks/<node>` under the job's prefix) and judges this node by them, with a pure function.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
 
 def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S) -> Figures:
     """Let a process of its own find out what this node can do; whatever goes wrong with it is in the figures."""
-    command = [environment.get("PYTHON_EXEC") or sys.executable, "-m", "elaunch.agent.node_check", str(slots)]
+    command = [environment.get("PYTHON_EXEC") or sys.executable, "-m", "elaunch.agent.watch.node_check", str(slots)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
     try:
@@ -300,7 +300,7 @@ def _all_reduce() -> float:
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = subprocess.Popen([sys.executable, "-m", "elaunch.agent.node_check", "--peer", str(server.port)])
+    other = subprocess.Popen([sys.executable, "-m", "elaunch.agent.watch.node_check", "--peer", str(server.port)])
     try:
         return _reduce(server, 0)
     finally:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from elaunch.plan.build import Stage
 from elaunch.plan.tiling import Plan
-from elaunch.policy.balance import shared_out
+from elaunch.policy.candidates.balance import shared_out
+from elaunch.policy.candidates.resize import balanced, pace, with_rows
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of, width_of
 from elaunch.policy.estimate import stage_bytes
 from elaunch.policy.profile import Profile
-from elaunch.policy.resize import balanced, pace, with_rows
-from elaunch.policy.structure import NotPossible, stages_of, tuples_of, width_of
 from elaunch.rendezvous.membership import node_of
 
 WINDOW = 8
