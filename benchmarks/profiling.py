@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.report import Report, add_arguments, median_interval, spread
 from elaunch.plan import symmetric
+from elaunch.policy.cadence import EVERY
 from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
-from elaunch.policy.selector import EVERY
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.timing import Stopwatch
 

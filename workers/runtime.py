@@ -30,9 +30,10 @@ import torch
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.policy.decision import History
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.profile import Profile
-from elaunch.policy.selector import History, Selector
+from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, barrier, data, heartbeat

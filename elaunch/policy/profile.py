@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -25,9 +25,8 @@ from typing import Any
 from elaunch.errors import ProtocolError
 from elaunch.plan.schedule import ActionPrice, Kind, TransferPrice
 from elaunch.plan.tiling import Plan, PlanError, Tile
+from elaunch.policy.profile_fields import DOCUMENT, LAYER, LINK, VERSION, WORKER, checked
 from elaunch.rendezvous.membership import node_of, slot_of
-
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -185,19 +184,19 @@ class Profile:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{source} is not JSON: {error}") from error
-        fields = _checked(document, _DOCUMENT, source)
+        fields = checked(document, DOCUMENT, source)
         layers = []
         for place, entry in enumerate(fields["layers"]):
-            layer = dict(_checked(entry, _LAYER, f"{source}: layers[{place}]"))
+            layer = dict(checked(entry, LAYER, f"{source}: layers[{place}]"))
             count = layer.pop("count", 1)
             layers += [LayerProfile(**layer)] * count
         workers = {
-            slot: WorkerProfile(**_checked(entry, _WORKER, f"{source}: workers[{slot!r}]"))
+            slot: WorkerProfile(**checked(entry, WORKER, f"{source}: workers[{slot!r}]"))
             for slot, entry in fields.get("workers", {}).items()
         }
         links = {}
         for place, entry in enumerate(fields.get("links", [])):
-            link = dict(_checked(entry, _LINK, f"{source}: links[{place}]"))
+            link = dict(checked(entry, LINK, f"{source}: links[{place}]"))
             ends = link.pop("source"), link.pop("target")
             links[ends] = LinkProfile(**link)
         made: dict[str, Any] = {"layers": tuple(layers), "workers": workers, "links": links}
@@ -432,80 +431,3 @@ def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
         return profile.link(here.workers[0], there.workers[0]).seconds(rows * layer.output_bytes_per_row)
 
     return seconds
-
-
-def _checked(given: Any, expected: Mapping[str, _Expected], where: str) -> dict[str, Any]:
-    """Returns the fields of a JSON object after checking them."""
-    if not isinstance(given, dict):
-        raise ProtocolError(f"{where} must be an object, got {given!r}")
-    dot = "." if where.endswith("]") else ": "
-    for name, one in expected.items():
-        if name in given and not one.fits(given[name]):
-            raise ProtocolError(f"{where}{dot}{name} must be {one.what}, got {given[name]!r}")
-        if name not in given and not one.optional:
-            raise ProtocolError(f"{where}{dot}{name} is missing; it must be {one.what}")
-    if unknown := sorted(set(given) - set(expected)):
-        raise ProtocolError(f"{where}{dot}{unknown[0]} is unknown; expected {', '.join(expected)}")
-    return given
-
-
-@dataclass(frozen=True)
-class _Expected:
-    what: str
-    fits: Callable[[Any], bool]
-    optional: bool = False
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-
-
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-_SECONDS = _Expected("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
-_FIXED_SECONDS = dataclasses.replace(_SECONDS, optional=True)
-_BYTES = _Expected("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
-_LAYERS = _Expected("a number of layers, 1 to 100000", lambda value: _is_whole(value) and 1 <= value <= 100_000, True)
-_COUNT = _Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
-_SPEED = _Expected("a number above 0", lambda value: _is_number(value) and value > 0)
-_MEMORY = _Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
-_TEXT = _Expected("a text", lambda value: isinstance(value, str))
-_TEXTS = _Expected(
-    "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
-    optional=True,
-)
-_DOCUMENT = {
-    "version": _Expected(f"{VERSION}, or the profile has to be written again", lambda value: value == VERSION),
-    "name": _TEXT,
-    "layers": _Expected("a list with an entry or more", lambda value: isinstance(value, list) and bool(value)),
-    "tensor_parallel": _COUNT,
-    "bandwidth_bytes_per_s": _SPEED,
-    "latency_s": _SECONDS,
-    "notes": _TEXTS,
-    "width": dataclasses.replace(_COUNT, optional=True),
-    "memory_bytes": _MEMORY,
-    "overlap": _Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
-    "memory_bound": _Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True),
-    "step_s": _FIXED_SECONDS,
-    "change_s": _FIXED_SECONDS,
-    "workers": _Expected("an object", lambda value: isinstance(value, dict), optional=True),
-    "links": _Expected("a list", lambda value: isinstance(value, list), optional=True),
-    "unstable": _TEXTS,
-}
-_WORKER = {"speed": dataclasses.replace(_SPEED, optional=True), "memory_bytes": _MEMORY}
-_LINK = {"source": _TEXT, "target": _TEXT, "bandwidth_bytes_per_s": _SPEED, "latency_s": _SECONDS}
-_LAYER = {
-    "count": _LAYERS,
-    "forward_s_per_row": _SECONDS,
-    "backward_s_per_row": _SECONDS,
-    "parameter_bytes": _BYTES,
-    "optimizer_bytes": _BYTES,
-    "activation_bytes_per_row": _BYTES,
-    "output_bytes_per_row": _BYTES,
-    "fixed_forward_s": _FIXED_SECONDS,
-    "fixed_backward_s": _FIXED_SECONDS,
-    "update_s": _FIXED_SECONDS,
-}

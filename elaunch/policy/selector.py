@@ -10,21 +10,22 @@ it. Or, as the user wants it, the first member tells the slow one to leave (`ela
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from elaunch.errors import ProtocolError, StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead import Ahead
+from elaunch.policy.cadence import WARM_UP, Cadence, Publishing
 from elaunch.policy.candidates.matching import prepare
 from elaunch.policy.candidates.reparallelize import Degrees
 from elaunch.policy.candidates.structure import NotPossible
+from elaunch.policy.decision import History
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
 from elaunch.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.policy.profile import LayerProfile, Profile
@@ -32,17 +33,8 @@ from elaunch.policy.select import Candidate, Choice, Settings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
 from elaunch.policy.stragglers.remedies import Excuse, Remedies
 from elaunch.policy.stragglers.slow_links import LinkWatch, Slower
-from elaunch.policy.stragglers.track import SPAN_STEPS, Change
+from elaunch.policy.stragglers.track import Change
 from elaunch.rendezvous.membership import slot_of
-
-WARM_UP = 1
-"""Steps at the start and after each change that are not measured: memory is allocated in them, kernels are chosen."""
-
-FIRST = 8
-"""Steps after them that are: enough to know what is usual (`elaunch.policy.stragglers.track.LEARN`)."""
-
-EVERY = 4
-"""Of the steps after those, one in so many is."""
 
 SETTLED = 10
 """Steps after a change after which the next ones are planned: until then little is measured."""
@@ -52,105 +44,6 @@ WAVER = 0.1
 
 GAIN = 0.03
 """A plan for the same members must be worth so much more than the present one."""
-
-PUBLISH_S = 5.0
-"""From one account of the profile to the next, if there is news."""
-
-REPEAT_S = 60.0
-"""If there is none: figures that stay as they are become stable."""
-
-FIRST_GUESS_S = 3600.0
-"""Seconds to the next change, before there was any."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the members go on by; the same on all of them.
-
-    Attributes:
-        plan: for exactly them.
-        home: to which the job returns when everybody is back.
-        event: fields of the `decision` event; of `clocks_mhz`, by slot, those that devices are to be locked at.
-    """
-
-    plan: Plan
-    home: Plan
-    event: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, choice: Choice, clocking: Clocking | None = None, more: str = "") -> Decision:
-        """Returns the decision for a choice; `more` is added to the reason."""
-        event = choice.event()
-        if clocking is not None:
-            more = f"; {clocking.reason}{more}"
-            event["clocks_mhz"] = dict(clocking.clocks_mhz)
-        return cls(choice.plan, choice.home, {**event, "reason": event["reason"] + more})
-
-    def clock_mhz(self, worker: str) -> int | None:
-        """Returns the clock at which to lock a worker's device; None: the device chooses."""
-        clocks: Mapping[str, int] = self.event.get("clocks_mhz", {})
-        return clocks.get(slot_of(worker))
-
-    @classmethod
-    def given(cls, plan: Plan, policy: str, reason: str) -> Decision:
-        """Returns a decision in which nothing was chosen."""
-        return cls(plan, plan, {"policy": policy, "reason": reason, "candidates": [], "plan": str(plan)})
-
-    def with_idle(self, workers: Sequence[str]) -> Decision:
-        """Returns the same with more workers, which have nothing to do."""
-        if not workers:
-            return self
-        plan = replace(self.plan, idle=(*self.plan.idle, *workers))
-        return replace(self, plan=plan, event={**self.event, "plan": str(plan)})
-
-    def to_bytes(self) -> bytes:
-        """Returns the bytes that the other members get."""
-        return json.dumps({"home": str(self.home), "event": self.event}).encode()
-
-    @classmethod
-    def from_bytes(cls, text: bytes) -> Decision:
-        """Reverses `to_bytes`."""
-        said = json.loads(text)
-        return cls(Plan.parse(said["event"]["plan"]), Plan.parse(said["home"]), said["event"])
-
-
-@dataclass(frozen=True)
-class History:
-    """The changes of a job so far, as its members tell them to those that join.
-
-    Attributes:
-        since_t: when it began, in Unix seconds.
-        changes: of membership.
-        last_lost: workers that were lost together, the last ones; without those whose slot has a worker again.
-        factors: of slots that are slow or fast: how many times as long their work takes.
-        replaced: slots whose slow workers were replaced.
-    """
-
-    since_t: float
-    changes: int = 0
-    last_lost: tuple[str, ...] = ()
-    factors: Mapping[str, float] = field(default_factory=dict)
-    replaced: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any] | None) -> History | None:
-        """Reads the fields from JSON values."""
-        if said is None:
-            return None
-        since_t, changes, last_lost = said["since_t"], said["changes"], tuple(said["last_lost"])
-        return cls(since_t, changes, last_lost, said["factors"], tuple(said["replaced"]))
-
-    def after(self, before: Sequence[str], members: Sequence[str]) -> History:
-        """Returns the history with one more change, from some members to others."""
-        if set(before) == set(members):
-            return self
-        here, slots = set(members), set(map(slot_of, members))
-        lost = [worker for worker in before if worker not in here] or self.last_lost
-        return History(self.since_t, self.changes + 1, tuple(one for one in lost if slot_of(one) not in slots))
-
-    def next_s(self, now_t: float) -> float:
-        """Returns the expected seconds to the next change: the mean so far, with one at FIRST_GUESS_S assumed."""
-        return (max(0.0, now_t - self.since_t) + FIRST_GUESS_S) / (self.changes + 1)
 
 
 class Selector:
@@ -178,44 +71,37 @@ class Selector:
         min_nodes: int = 1,
     ) -> None:
         self._me, self._settings, self._file = me, settings, file
-        self._published_s = -REPEAT_S
         self.due = False
         self.measured = measured
         self.history = History(time.time())
         self._recorder = Recorder()
         self._ahead = Ahead(settings)
-        self._steps = 0
-        self._since_change = 0
+        self._cadence = Cadence()
+        self._publishing = Publishing()
         self._anew = True
-        self._metered = False
         self._here: _Here | None = None
         # Of workers that are not as fast as the others: when the members went on by their plan, and at the last news.
         self._speeds_then: dict[str, float] = {}
         self._speeds: dict[str, float] = {}
         self._asked = False
         self._own_links = LinkWatch()
-        self._closer_until = 0
-        self._clock_s = 0.0
         self._remedies = Remedies(slow_policy, min_nodes)
         self._events: list[dict[str, Any]] = []
-        self._publish = False
         self._excused: Excuse | None = None
 
     # -- in every step --------------------------------------------------------------------------------------------
 
     def measures(self) -> bool:
         """Returns whether to measure the coming step."""
-        # Counted from the last change, so that all members look at the same steps, who has joined included.
-        step = self._since_change - WARM_UP
-        return step >= 0 and (step < FIRST or step % EVERY == 0 or self._since_change < self._closer_until)
+        return self._cadence.measures()
 
     def meters(self) -> bool:
         """Returns whether to count the kept bytes, too, if the coming step is measured: once is enough."""
-        return not self._metered
+        return not self._cadence.metered
 
     def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
         """Takes in what this worker has measured in a step; see `Recorder.add`."""
-        self._metered = self._metered or bool(kept_bytes)
+        self._cadence.metered = self._cadence.metered or bool(kept_bytes)
         self._recorder.add(turns, kept_bytes, update_s, elements)
 
     def note(
@@ -246,7 +132,7 @@ class Selector:
             self._weigh()
             if self._better():
                 note["reconsider"] = True
-            if self.measured.doubts and self._since_change >= self._closer_until:
+            if self.measured.doubts and not self._cadence.looks_closer:
                 note["closer"] = True
             if (excuse := self._remedies.take()) is not None:
                 note["excuse"] = excuse.to_json()
@@ -265,25 +151,20 @@ class Selector:
         Returns:
             On the first member, from time to time, what is known of the job.
         """
-        self._steps += 1
-        self._since_change += 1
-        self._clock_s += seconds
+        self._cadence.committed(seconds)
         self.due = any("reconsider" in note for note in notes.values())
         told = {worker: note["news"] for worker, note in notes.items() if "news" in note}
         for worker, one in told.items():
             self.measured.take(slot_of(worker), Sample.from_json(one))
         # What is told at the barrier of a step is of the one before.
-        self._look(notes, (self._steps if number is None else number) - 1)
-        if self._since_change > 1:  # in the first one something moved
+        self._look(notes, (self._cadence.steps if number is None else number) - 1)
+        if self._cadence.since_change > 1:  # in the first one something moved
             self.measured.step_took(seconds)
-        if self._since_change == SETTLED:
+        if self._cadence.since_change == SETTLED:
             self._plan_ahead()
-        since_s = time.monotonic() - self._published_s
-        due = self._publish or since_s >= (PUBLISH_S if told else REPEAT_S)
-        if not self._is_first() or not due or self.measured.empty:
+        if not self._is_first() or not self._publishing.due(bool(told)) or self.measured.empty:
             return None
-        self._publish = False
-        self._published_s = time.monotonic()
+        self._publishing.told()
         profile = self.profile()
         if self._file is not None:
             _write(self._file, profile)
@@ -292,7 +173,7 @@ class Selector:
     @property
     def known(self) -> bool:
         """Returns whether this worker has measured anything."""
-        return self._steps > WARM_UP
+        return self._cadence.steps > WARM_UP
 
     def events(self) -> list[dict[str, Any]]:
         """Returns the fields of the `slow` events since the last call; on the first member only."""
@@ -312,7 +193,7 @@ class Selector:
                 usual = {slot: (rate, carried) for slot, (rate, carried) in note["links"].items()}
                 self.measured.take_links(slot_of(worker), usual)
             if "closer" in note:
-                self._closer_until = self._since_change + SPAN_STEPS
+                self._cadence.look_closer()
             if "excuse" in note:
                 excuse = Excuse.from_json(note["excuse"])
                 self._remedies.heard(excuse)
@@ -324,11 +205,11 @@ class Selector:
             for worker, note in notes.items()
             for slot, one in note.get("slower", {}).items()
         }
-        changes = self.measured.look(step, self._clock_s, paces, slower)
+        changes = self.measured.look(step, self._cadence.clock_s, paces, slower)
         if not self._is_first():
             return
         before, self._speeds = self._speeds, self.measured.speeds()
-        self._publish = self._publish or bool(changes)
+        self._publishing.at_once = self._publishing.at_once or bool(changes)
         for change in changes:
             self._answer(change)
         # Twice the same: when a worker becomes slow, what is known of it moves for some looks.
@@ -426,10 +307,10 @@ class Selector:
         self.measured.keep(members)
         self.measured.plan_changed()
         self._own_links.forget()
-        self._closer_until = 0
         if (event := self._remedies.entered(members)) is not None and self._is_first():
             self._events.append(event)
-        self._since_change, self._asked, self._speeds_then, self.due = 0, False, self._speeds, False
+        self._cadence.changed()
+        self._asked, self._speeds_then, self.due = False, self._speeds, False
         if not before and self._is_first():
             # When the job begins, and never while it waits to go on after a change.
             prepare(len({tile.workers for tile in plan.tiles}))

@@ -20,19 +20,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.agent.output import logs as logs_module
-from elaunch.agent.output.logs import (
-    MAX_LINE_BYTES,
-    LineSplitter,
-    LogFolders,
-    LogSettings,
-    Tee,
-    WorkerLogs,
-    line_prefix,
-    parse_filters,
-    parse_mask,
-    parse_ranks,
-)
+from elaunch.agent.output import tee as tee_module
+from elaunch.agent.output.logs import LogFolders, LogSettings, WorkerLogs, parse_filters, parse_mask, parse_ranks
+from elaunch.agent.output.tee import MAX_LINE_BYTES, LineSplitter, Tee, line_prefix
 from elaunch.errors import LaunchError, UsageError
 from tests.helpers import wait_until
 
@@ -415,7 +405,7 @@ def test_lines_that_a_child_of_the_former_worker_adds_meanwhile_are_shown_once(
     tee.follow("w#0", 0, 3, logs)
     write(logs.stdout, b"one\nlate\n")
     launcher.wait_for(b"3|one\n3|late\n")
-    monkeypatch.setattr("elaunch.agent.output.logs._size_bytes", lambda path: len(b"one\n"))
+    monkeypatch.setattr("elaunch.agent.output.tee._size_bytes", lambda path: len(b"one\n"))
     tee.follow("w#1", 0, 4, logs)
     monkeypatch.undo()
     write(logs.stdout, b"two\nthree\n")
@@ -669,14 +659,14 @@ def test_a_defect_in_one_file_ends_the_showing_of_that_one(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = launcher.logs("good"), launcher.logs("bad")
-    show = logs_module._Tail._show
+    show = tee_module._Tail._show
 
-    def sometimes(tail: logs_module._Tail, lines: list[bytes]) -> None:
+    def sometimes(tail: tee_module._Tail, lines: list[bytes]) -> None:
         if any(b"defect" in line for line in lines):
             raise ZeroDivisionError("a defect")
         show(tail, lines)
 
-    monkeypatch.setattr(logs_module._Tail, "_show", sometimes)
+    monkeypatch.setattr(tee_module._Tail, "_show", sometimes)
     tee = launcher.tee()
     tee.follow("w0", 0, 0, bad)
     tee.follow("w1", 1, 1, good)
@@ -695,14 +685,14 @@ def test_a_tee_whose_thread_died_shows_all_at_the_next_request(
 ) -> None:
     tee, logs = launcher.tee(), launcher.logs("a")
     deaths: list[BaseException] = []
-    pump = logs_module._Tail.pump
+    pump = tee_module._Tail.pump
 
-    def dies(tail: logs_module._Tail, learn: Callable[[], None] = lambda: None) -> bool:
+    def dies(tail: tee_module._Tail, learn: Callable[[], None] = lambda: None) -> bool:
         if deaths:
             raise deaths.pop()
         return pump(tail, learn)
 
-    monkeypatch.setattr(logs_module._Tail, "pump", dies)
+    monkeypatch.setattr(tee_module._Tail, "pump", dies)
     tee.follow("w", 0, 0, logs)
     thread = tee._thread
     assert thread is not None

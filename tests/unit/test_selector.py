@@ -15,22 +15,15 @@ from elaunch.errors import StateError, UsageError
 from elaunch.plan import Plan, symmetric
 from elaunch.plan.shares import DataParallelPlan
 from elaunch.policy import selector as selector_module
+from elaunch.policy.cadence import EVERY, FIRST, WARM_UP
 from elaunch.policy.candidates.data_parallel import shares, tiling
 from elaunch.policy.candidates.structure import NotPossible
+from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.policy.select import Choice, Settings, choose
-from elaunch.policy.selector import (
-    EVERY,
-    FIRST,
-    SETTLED,
-    WARM_UP,
-    Decision,
-    History,
-    Selector,
-    make_selector,
-)
+from elaunch.policy.selector import SETTLED, Selector, make_selector
 from elaunch.policy.settings import SlowPolicy, Wishes, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
 from tests.unit.test_measure import Took

@@ -23,9 +23,10 @@ from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.shares import DataParallelPlan, micro_batches
 from elaunch.policy.candidates.data_parallel import shares as as_shares
 from elaunch.policy.candidates.data_parallel import tiling
+from elaunch.policy.decision import History
 from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile
-from elaunch.policy.selector import History, make_selector
+from elaunch.policy.selector import make_selector
 from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, data, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord, coverage_of

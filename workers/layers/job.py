@@ -24,8 +24,9 @@ from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.policy.candidates.structure import NotPossible
+from elaunch.policy.decision import Decision
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.selector import Decision, make_selector
+from elaunch.policy.selector import make_selector
 from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.workers import agent_client, heartbeat

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-from elaunch.agent.output.logs import LogFolders, Tee, WorkerLogs
+from elaunch.agent.output.logs import LogFolders, WorkerLogs
+from elaunch.agent.output.tee import Tee
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig

@@ -1,0 +1,96 @@
+"""The fields of a profile's JSON form: what each must be, and how one that is not is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elaunch.errors import ProtocolError
+
+VERSION = 1
+
+
+def checked(given: Any, expected: Mapping[str, Expected], where: str) -> dict[str, Any]:
+    """Returns the fields of a JSON object after checking them; `where` says in errors what it is.
+
+    Raises:
+        ProtocolError: names the field that is wrong, missing or unknown, and what was expected there.
+    """
+    if not isinstance(given, dict):
+        raise ProtocolError(f"{where} must be an object, got {given!r}")
+    dot = "." if where.endswith("]") else ": "
+    for name, one in expected.items():
+        if name in given and not one.fits(given[name]):
+            raise ProtocolError(f"{where}{dot}{name} must be {one.what}, got {given[name]!r}")
+        if name not in given and not one.optional:
+            raise ProtocolError(f"{where}{dot}{name} is missing; it must be {one.what}")
+    if unknown := sorted(set(given) - set(expected)):
+        raise ProtocolError(f"{where}{dot}{unknown[0]} is unknown; expected {', '.join(expected)}")
+    return given
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a field must be, in words, and the test for it."""
+
+    what: str
+    fits: Callable[[Any], bool]
+    optional: bool = False
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_SECONDS = Expected("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+_FIXED_SECONDS = dataclasses.replace(_SECONDS, optional=True)
+_BYTES = Expected("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+_LAYERS = Expected("a number of layers, 1 to 100000", lambda value: _is_whole(value) and 1 <= value <= 100_000, True)
+_COUNT = Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+_SPEED = Expected("a number above 0", lambda value: _is_number(value) and value > 0)
+_MEMORY = Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
+_TEXT = Expected("a text", lambda value: isinstance(value, str))
+_TEXTS = Expected(
+    "a list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
+    optional=True,
+)
+DOCUMENT = {
+    "version": Expected(f"{VERSION}, or the profile has to be written again", lambda value: value == VERSION),
+    "name": _TEXT,
+    "layers": Expected("a list with an entry or more", lambda value: isinstance(value, list) and bool(value)),
+    "tensor_parallel": _COUNT,
+    "bandwidth_bytes_per_s": _SPEED,
+    "latency_s": _SECONDS,
+    "notes": _TEXTS,
+    "width": dataclasses.replace(_COUNT, optional=True),
+    "memory_bytes": _MEMORY,
+    "overlap": Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
+    "memory_bound": Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True),
+    "step_s": _FIXED_SECONDS,
+    "change_s": _FIXED_SECONDS,
+    "workers": Expected("an object", lambda value: isinstance(value, dict), optional=True),
+    "links": Expected("a list", lambda value: isinstance(value, list), optional=True),
+    "unstable": _TEXTS,
+}
+WORKER = {"speed": dataclasses.replace(_SPEED, optional=True), "memory_bytes": _MEMORY}
+LINK = {"source": _TEXT, "target": _TEXT, "bandwidth_bytes_per_s": _SPEED, "latency_s": _SECONDS}
+LAYER = {
+    "count": _LAYERS,
+    "forward_s_per_row": _SECONDS,
+    "backward_s_per_row": _SECONDS,
+    "parameter_bytes": _BYTES,
+    "optimizer_bytes": _BYTES,
+    "activation_bytes_per_row": _BYTES,
+    "output_bytes_per_row": _BYTES,
+    "fixed_forward_s": _FIXED_SECONDS,
+    "fixed_backward_s": _FIXED_SECONDS,
+    "update_s": _FIXED_SECONDS,
+}
