@@ -1,7 +1,7 @@
 """Bytes that a worker of the hybrid engine keeps: parameters, optimizer states, activations.
 
 The GPT of `examples/train_gpt_hybrid.py` under symmetric plans, each worker a thread of this process with links of its
-own. Activations are what autograd keeps between forward and backward (`elaunch.workers.layers.meter`), parameters left
+own. Activations are what autograd keeps between forward and backward (`elaunch.workers.layers.timing`), parameters left
 out, the most at any moment of three steps. Nothing here is emulated, and nothing is timed.
 """
 
@@ -22,7 +22,8 @@ from elaunch.plan.schedule import in_flight_limits
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine
-from elaunch.workers.layers.meter import ActivationMeter
+from elaunch.workers.layers.settings import EngineSettings
+from elaunch.workers.layers.timing import ActivationMeter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt_hybrid as example
@@ -47,9 +48,8 @@ def measure(plan: Plan, args: argparse.Namespace, **settings: Any) -> list[dict[
                 example.loss_fn,
                 partial(example.adamw, lr=1e-3),
                 plan,
-                dataset=dataset,
+                EngineSettings(dataset=dataset, **settings),
                 group=Group(fabric, 1, plan.workers),
-                **settings,
             )
             parameters = [p for layer in engine.layers.values() for p in layer.module.parameters()]
             with ActivationMeter(parameters) as meter:

@@ -37,6 +37,7 @@ from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Layout, Plan, Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.settings import EngineSettings
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 LAYERS, REPLICAS, UNITS = 16, 2, 16
@@ -82,10 +83,8 @@ class MigrationRank(Rank):
             loss_fn,
             torch.optim.AdamW,
             self.plans[0],
-            dataset=Words(4 * width, width),
+            EngineSettings(dataset=Words(4 * width, width), snapshots=0, blocking=pausing),
             group=self.group,
-            snapshots=0,
-            blocking=pausing,
         )
         self.steps(2)
 

@@ -29,6 +29,7 @@ from elaunch.plan import symmetric
 from elaunch.policy.cadence import EVERY
 from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
 from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.timing import Stopwatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -68,7 +69,7 @@ def gpt_engine(blocks: int, width: int, batch: int, micro_batch: int) -> Engine:
         example.loss_fn,
         partial(example.adamw, lr=1e-3),
         symmetric(["w0"], len(layers), batch, micro_batch),
-        dataset=example.Sources(200_000, args.context),
+        EngineSettings(dataset=example.Sources(200_000, args.context)),
     )
 
 
@@ -124,7 +125,7 @@ def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
 
 def _share_s(engine: Engine, said: dict[str, object], telling: int) -> float:
     """Taking in what so many workers have told anew, and judging all workers of a job."""
-    known = Measured("benchmark", *engine.described())
+    known = Measured("benchmark", *engine.builder.described())
     slots = [f"n{number // 8}/{number % 8}" for number in range(WORKERS)]
     known.keep([f"{slot}#0" for slot in slots])
     for slot in slots:

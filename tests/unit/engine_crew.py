@@ -15,6 +15,7 @@ from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.settings import EngineSettings
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 
 TRAIN_S = 250.0
@@ -112,7 +113,7 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
         try:
             fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
             group = Group(fabric, 1, plan.workers)
-            engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, group=group, **settings)
+            engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, EngineSettings(**settings), group=group)
             return [engine.train_step() for _ in range(steps)]
         except BaseException:
             # As when a process ends: the others must not wait for it.

@@ -20,6 +20,7 @@ from elaunch.plan.views import unit_of
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.routes import Router
@@ -84,7 +85,7 @@ def train_through(
     def begin(worker: str) -> list[StepReport]:
         plan, steps = course[0]
         group = connect(worker, 1, plan.workers)
-        engines[worker] = Engine(layers, loss, optimizer, plan, group=group, **settings)
+        engines[worker] = Engine(layers, loss, optimizer, plan, EngineSettings(**settings), group=group)
         return [engines[worker].train_step() for _ in range(steps)]
 
     def go_on(epoch: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
@@ -106,7 +107,8 @@ def train_through(
         for epoch, (plan, steps) in enumerate(course[1:], 2):
             for worker in plan.workers:
                 if worker not in engines:
-                    engines[worker] = Engine(layers, loss, optimizer, plan, joining=True, **settings)
+                    chosen = EngineSettings(**settings)
+                    engines[worker] = Engine(layers, loss, optimizer, plan, chosen, joining=True)
             dead = (lost or {}).get(epoch - 1, ())
             for worker in dead:
                 engines.pop(worker).close()
@@ -319,7 +321,8 @@ def test_who_was_given_other_settings_is_refused() -> None:
     plan = symmetric(W[:2], 4, 8, 2, dp=2)
 
     def made(seed: int, joining: bool) -> Engine:
-        return Engine(model(4), loss, torch.optim.AdamW, alone, dataset=Sentences(), seed=seed, joining=joining)
+        chosen = EngineSettings(dataset=Sentences(), seed=seed)
+        return Engine(model(4), loss, torch.optim.AdamW, alone, chosen, joining=joining)
 
     def work(fabric: Fabric) -> None:
         fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)

@@ -13,6 +13,7 @@ from elaunch.errors import ElaunchError, LinkLost, StateError, StepInterrupted
 from elaunch.plan import Plan, PlanError, symmetric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.zero import ZeroOptimizer
 from tests.unit.comm_crew import crew, outcomes
 from tests.unit.engine_crew import WIDTH, Block, Head, Sentences, Words, loss, model, train
@@ -94,10 +95,11 @@ class Odd(nn.Module):
         return y
 
 
-def engine(layers: list[Any], plan: Plan | None = None, **settings: Any) -> Engine:
+def engine(layers: list[Any], plan: Plan | None = None, group: Group | None = None, **settings: Any) -> Engine:
     plan = plan or symmetric(["a/0#0"], len(layers), 8, 2)
     settings = {"dataset": Sentences(), **settings}
-    return Engine(layers, settings.pop("loss", loss), torch.optim.AdamW, plan, **settings)
+    loss_fn = settings.pop("loss", loss)
+    return Engine(layers, loss_fn, torch.optim.AdamW, plan, EngineSettings(**settings), group=group)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +143,11 @@ def test_a_dimension_that_cannot_be_cut_is_named() -> None:
 
 def test_widths_that_tuples_may_get_are_tried_when_the_job_begins() -> None:
     made = engine([Words, Odd])
-    made.check_widths([1, 3])
+    made.builder.check_widths([1, 3])
     with pytest.raises(StateError, match=r"--tp=2: layer 1 \(Odd\): up.weight \(3, 16\) cannot be cut into 2"):
-        made.check_widths([3, 2])
+        made.builder.check_widths([3, 2])
     with pytest.raises(StateError, match=r"--tp=2: no layer says how it is cut, .* attribute `placements`"):
-        engine([Whole, Plain]).check_widths([2])
+        engine([Whole, Plain]).builder.check_widths([2])
 
 
 def test_the_number_of_layers_must_be_that_of_the_plan() -> None:
@@ -180,7 +182,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(optimizer: Any) -> None
             loss,
             lambda named: optimizer([part for _, part in named]),
             symmetric(["a"], 3, 8, 2),
-            dataset=Sentences(),
+            EngineSettings(dataset=Sentences()),
         )
 
 

@@ -10,7 +10,8 @@ import torch
 from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine
-from elaunch.workers.layers.meter import ActivationMeter
+from elaunch.workers.layers.settings import EngineSettings
+from elaunch.workers.layers.timing import ActivationMeter
 from tests.unit.comm_crew import crew, together
 from tests.unit.engine_crew import Block, Sentences, loss, model
 
@@ -29,9 +30,8 @@ def engines(plan: Plan, layers: list[Any] | None = None, steps: int = 1, **setti
                 loss,
                 lambda named: torch.optim.AdamW(named, lr=0.01),
                 plan,
-                dataset=Sentences(),
+                EngineSettings(dataset=Sentences(), **settings),
                 group=Group(fabrics[place], 1, plan.workers),
-                **settings,
             )
             with ActivationMeter([p for layer in made.layers.values() for p in layer.module.parameters()]) as meter:
                 for _ in range(steps):

@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
-from elaunch.policy.profile import LayerProfile
-from elaunch.workers import data
 from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
@@ -26,23 +20,22 @@ from elaunch.workers.layers.change.assembly import Assembly
 from elaunch.workers.layers.change.migration import Migration, Under, keys_of
 from elaunch.workers.layers.change.standing import Commit, Standing
 from elaunch.workers.layers.change.survey import Survey
-from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
-from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
-from elaunch.workers.layers.samples import Samples
-from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
-from elaunch.workers.layers.snapshots import Snapshots, links
-from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.executor import LayerKey, LossFunction, Outcome
+from elaunch.workers.layers.model import Factory, Layer
+from elaunch.workers.layers.parts import Builder, WorkerPart
+from elaunch.workers.layers.settings import EngineSettings
+from elaunch.workers.layers.shards import Form, MakeOptimizer, Shards
+from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
-from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
 from elaunch.workers.state.layout import Piece, StateLayout
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
+from elaunch.workers.state.spec import LayerSpec
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import Part, Read, Restored, Saved
 
-Consistency = Literal["bitwise", "fast"]
 Barrier = Callable[[StepRecord], StepRecord]
 
 
@@ -59,30 +52,6 @@ class StepReport:
     step: int
     loss: float
     gradient_norm: float | None
-
-
-@dataclass(eq=False)
-class _Part:
-    """What a worker has and does under a plan."""
-
-    plan: Plan
-    group: Group
-    worker: str
-    layout: StateLayout
-    layers: dict[LayerKey, Layer]
-    zero: ZeroOptimizer
-    executor: Executor
-    snapshots: Snapshots
-    sums: dict[tuple[str, ...], TupleSum] = field(default_factory=dict)
-
-    def place_layers(self) -> None:
-        """Tell the layers of their tensor-parallel tuples in this plan."""
-        for (index, replica), layer in self.layers.items():
-            workers = self.layout.holders[index][replica]
-            add = None
-            if len(workers) > 1:
-                add = self.sums.setdefault(workers, TupleSum(workers, self.worker))
-            layer.membership = Membership(workers.index(self.worker), len(workers), add)
 
 
 class _Hosted(NamedTuple):
@@ -106,23 +75,8 @@ class Engine:
         optimizer: called with (name, flat part of a parameter) pairs for the parts that this worker owns; returns an
             elementwise torch optimizer: `AdamW` itself, or a function that sorts them into groups by name.
         plan: who does what.
-        dataset: map-style; items are pairs (input, target).
-        seed: of initial values, order of samples and all random numbers.
-        scheduler: of the learning rate, called with the optimizer; steps once a step.
-        clip_norm: the gradient's greatest norm.
-        dtype: of the parameters; with bfloat16, master weights and optimizer states are float32.
-        recompute: layers whose activations are computed again in backward instead of being kept; True: all.
-        consistency: "bitwise": gradients are summed along a tree over the logical micro-batches, so that a result does
-            not depend on who computed them; it takes a few more gradients' memory. "fast": each worker keeps one sum.
-        shuffle: whether each pass over the data has an order of its own.
-        collate_fn: makes a batch of a list of items; default: torch's.
+        settings: how it is trained.
         group: the workers of the plan; default: this process alone.
-        device: of this worker's layers.
-        snapshots: how many other workers keep a copy of each worker's optimizer state in host memory.
-        max_extra_bytes: bound of the memory that a change of plan takes beside the state (see
-            `elaunch.workers.state.reshard`).
-        blocking: whether a change of plan waits until all state is where it belongs, even where it could move during
-            the next step.
         joining: `change` will say what this worker does; it holds nothing before.
 
     Raises:
@@ -136,45 +90,18 @@ class Engine:
         loss_fn: LossFunction,
         optimizer: MakeOptimizer,
         plan: Plan,
+        settings: EngineSettings,
         *,
-        dataset: Any,
-        seed: int = 0,
-        scheduler: MakeScheduler | None = None,
-        clip_norm: float | None = None,
-        dtype: torch.dtype | None = None,
-        recompute: Collection[int] | bool = (),
-        consistency: Consistency = "bitwise",
-        shuffle: bool = True,
-        collate_fn: data.Collate | None = None,
         group: Group | None = None,
-        device: torch.device | str = "cpu",
-        snapshots: int = 1,
-        max_extra_bytes: int | None = None,
-        blocking: bool = False,
         joining: bool = False,
     ) -> None:
-        if len(layers) != plan.n_layers:
-            raise StateError(f"the plan is for {plan.n_layers} layers, and {len(layers)} are given")
-        if consistency not in ("bitwise", "fast"):
-            raise StateError(f"consistency must be 'bitwise' or 'fast', got {consistency!r}")
-        self._factories, self._loss_fn = tuple(layers), loss_fn
-        self._make_optimizer, self._make_scheduler = optimizer, scheduler
-        self._seed, self._dtype, self._bitwise = seed, dtype, consistency == "bitwise"
-        self._clip_norm, self._n_snapshots, self._max_extra_bytes = clip_norm, snapshots, max_extra_bytes
-        self._blocking = blocking
-        self._recompute = frozenset(range(plan.n_layers) if recompute is True else recompute or ())
-        self._device = torch.device(device)
-        self._samples = Samples(dataset, seed, shuffle, collate_fn, self._device)
-        self.specs = describe(layers, self._samples.example(), plan.micro_batch_size, dtype)
-        self._settings = {
-            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.cuts)] for spec in self.specs],
-            "settings": str((seed, consistency, clip_norm)),
-        }
+        self._settings = settings
+        self._builder = Builder(layers, loss_fn, optimizer, plan, settings)
         self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
-        self._part: _Part | None = None
-        self._next: _Part | None = None
+        self._part: WorkerPart | None = None
+        self._next: WorkerPart | None = None
         # A change that happens in the next step, and what follows when that commits.
         self._migration: Migration | None = None
         self._next_migration: Migration | None = None
@@ -193,8 +120,13 @@ class Engine:
         if not joining:
             group = group or Group(self._own_fabric, 1, plan.workers[:1])  # type: ignore[arg-type]
             plan.validate(group.members)
-            self._part = self._begun(plan, group)
-            self._check_same(plan, group)
+            self._part = self._builder.begun(plan, group)
+            self._builder.check_same(plan, group)
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Returns what is known of each layer, in their order."""
+        return self._builder.specs
 
     @property
     def plan(self) -> Plan:
@@ -230,7 +162,7 @@ class Engine:
         """
         step = self.step
         part, outcome = self._migrated(step) if self._migration is not None else self._trained(step, watch)
-        clips = self._clip_norm is not None
+        clips = self._settings.clip_norm is not None
         record = StepRecord.at(
             step,
             samples=sum(rows for _, rows, _ in outcome.losses),
@@ -242,9 +174,9 @@ class Engine:
         batch = part.plan.global_batch_size
         assert whole.samples == batch, f"step {step}: the losses are of {whole.samples} samples, the batch has {batch}"
         norm, coefficient = None, 1.0
-        if self._clip_norm is not None:
+        if self._settings.clip_norm is not None:
             norm = math.sqrt(whole.squares.value)
-            coefficient = min(1.0, self._clip_norm / (norm + 1e-6))
+            coefficient = min(1.0, self._settings.clip_norm / (norm + 1e-6))
         self.apply(Commit(step, coefficient, whole.loss.value / batch, norm))
         with part.group.open() as traffic:
             part.zero.share(traffic)
@@ -252,23 +184,23 @@ class Engine:
         assert self.report is not None
         return self.report
 
-    def _trained(self, step: int, watch: Stopwatch | None) -> tuple[_Part, Outcome]:
+    def _trained(self, step: int, watch: Stopwatch | None) -> tuple[WorkerPart, Outcome]:
         part = self._here
         with part.group.open() as traffic:
             part.snapshots.begin(traffic)
-            load = lambda slots: self._samples.load(part.plan, step, slots)  # noqa: E731
+            load = lambda slots: self._builder.samples.load(part.plan, step, slots)  # noqa: E731
             outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
             part.snapshots.ship(traffic, outcome.gradients)
             part.snapshots.arrive(traffic)
         return part, outcome
 
-    def _migrated(self, step: int) -> tuple[_Part, Outcome]:
+    def _migrated(self, step: int) -> tuple[WorkerPart, Outcome]:
         """Do the step in which the plan changes."""
         assert self._migration is not None
         assert self._next is not None
         part = self._next
         with part.group.open() as traffic:
-            outcome = self._migration.run(traffic, step, self._samples)
+            outcome = self._migration.run(traffic, step, self._builder.samples)
             # The old copies end with the commit, so the first new ones are made before it.
             part.snapshots.begin(traffic)
             part.snapshots.ship(traffic, outcome.gradients)
@@ -302,7 +234,7 @@ class Engine:
 
     def standing(self) -> Standing:
         """What the others must know of this worker's state for a change."""
-        settings = f"{zlib.crc32(repr(self._settings['layers']).encode()):08x} {self._settings['settings']}"
+        settings = self._builder.fingerprint
         if self._part is None:
             return Standing(settings=settings)
         shards, copies, hosted = self._part.zero.shards, self._part.snapshots, self._hosted
@@ -350,26 +282,26 @@ class Engine:
         if not any(one.plan for one in standings.values()):
             if step:
                 raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
-            self._next = self._begun(plan, group)
-            self._check_same(plan, group)
+            self._next = self._builder.begun(plan, group)
+            self._builder.check_same(plan, group)
             return 0
         survey = Survey(plan, standings, self.specs)
         layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
         layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
-                layers[key] = self._built(layout, key, worker, values=False)
+                layers[key] = self._builder.built(layout, key, worker, values=False)
         old, between = survey.old, None
-        if not self._blocking:
-            between = survey.between(group.members, self._max_extra_bytes)
+        if not self._settings.blocking:
+            between = survey.between(group.members, self._settings.max_extra_bytes)
         if between is not None:
             assert old is not None
             migration = self._next_migration = self._migration_to(between, survey, old, layers, group)
-            shards = self._shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
-            self._next = self._part_of(plan, group, layout, layers, shards)
+            shards = self._builder.shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
+            self._next = self._builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
         shards, received_bytes = self._moved(group, survey, pieces)
-        part = self._part_of(plan, group, layout, layers, shards)
+        part = self._builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
         self._stale = self._stale or survey.stale
         with group.open() as traffic:
@@ -379,7 +311,7 @@ class Engine:
 
     def links(self, plan: Plan, worker: str) -> frozenset[str]:
         """The workers to which `worker` needs links under a plan."""
-        return links(plan, worker, self._n_snapshots)
+        return links(plan, worker, self._settings.snapshots)
 
     def install(self) -> None:
         """Go on under the plan that the last `change` has prepared."""
@@ -429,21 +361,21 @@ class Engine:
             survey.items,
             mine,
             sums,
-            self._device,
-            partial(self._executor, worker),
+            self._builder.device,
+            partial(self._builder.executor, worker),
         )
 
     def _moved(self, group: Group, survey: Survey, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
         router, forms, schedule = survey.router(), survey.forms, survey.schedule
         mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        assembly = Assembly(pieces, mine, router.items, self._device)
+        assembly = Assembly(pieces, mine, router.items, self._builder.device)
         state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
         hosted = self._hosted
         if hosted is None:
             hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms, schedule)
         self._next_hosted = hosted
-        if self._max_extra_bytes is not None:
+        if self._settings.max_extra_bytes is not None:
             self._mixed, self._hosted = state, hosted
             if mine is not None:
                 # From here on the regions alone hold it, so that what is let go is free.
@@ -454,18 +386,9 @@ class Engine:
             state,
             assembly.allocate,
             snapshots=hosted.regions,
-            max_extra_bytes=self._max_extra_bytes,
+            max_extra_bytes=self._settings.max_extra_bytes,
         )
-        return self._shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
-
-    def _shards(
-        self,
-        pieces: Sequence[Piece],
-        tensors: Sequence[tuple[Tensor, ...]],
-        forms: Mapping[str, Form] | None = None,
-        schedule: Mapping[str, Any] | None = None,
-    ) -> Shards:
-        return Shards(pieces, tensors, self._make_optimizer, self._make_scheduler, forms, schedule)
+        return self._builder.shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -474,7 +397,7 @@ class Engine:
         from elaunch.workers.layers.durable import part_of
 
         # Who joins during the next step has nothing yet.
-        shards = self._here.zero.shards if self.holds else self._shards((), ())
+        shards = self._here.zero.shards if self.holds else self._builder.shards((), ())
         return part_of(self.specs, shards, self._cursor(self.plan))
 
     def restore(
@@ -496,17 +419,17 @@ class Engine:
         from elaunch.workers.layers.durable import shards_of
 
         plan.validate(group.members)
-        self._check_same(plan, group)
+        self._builder.check_same(plan, group)
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
         pieces = layout.pieces(worker)
-        make = self._make_optimizer, self._make_scheduler
+        make = self._builder.optimizers
 
         def read(saved: Saved) -> tuple[Shards, int]:
-            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._device, *make)
+            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._builder.device, *make)
 
         found = go_back(read)
-        layers = {key: self._built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
-        part = self._part_of(plan, group, layout, layers, found.state)
+        layers = {key: self._builder.built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
+        part = self._builder.part_of(plan, group, layout, layers, found.state)
         with group.open() as traffic:
             part.zero.share(traffic)
         self._next, self._next_step, self._next_hosted, self._next_migration = part, found.saved.step, None, None
@@ -514,12 +437,12 @@ class Engine:
 
     def _cursor(self, plan: Plan) -> dict[str, Any]:
         """What a number of steps means."""
-        return {"global_batch_size": plan.global_batch_size, **self._samples.described()}
+        return {"global_batch_size": plan.global_batch_size, **self._builder.samples.described()}
 
     # -- parts of an engine ---------------------------------------------------------------------------------------
 
     @property
-    def _here(self) -> _Part:
+    def _here(self) -> WorkerPart:
         part = self._part
         if part is None and self._migration is not None:
             part = self._next
@@ -527,59 +450,19 @@ class Engine:
             raise StateError("this worker has joined no job yet")
         return part
 
-    def _begun(self, plan: Plan, group: Group) -> _Part:
-        """The first state of a job."""
-        layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
-        layers = {key: self._built(layout, key, worker=worker) for key in keys_of(layout, worker)}
-        pieces = layout.pieces(worker)
-        masters = [(master,) for master in first_masters(layout, pieces, layers)]
-        shards = Shards(pieces, masters, self._make_optimizer, self._make_scheduler)
-        part = self._part_of(plan, group, layout, layers, shards)
-        part.place_layers()
-        return part
-
-    def _built(self, layout: StateLayout, key: LayerKey, worker: str, values: bool = True) -> Layer:
-        layer, replica = key
-        workers = layout.holders[layer][replica]
-        place = Membership(workers.index(worker), len(workers))
-        return build(
-            self.specs[layer],
-            self._factories[layer],
-            self._seed,
-            self._device,
-            self._dtype,
-            place,
-            layer in self._recompute,
-            values,
-        )
-
-    def _part_of(
-        self,
-        plan: Plan,
-        group: Group,
-        layout: StateLayout,
-        layers: dict[LayerKey, Layer],
-        shards: Shards,
-    ) -> _Part:
-        worker = group.members[group.rank]
-        zero = ZeroOptimizer(layout, worker, layers, shards)
-        executor = self._executor(worker, plan, layout, layers)
-        copies = Snapshots(
-            layout, plan.workers, worker, shards, self._n_snapshots, self._make_optimizer, self._make_scheduler
-        )
-        return _Part(plan, group, worker, layout, layers, zero, executor, copies)
-
-    def _executor(self, worker: str, plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
-        return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
-
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a step, by slot."""
-        return self._samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
+        return self._builder.samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
 
     @property
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty on a worker that owns no part of it."""
         return self._here.zero.shards.learning_rates
+
+    @property
+    def builder(self) -> Builder:
+        """Returns what builds this worker's parts: it knows the layers without running them."""
+        return self._builder
 
     @property
     def changing(self) -> bool:
@@ -590,42 +473,6 @@ class Engine:
     def n_owned(self) -> int:
         """Elements of parameters that this worker updates."""
         return sum(piece.elements for piece in self._here.zero.shards.pieces)
-
-    def described(self) -> tuple[tuple[LayerProfile, ...], tuple[int, ...]]:
-        """All layers, as far as they are known without being run, and the elements of their parameters.
-
-        Of the optimizer, a master and two states as large are assumed.
-        """
-        layers, elements = [], []
-        for spec in self.specs:
-            sizes = {name: math.prod(shape) for name, shape in spec.shapes.items()}
-            shape, dtype = spec.output
-            output = math.prod(shape) * dtype.itemsize
-            masters = sum(size * (8 if spec.dtypes[name] == torch.float64 else 4) for name, size in sizes.items())
-            layers.append(
-                LayerProfile(
-                    forward_s_per_row=0.0,
-                    backward_s_per_row=0.0,
-                    parameter_bytes=sum(size * spec.dtypes[name].itemsize for name, size in sizes.items()),
-                    optimizer_bytes=3 * masters,
-                    activation_bytes_per_row=output,
-                    output_bytes_per_row=output,
-                )
-            )
-            elements.append(sum(sizes.values()))
-        return tuple(layers), tuple(elements)
-
-    def check_widths(self, widths: Collection[int]) -> None:
-        """That the layers can be cut over tensor-parallel tuples of so many workers.
-
-        Raises:
-            StateError: a layer cannot, or none says how.
-        """
-        for width in widths:
-            try:
-                check_cuts(self.specs, self._factories, self._dtype, width)
-            except StateError as error:
-                raise StateError(f"--tp={width}: {error}") from error
 
     def memory_bytes(self) -> dict[str, int]:
         """What this worker keeps from step to step: parameters, master weights and optimizer states."""
@@ -642,15 +489,3 @@ class Engine:
             self._part.snapshots.close()
         if self._own_fabric is not None:
             self._own_fabric.close()
-
-    def _check_same(self, plan: Plan, group: Group) -> None:
-        """That all workers were given the same; also, nobody begins before all have got this far."""
-        mine = {"plan": str(plan), **self._settings}
-        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-        for what in mine:
-            for member, theirs in zip(group.members, said, strict=True):
-                if theirs[what] != said[0][what]:
-                    raise StateError(
-                        f"{group.members[0]} and {member} were given different {what}: {said[0][what]} and "
-                        f"{theirs[what]}; all workers must run the same script with the same arguments"
-                    )

@@ -37,6 +37,7 @@ from elaunch.workers.layers.change.standing import Commit
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
 from elaunch.workers.layers.model import Factory
+from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import MakeOptimizer
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
@@ -119,7 +120,7 @@ class HybridJob:
             optimizer: makes an elementwise optimizer for (name, part of a parameter) pairs.
             plan: for as many workers as the job begins with. Its workers, in the order in which it names them, become
                 the members in the order of their ranks; so any names will do.
-            settings: further arguments of `Engine`, `dataset` among them.
+            settings: the fields of `EngineSettings`, `dataset` among them.
 
         Raises:
             PlanError: the plan does not tile layers and slots.
@@ -136,12 +137,13 @@ class HybridJob:
             settings["consistency"] = wishes.consistency
         if wishes.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
-        self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
+        chosen = EngineSettings(device=self.device, **settings)
+        self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True)
         if self._member.elastic:
             self._member.memory_bytes = _memory_bytes(self.device)
-            self._engine.check_widths(wishes.tp)
+            self._engine.builder.check_widths(wishes.tp)
             widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
-            described, least = self._engine.described(), self._member.min_nodes
+            described, least = self._engine.builder.described(), self._member.min_nodes
             self._member.selector = make_selector(
                 self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
             )
