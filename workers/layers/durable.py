@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.workers.layers.change.standing import forms_from_json, forms_to_json
+from elaunch.workers.layers.change.held_state import forms_from_json, forms_to_json
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.checkpoint import Part, Pieces, Saved

@@ -33,7 +33,7 @@ from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
-from elaunch.workers.layers.change.standing import Commit
+from elaunch.workers.layers.change.held_state import Commit
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
 from elaunch.workers.layers.model import Factory
@@ -88,9 +88,9 @@ class HybridJob:
         return self._member.size
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the present generation."""
-        return self._member.generation.epoch if self._member.joined else 0
+        return self._member.generation.number if self._member.joined else 0
 
     @property
     def step(self) -> int:
@@ -132,17 +132,17 @@ class HybridJob:
         self._given = plan
         if not self._member.elastic:
             settings = {"snapshots": 0, **settings}
-        wishes = from_environment(os.environ)
-        if wishes.consistency is not None:
-            settings["consistency"] = wishes.consistency
-        if wishes.allow_dvfs and self._member.elastic:
+        policy_config = from_environment(os.environ)
+        if policy_config.consistency is not None:
+            settings["consistency"] = policy_config.consistency
+        if policy_config.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
         chosen = EngineSettings(device=self.device, **settings)
         self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True)
         if self._member.elastic:
             self._member.memory_bytes = _memory_bytes(self.device)
-            self._engine.builder.check_widths(wishes.tp)
-            widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
+            self._engine.builder.check_widths(policy_config.tp)
+            widths = {len(tile.workers) for tile in plan.tiles}.union(policy_config.tp) if policy_config.tp else ()
             described, least = self._engine.builder.described(), self._member.min_nodes
             self._member.selector = make_selector(
                 self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
