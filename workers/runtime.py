@@ -34,13 +34,13 @@ from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.profile import Profile
 from elaunch.policy.selector import History, Selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
+from elaunch.wire import Evict, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, barrier, data, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
@@ -90,11 +90,11 @@ class Member:
         closers: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._client = client
-        self._fabric = Fabric(client.worker, client.token, client.host)
+        self._transport = Transport(client.worker, client.token, client.host)
         self._durable, self._complete = durable, complete
         self._state_is_whole, self._closers = state_is_whole, closers
         self._hooks = _RuntimeHooks(self, hooks, step)
-        self._recovery = Recovery(client, self._fabric, self._hooks)
+        self._recovery = Recovery(client, self._transport, self._hooks)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
         self._meshes: Meshes | None = None
@@ -197,7 +197,7 @@ class Member:
         Raises:
             StateError: the state of the job is lost.
         """
-        self._client.ready(self._fabric.address, takes_plans)
+        self._client.ready(self._transport.address, takes_plans)
         self.settle()
         self._commit_s = time.monotonic()
 
@@ -267,10 +267,10 @@ class Member:
             StepInterrupted: not all have come to the barrier.
             DifferentSettings: the members run with different settings.
         """
-        newest = self._recovery.newest_epoch()
+        newest = self._recovery.newest_generation()
         told = {}
         if self.selector is not None:
-            told = self.selector.note(self._fabric.rates, self.memory_bytes, self.clocks(), self._fabric.carried)
+            told = self.selector.note(self._transport.rates, self.memory_bytes, self.clocks(), self._transport.carried)
         notes = {self.group.rank: _packed(told, note)} if told or note else {}
         self.entered = True
         whole = barrier.reduce(self.group, replace(record, generation=(newest, newest), notes=notes))
@@ -291,7 +291,7 @@ class Member:
         seconds, self._commit_s = now_s - self._commit_s, now_s
         ids = list(sample_ids)
         self._last_step = {
-            "epoch": self._recovery.generation.epoch,
+            "generation": self._recovery.generation.number,
             "step": step,
             "loss": loss,
             "samples": len(ids),
@@ -363,18 +363,18 @@ class Member:
             self._closed = True
             heartbeat.close()
             # A script that failed in its backward may have left a collective behind, whose peers wait for this worker.
-            self._fabric.interrupt(NEVER)
+            self._transport.interrupt(NEVER)
             for close in self._closers:
                 close()
             self.checkpoints.close()
             if self.selector is not None:
                 self.selector.close()
-            self._fabric.close()
+            self._transport.close()
             self._client.close()
 
     def send(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes an event to the log; the number of the generation is added."""
-        self._client.send(Report(kind, {"epoch": self._recovery.generation.epoch, **fields}))
+        self._client.send(Report(kind, {"generation": self._recovery.generation.number, **fields}))
 
     def connect(self, workers: Collection[str], timeout_s: float) -> None:
         """Makes links to some members of the generation that is being entered.
@@ -384,7 +384,7 @@ class Member:
         """
         generation = self._recovery.generation
         addresses = {worker.id: worker.address for worker in generation.workers if worker.id in workers}
-        self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=timeout_s)
+        self._transport.connect(addresses, generation=generation.number, timeout_s=timeout_s)
 
     # -- membership ---------------------------------------------------------------------------------------------
 
@@ -430,7 +430,7 @@ class Member:
             self._client.send(Profiled(profile.to_json()))
         excuse = selector.excused()
         if excuse is not None:
-            self._client.send(Excused(excuse.again, excuse.why))
+            self._client.send(Evict(excuse.again, excuse.why))
 
 
 class _RuntimeHooks:

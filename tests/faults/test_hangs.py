@@ -154,7 +154,7 @@ def test_of_workers_of_two_nodes_too(etcd: EmbeddedEtcd, spawn: Spawner, tmp_pat
     for node in nodes:
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
     (event,) = [event for node in nodes for event in node.events("hang")]
-    members = next(one["workers"] for one in nodes[0].events("generation") if one["epoch"] == event["epoch"])
+    members = next(one["workers"] for one in nodes[0].events("generation") if one["generation"] == event["generation"])
     assert event["worker"] == members[3]
     assert event["doing"] == f"in step {AT}, waits like all 4 members"
     assert [re.sub(r", operation \d+$", "", one) for one in event["waits"]] == [

@@ -159,10 +159,10 @@ def test_deaths_at_the_same_moment_make_one_generation(spawn: Spawner, tmp_path:
     node = elaunch(spawn, tmp_path, *FOUR, script=(SCRIPT, "--steps", "400", "--sleep", "0.004", "--crew", "4"))
     wait_for_step(node, 5)
     pids = sorted(node.pids().items())
-    epochs = len(node.events("generation"))
+    generations = len(node.events("generation"))
     kill_at_once(node, [pids[0][1], pids[2][1]])
-    wait_for(node, lambda: len(node.events("generation")) > epochs, 30, "a new generation")
-    assert node.events("generation")[epochs]["workers"] == [pids[1][0], pids[3][0]]
+    wait_for(node, lambda: len(node.events("generation")) > generations, 30, "a new generation")
+    assert node.events("generation")[generations]["workers"] == [pids[1][0], pids[3][0]]
     wait_for_members(node, 4)
     kill_node(node)
 

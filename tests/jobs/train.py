@@ -102,7 +102,7 @@ class Pace:
         time.sleep(self.SLOW_S)
         end_s = time.monotonic() + self.PATIENCE_S
         while self.steps - self.job.step <= self.LAST_STEPS and time.monotonic() < end_s:
-            if self.job._member._recovery.newest_epoch() > self.job.epoch:
+            if self.job._member._recovery.newest_generation() > self.job.generation:
                 break  # they come; or there is another change to go through first
             time.sleep(0.005)
 
@@ -144,7 +144,7 @@ class Faults:
     def _speak_to_one(self, original: Callable[..., Any], group: Group, payload: bytes) -> Any:
         if self.due("half"):
             listener = [member for member in group.members if member != self.job.worker][-1]
-            group.fabric.exchange(group.epoch, group._next_op(), [(listener, 0, memoryview(payload))])
+            group.transport.exchange(group.generation, group._next_op(), [(listener, 0, memoryview(payload))])
             die()
         return original(group, payload)
 

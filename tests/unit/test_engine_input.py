@@ -167,8 +167,8 @@ def test_a_shorter_last_micro_batch_counts_by_its_samples(batch: int) -> None:
 
 
 def test_a_plan_for_other_workers_is_refused() -> None:
-    with crew(2) as fabrics:
-        group = Group(fabrics[0], 1, ["a/0#0", "a/1#0"])
+    with crew(2) as transports:
+        group = Group(transports[0], 1, ["a/0#0", "a/1#0"])
         with pytest.raises(PlanError, match=r"a/1#0 must have a tile or be idle"):
             engine(model(3), group=group)
 
@@ -194,10 +194,10 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(optimizer: Any) -> None
 
 def test_workers_with_different_settings_say_so_before_anybody_trains() -> None:
     plan = symmetric(["a/0#0", "a/1#0"], 3, 8, 2, pp=2)
-    with crew(2) as fabrics:
+    with crew(2) as transports:
 
         def make(place: int) -> Engine:
-            group = Group(fabrics[place], 1, plan.workers)
+            group = Group(transports[place], 1, plan.workers)
             return engine(model(3), plan, group=group, seed=place)
 
         for outcome in outcomes([lambda: make(0), lambda: make(1)]):
@@ -225,17 +225,17 @@ def test_a_layer_that_raises_wakes_all_others(where: int) -> None:
     layers = model(5)
     layers[where] = Fails
     plan = symmetric([f"a/{number}#0" for number in range(4)], 5, 16, 2, dp=2, pp=2)
-    with crew(4) as fabrics:
+    with crew(4) as transports:
 
         def work(place: int) -> None:
-            group = Group(fabrics[place], 1, plan.workers)
+            group = Group(transports[place], 1, plan.workers)
             try:
                 engine(layers, plan, group=group).train_step()
             except ZeroDivisionError:
-                fabrics[place].close()  # as when the process ends
+                transports[place].close()  # as when the process ends
                 raise
             except StepInterrupted:
-                fabrics[place].close()
+                transports[place].close()
                 raise
 
         found = outcomes([lambda place=place: work(place) for place in range(4)])  # type: ignore[misc]

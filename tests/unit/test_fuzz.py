@@ -52,7 +52,7 @@ from elaunch.workers.comm.link import Link
 from tests.helpers import scaled
 from tests.hostile import KINDS, PIECES, Mutation, hostile, mutated
 from tests.unit.comm_crew import connect_all, crew
-from tests.unit.test_comm_fabric import say_to, swap
+from tests.unit.test_comm_transport import say_to, swap
 
 INPUTS = scaled(20_000, 100_000)
 A_BATCH = 50
@@ -135,7 +135,7 @@ NODE = NodeDoc(
     "10.0.0.1",
     2,
     (NodeWorker("a/0#0", 0, WorkerState.MEMBER, "10.0.0.1:4711"), NodeWorker("a/1#3", 1, WorkerState.READY)),
-    epoch=7,
+    generation=7,
     cause="worker a/1#2 was killed by SIGKILL",
     cause_t=1.7e9,
     cut=(Cut("b", "10.0.0.2"),),
@@ -147,16 +147,16 @@ GENERATION = Generation(
     (Worker("a/0#0", "a", 0, "10.0.0.1:4711"), Worker("b/0#0", "b", 0, "10.0.0.2:4712")),
     cause="start",
     cause_t=1.7e9,
-    urgent=7,
+    aborts_step_before=7,
     streak=STREAK,
 )
 MESSAGES: list[wire.Message] = [
     wire.Attach("a/0#0", 4711),
     wire.Ready("10.0.0.1:4711", True),
-    wire.Settled(7),
+    wire.Joined(7),
     wire.Report("step", {"step": 3, "loss": 0.5, "digest": "00ff"}),
     wire.Unreachable(7, "b/0#0", gone=False),
-    wire.Excused(True, "it is slow"),
+    wire.Evict(True, "it is slow"),
     wire.Announce(to_json(GENERATION).decode()),
 ]
 FRAME = link_wire.pack_header(link_wire.Header(link_wire.LAST, 0, 3, 7, 5)) + b"12345"
@@ -262,6 +262,6 @@ def test_the_thread_that_makes_links_outlives_whatever_is_said_to_it(capfd: pyte
         for line in hostile(1, [HELLO, HELLO + link_wire.go_line() + FRAME, FRAME], scaled(1000, 3000)):
             say_to(a.address, line, patience_s=0.02)  # some are links: nobody ends these
         a.retain(())
-        connect_all([a, b], epoch=2)
+        connect_all([a, b], generation=2)
         swap(a, b, 2, 1)
     assert capfd.readouterr().err == ""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.state.move import move_state
 from elaunch.workers.state.transfer import CHUNK_BYTES
@@ -36,8 +36,8 @@ class Model(nn.Module):
 class Counted(Group):
     """Counts the bytes that it sends to each member."""
 
-    def __init__(self, fabric: Fabric, n_members: int) -> None:
-        super().__init__(fabric, 1, [f"a/{member}#0" for member in range(n_members)])
+    def __init__(self, transport: Transport, n_members: int) -> None:
+        super().__init__(transport, 1, [f"a/{member}#0" for member in range(n_members)])
         self.sent_bytes = [0] * n_members
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
@@ -52,8 +52,8 @@ def moved(n_sources: int, n_receivers: int, rows: int = WEIGHT[0]) -> list[list[
     verdict = Verdict(7, (), tuple(range(n_sources)), tuple(range(n_sources, size)))
     expected = Model(0, rows).state_dict()
 
-    def work(fabric: Fabric) -> list[int]:
-        group = Counted(fabric, size)
+    def work(transport: Transport) -> list[int]:
+        group = Counted(transport, size)
         model = Model(int(group.rank >= n_sources), rows)
         received_bytes, step = move_state(group, verdict, {"model": model}, 7 if group.rank < n_sources else 0)
         assert step == 7
@@ -61,8 +61,8 @@ def moved(n_sources: int, n_receivers: int, rows: int = WEIGHT[0]) -> list[list[
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
         return group.sent_bytes
 
-    with crew(size) as fabrics:
-        return each(work, fabrics)
+    with crew(size) as transports:
+        return each(work, transports)
 
 
 def test_who_has_the_state_sends_it_once_and_those_who_come_pass_it_on() -> None:
@@ -101,12 +101,12 @@ def test_what_is_damaged_where_it_is_passed_on_is_noticed() -> None:
                 sends = [(to, memoryview(bytes(view[:9]) + bytes([view[9] ^ 1]) + bytes(view[10:]))), *sends[1:]]
             super().exchange(sends, receives)
 
-    def work(fabric: Fabric) -> object:
-        group = Damaging(fabric, 3)
+    def work(transport: Transport) -> object:
+        group = Damaging(transport, 3)
         return move_state(group, verdict, {"model": Model(group.rank, WEIGHT[0])}, 7)
 
-    with crew(3) as fabrics:
-        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    with crew(3) as transports:
+        ends = outcomes([partial(work, transport) for transport in transports])
     assert isinstance(ends[2], StateError)
     assert "part of the state that a/0#0 has arrived damaged" in str(ends[2])
 
@@ -117,15 +117,15 @@ def test_a_receiver_that_is_lost_while_it_passes_on_interrupts_the_others() -> N
     class Dying(Counted):
         def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
             if self.rank == 1 and sends:
-                self.fabric.close()
+                self.transport.close()
             super().exchange(sends, receives)
 
-    def work(fabric: Fabric) -> object:
-        group = Dying(fabric, 3)
+    def work(transport: Transport) -> object:
+        group = Dying(transport, 3)
         return move_state(group, verdict, {"model": Model(group.rank, WEIGHT[0])}, 7)
 
-    with crew(3) as fabrics:
-        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    with crew(3) as transports:
+        ends = outcomes([partial(work, transport) for transport in transports])
     assert ends[0] == (0, 7)
     assert isinstance(ends[2], StepInterrupted)
 

@@ -29,7 +29,7 @@ from elaunch.policy.selector import (
     Selector,
     make_selector,
 )
-from elaunch.policy.settings import SlowPolicy, Wishes, from_environment, parse
+from elaunch.policy.settings import PolicyConfig, SlowPolicy, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
 from elaunch.policy.structure import NotPossible
 from tests.unit.test_measure import Took
@@ -281,10 +281,15 @@ def test_who_joins_takes_over_the_history() -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
+def test_policy_config_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
-    for wishes in (Wishes(), Wishes("resize", "bitwise", True, file), Wishes(dp=(1, 3), pp=(2, 2)), Wishes(tp=(2, 4))):
-        assert from_environment(wishes.variables()) == wishes
+    for policy_config in (
+        PolicyConfig(),
+        PolicyConfig("resize", "bitwise", True, file),
+        PolicyConfig(dp=(1, 3), pp=(2, 2)),
+        PolicyConfig(tp=(2, 4)),
+    ):
+        assert from_environment(policy_config.variables()) == policy_config
     with pytest.raises(UsageError, match="--policy=best: expected one of auto, reroute, resize, reparallelize"):
         parse("best", "", False, "")
     with pytest.raises(UsageError, match="ELAUNCH_CONSISTENCY=exact: expected one of bitwise, fast"):
@@ -301,7 +306,7 @@ def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
 def test_pipelines_are_made_as_the_user_wants_them(
     dp: tuple[int, int] | None, pp: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in Wishes("reparallelize", dp=dp, pp=pp).variables().items():
+    for name, value in PolicyConfig("reparallelize", dp=dp, pp=pp).variables().items():
         monkeypatch.setenv(name, value)
     one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
     for left in (W[:3], W[:2]):
@@ -317,7 +322,7 @@ def test_pipelines_are_made_as_the_user_wants_them(
 
 def test_a_profile_is_read_and_kept_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "job.json"
-    for name, value in Wishes("auto", None, False, file).variables().items():
+    for name, value in PolicyConfig("auto", None, False, file).variables().items():
         monkeypatch.setenv(name, value)
     one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
     one.entered(HOME, HOME, W[:1], None)

@@ -138,9 +138,9 @@ class Job:
         return self._member.size
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the present generation."""
-        return self._member.generation.epoch if self._member.joined else 0
+        return self._member.generation.number if self._member.joined else 0
 
     @property
     def last_micro_batch(self) -> bool:

@@ -34,9 +34,9 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
+from elaunch.workers.layers.held_state import Commit
 from elaunch.workers.layers.model import Factory
 from elaunch.workers.layers.shards import MakeOptimizer
-from elaunch.workers.layers.standing import Commit
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.runtime import Member, history_of
@@ -86,9 +86,9 @@ class HybridJob:
         return self._member.size
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the present generation."""
-        return self._member.generation.epoch if self._member.joined else 0
+        return self._member.generation.number if self._member.joined else 0
 
     @property
     def step(self) -> int:
@@ -130,16 +130,16 @@ class HybridJob:
         self._given = plan
         if not self._member.elastic:
             settings = {"snapshots": 0, **settings}
-        wishes = from_environment(os.environ)
-        if wishes.consistency is not None:
-            settings["consistency"] = wishes.consistency
-        if wishes.allow_dvfs and self._member.elastic:
+        policy_config = from_environment(os.environ)
+        if policy_config.consistency is not None:
+            settings["consistency"] = policy_config.consistency
+        if policy_config.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
         if self._member.elastic:
             self._member.memory_bytes = _memory_bytes(self.device)
-            self._engine.check_widths(wishes.tp)
-            widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
+            self._engine.check_widths(policy_config.tp)
+            widths = {len(tile.workers) for tile in plan.tiles}.union(policy_config.tp) if policy_config.tp else ()
             described, least = self._engine.described(), self._member.min_nodes
             self._member.selector = make_selector(
                 self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
