@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from elaunch.detect.host import family
-from elaunch.plan import Plan, n_rows
-from elaunch.plan.shares import DataParallelPlan
+from elaunch.plan import Plan, n_rows, shares_of
 from elaunch.policy.profile import Profile
 from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
 from tests.helpers import Spawner, soak
@@ -143,8 +142,7 @@ def test_nor_does_a_data_parallel_job_wait_for_a_slow_worker(spawn: Spawner, tmp
     script = (OBJECTS, "--steps", "100000", "--global-batch-size", "48", "--sleep", "0.01", "--slow", "2:12:0.03")
     node = elaunch(spawn, tmp_path, *FOUR, script=script)
     decision = wait_for(node, partial(rebalanced, node), 150, "shares for the slow worker")
-    plan = DataParallelPlan.parse(decision["plan"])
-    counts = {worker: len(units) for worker, units in plan.units}
+    counts = shares_of(Plan.parse(decision["plan"]))
     assert counts["node0/2#0"] == min(counts.values()) < max(counts.values())
     wait_for_step(node, node.last_step() + 3)
     # Who is not slow any more has as much to do as the others: its replacement has the slot, and is measured anew.
