@@ -119,7 +119,7 @@ class Heartbeat:
             if self._n_waiting == 1:
                 numbers[form.AT_SINCE] = now
             numbers[form.AT_WAITS] = 1
-            numbers[form.AT_EPOCH], numbers[form.AT_OPERATION] = generation, operation
+            numbers[form.AT_GENERATION], numbers[form.AT_OPERATION] = generation, operation
             numbers[form.AT_OTHERS], numbers[form.AT_LENGTH] = len(peers) - len(shown), len(text)
             self._map[TEXT_AT : TEXT_AT + len(text)] = text
             numbers[form.AT_SEQUENCE] += 1

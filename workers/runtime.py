@@ -30,10 +30,13 @@ import torch
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.policy.decision import History
+from elaunch.plan.tiling import Plan
+from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.profile import Profile
-from elaunch.policy.selector import Selector
+from elaunch.policy.measure import Step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.selector import Selector, make_selector
+from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Evict, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, barrier, data, heartbeat
@@ -43,6 +46,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
+from elaunch.workers.planning import FACTS, Planner, known_by
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
 # torch.distributed.checkpoint and meshes take a second to import, and most jobs have none.
@@ -106,6 +110,7 @@ class Member:
         self._finished = self._closed = False
         self.checkpoints = Checkpoints(client)
         self.selector: Selector | None = None
+        self._planner: Planner | None = None
         self.memory_bytes: int | None = None
         self.clocks: Callable[[], ClockRange | None] = lambda: None
         self.entered = False
@@ -186,6 +191,59 @@ class Member:
             self._meshes = Meshes()
         assert self.process_group is not None  # a mesh asks the default group for this worker's rank
         return self._meshes.make(self.group, self.device.type, shape, names, without)
+
+    # -- plans --------------------------------------------------------------------------------------------------
+
+    def use_plans(self, plan: Plan, layers: Sequence[LayerProfile], elements: Sequence[int] | None = None) -> None:
+        """Has the policy selector choose the plans of this job: call it before `join`, and `choose` in the hook `plan`.
+
+        Args:
+            plan: the one to begin with, for as many workers as there are then. Its workers, in the order in which it
+                names them, become the members in the order of their ranks; so any names will do.
+            layers: what is known of the layers beforehand; seconds may be 0, they are measured (`took`).
+            elements: how many parameters each layer trains; for what the optimizer's step takes.
+
+        Raises:
+            PlanError: the plan does not tile layers and samples.
+            StateError: it has another number of layers, or `--profile` is of another model.
+        """
+        plan.validate()
+        if len(layers) != plan.n_layers:
+            raise StateError(f"the plan has {plan.n_layers} layers, and {len(layers)} are described")
+        if self.elastic:
+            asked = from_environment(os.environ).tp
+            widths = sorted({len(tile.workers) for tile in plan.tiles}.union(asked)) if asked else ()
+            counts = [1] * len(layers) if elements is None else elements
+            self.selector = make_selector(
+                self.worker, layers, counts, "this job", min_nodes=self.min_nodes, widths=tuple(widths)
+            )
+        self._planner = Planner(plan, self.selector, self.checkpoints.newest)
+
+    def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
+        """Returns the plan by which the members go on, the same on all of them; for the hook `plan`, which gets these.
+
+        One member asks its policy selector and tells the others. Where `elaunch ctl plan --set` has asked for a plan
+        that these members can follow, it is that.
+
+        Raises:
+            StateError: there is no plan for these members.
+        """
+        if self._planner is None:
+            raise StateError("call use_plans() before join(): this job has no plan to go on from")
+        known = {} if verdict.fresh else known_by(verdict.facts[verdict.passed])
+        return self._planner.choose(generation, group, verdict, known)
+
+    def took(self, seconds: float, rows: int) -> None:
+        """Tells the selector what this worker's own part of the step under way took.
+
+        For plans of a single layer; others measure by layer and call `selector.add`.
+
+        Args:
+            seconds: of computing, forward and backward, without waiting for other members.
+            rows: of the plan's rows that were computed in them.
+        """
+        if self.selector is not None and rows and self.selector.measures():
+            self.selector.add([Step.of(seconds, rows)], {}, 0.0, 0)
 
     # -- the life of a member -----------------------------------------------------------------------------------
 
@@ -453,6 +511,8 @@ class _RuntimeHooks:
         facts = {**vote.facts, _LAST_STEP: member._last_step}
         if member.selector is not None:
             facts[_HISTORY] = member.selector.told_history()
+        if member._planner is not None:
+            facts[FACTS] = member._planner.facts()
         saved = member.checkpoints
         return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
 
@@ -481,6 +541,10 @@ class _RuntimeHooks:
         self._resumed = group
         self._hooks.resume(generation, group, verdict)
         member = self._member
+        if member._planner is not None:
+            decision = member._planner.entered(generation)
+            if member.selector is not None:
+                member.selector.entered(decision.plan, decision.home, group.members, history_of(verdict))
         member.entered = member._change_due = member._replan_due = False
         member.checkpoints.entered(group.members)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

@@ -38,7 +38,7 @@ AT_VERSION, AT_PID, AT_THREAD, AT_TRAINING_TID, AT_BEATING_TID = range(5)
 AT_BEAT, AT_STILL, AT_STILL_SINCE = range(5, 8)
 AT_SEQUENCE = 8
 AT_STEP, AT_STEP_SINCE, AT_STEPS_HERE, AT_PHASE, AT_SINCE, AT_WAITS = range(9, 15)
-AT_EPOCH, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
+AT_GENERATION, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
 AT_MOVED = 19
 COUNT = 20
 _NUMBERS = struct.Struct(f"={COUNT}Q")
@@ -164,6 +164,6 @@ def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
         waits=waits,
         waits_for=tuple(text.split("\n")) if text else (),
         others=numbers[AT_OTHERS],
-        generation=numbers[AT_EPOCH],
+        generation=numbers[AT_GENERATION],
         operation=numbers[AT_OPERATION],
     )

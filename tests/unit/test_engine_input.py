@@ -16,7 +16,7 @@ from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.zero import ZeroOptimizer
 from tests.unit.comm_crew import crew, outcomes
-from tests.unit.engine_crew import WIDTH, Block, Head, Sentences, Words, loss, model, train
+from tests.unit.engine_crew import WIDTH, WORDS, Block, Head, Sentences, Words, loss, model, train
 
 
 class Plain(nn.Module):
@@ -155,9 +155,17 @@ def test_the_number_of_layers_must_be_that_of_the_plan() -> None:
         engine(model(3), symmetric(["a/0#0"], 4, 8, 2))
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_would_do() -> None:
-    with pytest.raises(PlanError, match="global_batch_size 10 is not a multiple of micro_batch_size 4"):
-        symmetric(["a"], 3, 10, 4)
+@pytest.mark.parametrize("batch", [9, 10, 11])
+def test_a_shorter_last_micro_batch_counts_by_its_samples(batch: int) -> None:
+    """Without random numbers and at rate 1, parameters after a step show the gradient of the mean over the batch."""
+    layers = [lambda: torch.nn.Embedding(WORDS, WIDTH), Head]
+    settings: Any = {"layers": layers, "optimizer": lambda named: torch.optim.SGD(named, lr=1.0)}
+    expected, reference = train(symmetric(["a"], 2, batch, batch), 2, **settings)
+    for plan in (symmetric(["a", "b"], 2, batch, 4, dp=2), symmetric(["a", "b"], 2, batch, 4, pp=2)):
+        reports, parameters = train(plan, 2, **settings)
+        assert [one.loss for one in reports] == pytest.approx([one.loss for one in expected], rel=1e-12)
+        for name, value in reference.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_a_plan_for_other_workers_is_refused() -> None:

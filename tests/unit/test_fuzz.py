@@ -24,7 +24,6 @@ from elaunch.agent.watch.node_check import Figures
 from elaunch.detect import heartbeat, watchdog
 from elaunch.detect.devices import parse_npu_smi
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
-from elaunch.plan.shares import DataParallelPlan
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
@@ -172,7 +171,7 @@ PLAN = b"""plan layers 4 batch 8 micro-batch 2 zero interleaved
 layers 0:4 slots 0:2 2:8 workers a/0#0,a/1#0
 costs 2*3 1 1
 """
-SHARES = b"batch 8 micro-batch 2\nlayers 0:1 slots 0:8 worker a/0#0"
+SHARES = b"plan layers 1 batch 7 micro-batch 2 zero interleaved\nlayers 0:1 slots 0:6/2 6:7 workers a/0#0\nidle b"
 LAYER = LayerProfile(1e-3, 2e-3, 100, 200, 300, 400)
 PROFILE = Profile("net", (LAYER,) * 3, 1, 1e9, 1e-5, workers={"a/0": WorkerProfile(speed=0.9)})
 
@@ -210,8 +209,7 @@ PARSERS = [
     Parser("AWS", answered(notices._aws), (OSError, ValueError), [AWS]),
     Parser("GCP", answered(notices._gcp), (OSError, ValueError), [b"TRUE"]),
     Parser("Azure", answered(notices._azure), (OSError, ValueError), [AZURE]),
-    Parser("a plan", text_of(Plan.parse), ValueError, [PLAN]),
-    Parser("shares", text_of(DataParallelPlan.parse), ValueError, [SHARES]),
+    Parser("a plan", text_of(Plan.parse), ValueError, [PLAN, SHARES]),
     Parser("a profile", text_of(Profile.from_json), ProtocolError, [PROFILE.to_json().encode()]),
     Parser("the planning process", Answer.from_json, ProtocolError, [Answer(1, 2, None, "no").to_json().encode()]),
     Parser("an address", text_of(split_address), ValueError, [b"10.0.0.1:4711", b"[::1]:80"]),

@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 
 from elaunch.errors import StateError, UsageError
-from elaunch.plan import Plan, symmetric
-from elaunch.plan.shares import DataParallelPlan
+from elaunch.plan import Plan, data_parallel, even_shares, symmetric
 from elaunch.policy import selector as selector_module
 from elaunch.policy.cadence import EVERY, FIRST, WARM_UP
-from elaunch.policy.candidates.data_parallel import shares, tiling
+from elaunch.policy.candidates.balance import shares_by_speed
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
@@ -343,23 +342,22 @@ def test_a_profile_that_cannot_be_written_stops_nobody(tmp_path: Path, capsys: p
 
 
 def test_shares_follow_the_speeds_of_members() -> None:
-    even = DataParallelPlan.even(48, 3, W)
+    now = data_parallel(16, 1, even_shares(16, W))
     members = [*W[1:], "n2/0#0"]
-    profile = Profile("one", (LAYER.scaled(1.0),), 1, 1e9, 0.0)
     profile = Profile("one", (LayerProfile(1.0, 2.0, 4, 8, 0, 0),), 1, 1e9, 0.0)
-    chosen = choose(tiling(even), tiling(even), members, profile)
-    assert shares(chosen.plan, even, members, profile) == DataParallelPlan.even(48, 3, members)
+    chosen = choose(now, now, members, profile)
+    assert list(shares_by_speed(chosen.plan, members, profile).items()) == list(even_shares(16, members).items())
     slow = Profile("one", profile.layers, 1, 1e9, 0.0, workers={"n0/1": WorkerProfile(0.5)})
-    found = shares(choose(tiling(even), tiling(even), members, slow).plan, even, members, slow)
-    found.validate()
-    assert found.workers == tuple(members)
-    assert [len(units) for _, units in found.units] in ([2, 5, 5, 4], [2, 5, 4, 5], [2, 4, 5, 5], [3, 5, 4, 4])
+    found = shares_by_speed(choose(now, now, members, slow).plan, members, slow)
+    data_parallel(48, 3, found).validate(members)
+    assert list(found) == members
+    assert list(found.values()) in ([2, 5, 5, 4], [2, 5, 4, 5], [2, 4, 5, 5], [3, 5, 4, 4])
 
 
 def test_members_without_a_share_stay_members() -> None:
-    few = DataParallelPlan.even(2, 1, W)
-    assert tiling(few).idle == (W[2], W[3])
-    tiling(few).validate(W)
+    few = data_parallel(2, 1, even_shares(2, W))
+    assert few.idle == (W[2], W[3])
+    few.validate(W)
 
 
 # -- what the choice keeps to -----------------------------------------------------------------------------------------
