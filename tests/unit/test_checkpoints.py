@@ -31,6 +31,7 @@ from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part
@@ -391,7 +392,7 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
         try:
             transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
             group = Group(transport, 1, plan.workers)
-            make = partial(Engine, layers, loss, make_optimizer, plan, **settings)
+            make = partial(Engine, layers, loss, make_optimizer, plan, EngineSettings(**settings))
             if step is None:
                 engine = make(group=group)
             else:
