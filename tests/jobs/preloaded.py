@@ -6,4 +6,6 @@ from tests.jobs.eager import compile_nothing
 
 compile_nothing()
 
-import torch.distributed.tensor  # noqa: E402, F401
+
+import elaunch.workers.data_parallel.job  # noqa: E402
+import elaunch.workers.layers.job  # noqa: E402, F401
