@@ -514,12 +514,13 @@ class Job:
         self._history = history_of(verdict)
         if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        mine, before, selector = b"", self._plan, self._member.selector
-        if group.rank == verdict.passed and before is not None and selector is not None:
-            assert self._layout is not None
+        mine, before, layout, selector = b"", self._plan, self._layout, self._member.selector
+        decides = group.rank == verdict.passed
+        # A script may call `batches` again with other sizes; then the plan before is of no use.
+        if decides and selector is not None and layout is not None and before is not None and layout.fits(before):
             now = _by_unit(before)
             choice = selector.decide(now, now, group.members)
-            plan = self._layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
+            plan = layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
             mine = json.dumps({**choice.event(), "plan": str(plan)}).encode()
         said = group.all_gather_bytes(mine)[verdict.passed]
         event: dict[str, Any] = json.loads(said) if said else {}
