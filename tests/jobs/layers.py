@@ -56,7 +56,7 @@ from elaunch.workers.layers.tensor_parallel import current
 from elaunch.workers.layers.zero import ZeroOptimizer
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
-from tests.jobs import say
+from tests.jobs import come_late, say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
 from tests.jobs.train import Faults, Pace, Samples, die, wait_for_save
@@ -189,6 +189,7 @@ def fill_disk(step: int) -> None:
 
 
 def main() -> None:
+    come_late()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)

@@ -36,7 +36,7 @@ import elaunch
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.job import HybridJob
-from tests.jobs import say
+from tests.jobs import come_late, say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
 from tests.jobs.links import Links, throttle
@@ -163,6 +163,7 @@ class Faults:
 
 
 def main() -> None:
+    come_late()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
