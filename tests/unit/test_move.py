@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_with_few_slabs_some_pass_on_and_all_receive() -> None:
     first, *others = moved(1, 5, rows)
     # The two small tensors come straight to each.
     assert sum(first) == pytest.approx(4 * rows * WEIGHT[1] + 5 * 4 * (600 + 3), rel=0.01)
-    assert [sum(one) > 0 for one in others] == [True, True, False, False, False]
+    assert sorted(sum(one) > 0 for one in others) == [False, False, False, True, True]
 
 
 def test_several_sources_send_a_part_each_once() -> None:
@@ -121,7 +121,7 @@ def test_what_is_damaged_where_it_is_passed_on_is_noticed() -> None:
     with crew(3) as fabrics:
         ends = outcomes([partial(work, fabric) for fabric in fabrics])
     assert isinstance(ends[2], StateError)
-    assert "tensors of shape [600, 1000] [(0, 300), (0, 1000)] arrived damaged from a/1#0" in str(ends[2])
+    assert "tensors of shape [600, 1000] [(300, 600), (0, 1000)] arrived damaged from a/1#0" in str(ends[2])
 
 
 def test_a_receiver_that_is_lost_while_it_passes_on_interrupts_the_others_who_then_begin_again() -> None:
@@ -216,15 +216,16 @@ def assorted() -> list[Tensor]:
 def test_tensors_of_any_kind_come_as_they_are(n_sources: int, n_receivers: int) -> None:
     size = n_sources + n_receivers
     verdict = Verdict(3, (), tuple(range(n_sources)), tuple(range(n_sources, size)))
+    expected = assorted()
 
     def work(fabric: Fabric) -> None:
         group = Counted(fabric, size)
-        holder = Holder({"tensors": assorted(), "more": {"lr": 0.5}} if group.rank < n_sources else None)
+        holder = Holder({"tensors": expected, "more": {"lr": 0.5}} if group.rank < n_sources else None)
         move_objects(group, verdict, {"it": holder}, 3)
         assert holder.state["more"] == {"lr": 0.5}
-        for mine, wanted in zip(holder.state["tensors"], assorted(), strict=True):
+        for mine, wanted in zip(holder.state["tensors"], expected, strict=True):
             assert mine.dtype == wanted.dtype
-            assert mine.stride() == wanted.contiguous(memory_format=torch.preserve_format).stride()
+            assert mine.stride() == torch.empty_like(wanted).stride()
             assert torch.equal(mine, wanted)
 
     with crew(size) as fabrics:

@@ -31,7 +31,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from elaunch.errors import StateError
@@ -262,6 +261,8 @@ class _Window:
 
 def _code(buffer: Buffer) -> bytes:
     """The checksum of a message: XXH3 with 64 bits, which is ten times as fast as a CRC."""
+    import xxhash  # no job loads it before it has something to move
+
     return xxhash.xxh3_64_digest(buffer.bytes)
 
 
