@@ -18,12 +18,12 @@ Line = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A step that took effect at `t` (Unix seconds), by `members` workers; `epoch` changes with the membership."""
+    """A step that took effect at `t` (Unix seconds), by `members` workers; `generation` changes with the membership."""
 
     t: float
     step: int
     members: int
-    epoch: int
+    generation: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def commits_of(lines: Iterable[Line]) -> list[Commit]:
     first: dict[int, Commit] = {}
     for line in lines:
         if line["kind"] == "step":
-            commit = Commit(line["t"], line["step"], line["members"], line["epoch"])
+            commit = Commit(line["t"], line["step"], line["members"], line["generation"])
             known = first.get(commit.step)
             if known is None or commit.t < known.t:
                 first[commit.step] = commit
@@ -61,7 +61,7 @@ def step_gaps(commits: Sequence[Commit]) -> dict[int, list[float]]:
     """Members -> seconds between neighbouring commits of one and the same membership."""
     gaps: dict[int, list[float]] = {}
     for before, after in itertools.pairwise(commits):
-        if before.epoch == after.epoch and before.members == after.members:
+        if before.generation == after.generation and before.members == after.members:
             gaps.setdefault(after.members, []).append(after.t - before.t)
     return gaps
 
@@ -74,7 +74,7 @@ def median_steps(commits: Sequence[Commit]) -> dict[int, float]:
 def kill_figures(commits: Sequence[Commit], killed_t: float, members: int, settled_steps: int = 3) -> KillFigures:
     """What the kill at `killed_t` (Unix seconds) of one of `members` workers cost.
 
-    The next commit is the first one of another epoch: a step that was through already when the worker died says
+    The next commit is the first one of another generation: a step that was through already when the worker died says
     nothing about the recovery. The stall of the join is the longest gap between commits, less the median step of as
     many members, from that commit until `settled_steps` steps after the membership is complete again. Where the very
     first commit has the full membership (a restart of everybody, or a replacement that was as quick as the
@@ -82,7 +82,7 @@ def kill_figures(commits: Sequence[Commit], killed_t: float, members: int, settl
     """
     earlier = [commit for commit in commits if commit.t <= killed_t]
     before = earlier[-1]
-    later = [commit for commit in commits if commit.t > killed_t and commit.epoch != before.epoch]
+    later = [commit for commit in commits if commit.t > killed_t and commit.generation != before.generation]
     if not later:
         return KillFigures(math.inf, math.nan)
     complete = next((i for i, commit in enumerate(later) if commit.members == members), None)

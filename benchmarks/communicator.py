@@ -13,9 +13,9 @@ communicators right, in one of four ways:
 - *partial*: the survivors of the lost rank's stage and those of its chain make a `ProcessGroupGloo` instead of the one
   that they shared with it; nobody else does anything. There is no group of all, of which the lost rank would have been
   a member as well: that would be most of a full rebuild.
-- *edit*: what `Membership._enter` and `HybridJob._connect` of elaunch do. `interrupt`, `retain`, `introduce` and
-  `connect` of the fabric, a `Group` of all survivors and an exchange of votes in it, which is a barrier; then the links
-  that the next plan lacks.
+- *edit*: what `Recovery._enter` and `HybridJob.transfer` of elaunch do. `interrupt`, `retain`, `introduce` and
+  `connect` of the transport, a `Group` of all survivors and an exchange of votes in it, which is a barrier; then the
+  links that the next plan lacks.
 - *edit, groups alone*: the same links edited and used by the ranks that take part in *partial*, without the group of
   all. It is the counterpart of *partial*; no job runs it.
 
@@ -67,8 +67,8 @@ import torch.distributed as dist
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Plan, Stage, stages
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.messages import peers
 
 HOST = "127.0.0.1"
@@ -107,12 +107,12 @@ class World:
     """A generation: who is in it, and who works with whom.
 
     Attributes:
-        epoch: its number.
+        generation: its number.
         names: of the worker in each place of the grid, the lost one included.
         lost: the place of the lost one.
     """
 
-    epoch: int
+    generation: int
     grid: Grid
     names: tuple[str, ...]
     lost: int | None = None
@@ -217,7 +217,7 @@ class FullRebuild:
         members = world.members
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"full/{world.epoch}", self._store),
+            store=dist.PrefixStore(f"full/{world.generation}", self._store),
             rank=members.index(self._me),
             world_size=len(members),
             timeout=timedelta(seconds=PATIENCE_S),
@@ -235,7 +235,7 @@ class FullRebuild:
         mark(FIRST_MESSAGES)
         old.clear()
         mark(OLD_GROUPS)
-        self._made = dict.fromkeys(self._groups, world.epoch)
+        self._made = dict.fromkeys(self._groups, world.generation)
 
     def connections(self) -> frozenset[Connected]:
         return gloo_connections(self._me, self._made)
@@ -277,11 +277,11 @@ class PartialRebuild:
         return gloo_connections(self._me, self._made)
 
     def _make(self, world: World, group: tuple[str, ...]) -> None:
-        store = dist.PrefixStore(f"partial/{world.epoch}/{group[0]}/{group[-1]}", self._store)
+        store = dist.PrefixStore(f"partial/{world.generation}/{group[0]}/{group[-1]}", self._store)
         made = dist.ProcessGroupGloo(store, group.index(self._me), len(group), timedelta(seconds=PATIENCE_S))
         # Its stub lacks the operations, which are those of ProcessGroup.
         self._groups[group] = cast(dist.ProcessGroup, made)
-        self._made[group] = world.epoch
+        self._made[group] = world.generation
 
 
 def first_messages(stage: dist.ProcessGroup | None, chain: dist.ProcessGroup | None) -> None:
@@ -297,7 +297,7 @@ def first_messages(stage: dist.ProcessGroup | None, chain: dist.ProcessGroup | N
 
 
 def gloo_connections(me: str, made: dict[tuple[str, ...], int]) -> frozenset[Connected]:
-    """Gloo connects each member of a group with each other one when the group is made, in the epoch given."""
+    """Gloo connects each member of a group with each other one when the group is made, in the generation given."""
     return frozenset((item, other) for item in made.items() for other in item[0] if other != me)
 
 
@@ -306,8 +306,8 @@ class Edit:
 
     def __init__(self, me: str, alone: bool) -> None:
         self._me, self._alone = me, alone
-        self._fabric = Fabric(me, "communicator", HOST)
-        self.address = self._fabric.address
+        self._transport = Transport(me, "communicator", HOST)
+        self.address = self._transport.address
         self._partners: frozenset[str] = frozenset()
 
     def expect(self, world: World) -> None:
@@ -320,30 +320,30 @@ class Edit:
     def assemble(self, world: World, addresses: dict[str, str]) -> None:
         self.expect(world)
         # Links that former losses have left behind would make the next one cheaper.
-        self._fabric.retain({*neighbours(world.members, self._me), *self._partners})
+        self._transport.retain({*neighbours(world.members, self._me), *self._partners})
         self._enter(world, addresses, lambda phase: None, alone=False)
 
     def recover(self, world: World, addresses: dict[str, str], mark: Callable[[str], None]) -> None:
         self._enter(world, addresses, mark, alone=self._alone)
 
     def connections(self) -> frozenset[Connected]:
-        return frozenset(("link", peer) for peer in self._fabric.peers)
+        return frozenset(("link", peer) for peer in self._transport.peers)
 
     def _enter(self, world: World, addresses: dict[str, str], mark: Callable[[str], None], *, alone: bool) -> None:
-        fabric, epoch, members = self._fabric, world.epoch, world.members
-        fabric.interrupt(epoch)
-        fabric.retain(members)
-        fabric.introduce({one: addresses[one] for one in members})
+        transport, generation, members = self._transport, world.generation, world.members
+        transport.interrupt(generation)
+        transport.retain(members)
+        transport.introduce({one: addresses[one] for one in members})
         if alone:
             self._connect(world, addresses, self._partners)
             mark("links of the plan")
             sends = [(peer, 0, memoryview(b"")) for peer in self._partners]
-            fabric.exchange(epoch, 0, sends, [(peer, 0, bytearray()) for peer in self._partners])
+            transport.exchange(generation, 0, sends, [(peer, 0, bytearray()) for peer in self._partners])
             mark(FIRST_MESSAGES)
             return
         self._connect(world, addresses, neighbours(members, self._me))
         mark("links of the group of all")
-        group = Group(fabric, epoch, members)
+        group = Group(transport, generation, members)
         group.all_gather_bytes(json.dumps(VOTE).encode())
         mark("votes")
         self._connect(world, addresses, self._partners)
@@ -354,7 +354,7 @@ class Edit:
 
     def _connect(self, world: World, addresses: dict[str, str], others: Sequence[str] | frozenset[str]) -> None:
         wanted = {one: addresses[one] for one in world.members if one in others or one == self._me}
-        self._fabric.connect(wanted, epoch=world.epoch, timeout_s=PATIENCE_S)
+        self._transport.connect(wanted, generation=world.generation, timeout_s=PATIENCE_S)
 
 
 # ---- processes
@@ -434,7 +434,7 @@ class Crew:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self._epoch = 0
+        self._generation = 0
         self._started = 0
         self._names = [""] * grid.ranks
         self._processes: list[ForkProcess | None] = [None] * grid.ranks
@@ -466,7 +466,7 @@ class Crew:
         for place, found in self._answers(new).items():
             for way, address in found.items():
                 self._addresses.setdefault(way, {})[self._names[place]] = address
-        self._tell(World(self._next_epoch(), self.grid, tuple(self._names)))
+        self._tell(World(self._next_generation(), self.grid, tuple(self._names)))
 
     def lose(self, place: int) -> World:
         """Kill one; returns when the kernel has taken it apart and the others know what to do next."""
@@ -476,16 +476,16 @@ class Crew:
         process.join()
         self._processes[place] = None
         self._pipes.pop(place).close()
-        world = World(self._next_epoch(), self.grid, tuple(self._names), place)
+        world = World(self._next_generation(), self.grid, tuple(self._names), place)
         self._tell(world)
         return world
 
     def recover(self, world: World, way: str) -> list[Recovery]:
         return list(self._tell(world, way, time.monotonic() + LEAD_S).values())
 
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
+    def _next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
 
     def _start(self, place: int) -> None:
         near, far = FORK.Pipe()

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 
 PATIENCE_S = 120.0
 FORK = multiprocessing.get_context("fork")
@@ -38,12 +38,12 @@ class Rank:
     def __init__(self, workers: Sequence[str], place: int, store: dist.Store) -> None:
         torch.set_num_threads(1)
         self.worker, self.place = workers[place], place
-        self.fabric = Fabric(self.worker, "")
-        store.set(self.worker, self.fabric.address)
+        self.transport = Transport(self.worker, "")
+        store.set(self.worker, self.transport.address)
         members = {worker: store.get(worker).decode() for worker in workers}
-        self.fabric.introduce(members)
-        self.fabric.connect(members, epoch=1, timeout_s=PATIENCE_S)
-        self.group = Group(self.fabric, 1, workers)
+        self.transport.introduce(members)
+        self.transport.connect(members, generation=1, timeout_s=PATIENCE_S)
+        self.group = Group(self.transport, 1, workers)
 
 
 class Crew:

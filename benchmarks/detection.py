@@ -171,9 +171,9 @@ class Node(Job):
         """Until so many steps in a row were done by so many members, one of old not among them."""
 
         def there() -> bool:
-            epochs = [line["epoch"] for line in self.of("step")[-steps:]]
+            generations = [line["generation"] for line in self.of("step")[-steps:]]
             newest = self.of("generation")[-1:]
-            return len(self.members()) == n_members and epochs == [line["epoch"] for line in newest] * steps
+            return len(self.members()) == n_members and generations == [line["generation"] for line in newest] * steps
 
         self.wait(lambda: without not in self.members() and there(), f"{steps} steps of {n_members} workers", LIMIT_S)
 

@@ -68,7 +68,7 @@ class Orders:
         self.slow = float(factor)
 
     def _throttle(self, rate: str) -> None:
-        for link in self._job._member._fabric._links.values():
+        for link in self._job._member._transport._links.values():
             link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate) or UNLIMITED)
 
 

@@ -19,8 +19,8 @@ import torch
 from benchmarks.report import Report, add_arguments
 from elaunch.plan import Plan, symmetric
 from elaunch.plan.schedule import in_flight_limits
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.meter import ActivationMeter
 
@@ -33,22 +33,22 @@ BATCH, MICRO_BATCH, STEPS = 64, 4, 3
 def measure(plan: Plan, args: argparse.Namespace, **settings: Any) -> list[dict[str, int]]:
     """For each worker of the plan, the bytes of each kind."""
     dataset = example.Sources(200_000, args.context)
-    fabrics = [Fabric(worker, "memory") for worker in plan.workers]
-    addresses = {fabric.worker: fabric.address for fabric in fabrics}
-    found: list[dict[str, int]] = [{} for _ in fabrics]
+    transports = [Transport(worker, "memory") for worker in plan.workers]
+    addresses = {transport.worker: transport.address for transport in transports}
+    found: list[dict[str, int]] = [{} for _ in transports]
     errors: list[BaseException] = []
 
     def work(place: int) -> None:
-        fabric = fabrics[place]
+        transport = transports[place]
         try:
-            fabric.connect(addresses, epoch=1, timeout_s=60)
+            transport.connect(addresses, generation=1, timeout_s=60)
             engine = Engine(
                 example.gpt(args),
                 example.loss_fn,
                 partial(example.adamw, lr=1e-3),
                 plan,
                 dataset=dataset,
-                group=Group(fabric, 1, plan.workers),
+                group=Group(transport, 1, plan.workers),
                 **settings,
             )
             parameters = [p for layer in engine.layers.values() for p in layer.module.parameters()]
@@ -58,16 +58,16 @@ def measure(plan: Plan, args: argparse.Namespace, **settings: Any) -> list[dict[
             found[place] = {**engine.memory_bytes(), "activations": meter.peak_bytes}
         except BaseException as error:
             errors.append(error)
-            fabric.interrupt(1 << 60)
+            transport.interrupt(1 << 60)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(fabrics))]
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(transports))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for fabric in fabrics:
-        fabric.interrupt(1 << 60)
-        fabric.close()
+    for transport in transports:
+        transport.interrupt(1 << 60)
+        transport.close()
     if errors:
         raise errors[0]
     return found

@@ -205,13 +205,13 @@ class Job:
             self.tend()
             time.sleep(0.01)
 
-    def wait_complete(self, after_epoch: int, steps: int, limit_s: float) -> None:
-        """Wait until all workers have committed `steps` steps together in an epoch later than `after_epoch`."""
+    def wait_complete(self, after_generation: int, steps: int, limit_s: float) -> None:
+        """Wait until all workers have committed `steps` steps together, in a generation above `after_generation`."""
 
         def complete() -> bool:
             last = self.commits()[-steps:]
             return len(last) == steps and all(
-                commit.members == self.training.workers and commit.epoch > after_epoch for commit in last
+                commit.members == self.training.workers and commit.generation > after_generation for commit in last
             )
 
         self.wait(complete, f"{steps} steps of {self.training.workers} workers", limit_s)

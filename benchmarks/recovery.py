@@ -191,11 +191,11 @@ class Bench:
                     time.sleep(self.random.uniform(0.0, step_s))
                     rank, pid = self.random.choice(sorted(job.workers().items()))
                     job.read()
-                    epoch = job.commits()[-1].epoch
+                    generation = job.commits()[-1].generation
                     killed_t = time.time()
                     os.kill(pid, signal.SIGKILL)
                     moments.append(killed_t)
-                    job.wait_complete(epoch, 6, 90.0)
+                    job.wait_complete(generation, 6, 90.0)
                     took_s = kill_figures(job.commits(), killed_t, WORKERS).next_commit_s
                     say(f"  {number + 1}/{count}: local rank {rank}, next commit after {took_s * 1e3:.0f} ms")
                 commits = job.commits()

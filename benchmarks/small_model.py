@@ -76,9 +76,9 @@ class CommitLog:
         # One write to an O_APPEND descriptor per line: lines of different processes do not mix.
         self._descriptor = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def commit(self, step: int, members: int, epoch: int) -> None:
-        """Note that `step` is committed now by `members` workers; `epoch` numbers the membership that did it."""
-        self._write({"t": time.time(), "kind": "step", "step": step, "members": members, "epoch": epoch})
+    def commit(self, step: int, members: int, generation: int) -> None:
+        """Note that `step` is committed now by `members` workers; `generation` numbers the membership that did it."""
+        self._write({"t": time.time(), "kind": "step", "step": step, "members": members, "generation": generation})
 
     def started(self, local_rank: int) -> None:
         """Note that this process works at place `local_rank`."""

@@ -124,9 +124,9 @@ class StepInterrupted(ElaunchError):
 class GenerationChanged(StepInterrupted):
     """A newer generation was announced while an operation of an older one was under way."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"interrupted by generation {epoch}")
-        self.epoch = epoch
+    def __init__(self, generation: int) -> None:
+        super().__init__(f"interrupted by generation {generation}")
+        self.generation = generation
 
 
 class LinkLost(StepInterrupted):

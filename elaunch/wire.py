@@ -1,7 +1,7 @@
 """Messages between an agent and its workers: typed, versioned, one JSON object a line.
 
-    worker -> agent   Attach, Ready, Settled, Progress, Saved, Profiled, Report, Unreachable, Finished,
-                      Excused, Leaving
+    worker -> agent   Attach, Ready, Joined, Progress, Saved, Profiled, Report, Unreachable, Finished,
+                      Evict, Leaving
     agent -> worker   Welcome, Announce
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
@@ -59,17 +59,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Joined:
     """The worker is a member of this generation and holds the state of the job."""
 
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The worker has seen a step commit in this generation; it says so once in each."""
 
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Unreachable:
         silent: its machine does not answer at all.
     """
 
-    epoch: int
+    generation: int
     peer: str
     gone: bool
     silent: bool = False
@@ -115,7 +115,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Excused:
+class Evict:
     """The members want this worker to leave; `again`: another process is to take its slot, else nobody."""
 
     again: bool
@@ -140,14 +140,14 @@ Message = (
     Attach
     | Welcome
     | Ready
-    | Settled
+    | Joined
     | Progress
     | Saved
     | Profiled
     | Report
     | Unreachable
     | Finished
-    | Excused
+    | Evict
     | Leaving
     | Announce
 )

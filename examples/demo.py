@@ -203,12 +203,12 @@ def change(log: Log, since_t: float, holds: Callable[[list[str]], bool]) -> Even
 
 def transition(log: Log, generation: Event) -> Event:
     """How the workers came to a generation, or to a newer one that followed at once."""
-    return next(event for event in log.of("transition") if event["epoch"] >= generation["epoch"])
+    return next(event for event in log.of("transition") if event["generation"] >= generation["generation"])
 
 
 def first_step(steps: dict[int, Event], generation: Event) -> Event:
     """The first step that committed in a generation or a newer one; empty if none did."""
-    return next((steps[step] for step in sorted(steps) if steps[step]["epoch"] >= generation["epoch"]), {})
+    return next((steps[step] for step in sorted(steps) if steps[step]["generation"] >= generation["generation"]), {})
 
 
 def phases(event: Event) -> Iterator[str]:
@@ -220,14 +220,16 @@ def phases(event: Event) -> Iterator[str]:
 def milliseconds(steps: dict[int, Event], members: int) -> float:
     """Median duration of a step with so many members, without those that followed a change."""
     kept = [
-        e["seconds"] for n, e in steps.items() if e["members"] == members and n and e["epoch"] == epoch(steps, n - 1)
+        e["seconds"]
+        for n, e in steps.items()
+        if e["members"] == members and n and e["generation"] == generation(steps, n - 1)
     ]
     return 1e3 * statistics.median(kept) if kept else float("nan")
 
 
-def epoch(steps: dict[int, Event], step: int) -> int:
+def generation(steps: dict[int, Event], step: int) -> int:
     """The generation in which a step committed; 0 if the log lacks it."""
-    return int(steps[step]["epoch"]) if step in steps else 0
+    return int(steps[step]["generation"]) if step in steps else 0
 
 
 def usual(steps: dict[int, Event], members: int) -> str:

@@ -17,7 +17,7 @@ from elaunch.rendezvous.view import (
     View,
     absence_in_doubt,
     first_failure,
-    next_epoch,
+    next_generation,
     ready_workers,
 )
 
@@ -83,7 +83,7 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
         Worker(id=f"{doc.node}/{slot}", node=doc.node, slot=slot) for doc in chosen for slot in range(doc.slots)
     )
     start = Generation(
-        epoch=next_epoch(view),
+        number=next_generation(view),
         stage=Stage.START,
         workers=workers,
         attempt=attempt,
@@ -147,7 +147,7 @@ def _first_step(
         if worker.state is WorkerState.STARTING and doc.node in generation.nodes
     ]
     # Nodes that have not reacted to the start yet.
-    starting += [doc.node for doc in present if doc.node in generation.nodes and doc.epoch < generation.epoch]
+    starting += [doc.node for doc in present if doc.node in generation.nodes and doc.generation < generation.number]
     if len(able) < settings.min_nodes and not starting:
         return _too_few_ready(view, generation, present, len(able), now_s, settings)
     if starting:
@@ -155,8 +155,10 @@ def _first_step(
         if len(able) < settings.min_nodes or now_s < end_s:
             return Decision(f"still starting: {', '.join(starting)}", wake_s=end_s if now_s < end_s else None)
     workers = tuple(worker for doc in able for worker in ready_workers(doc, generation.attempt))
-    epoch = next_epoch(view)
-    first = replace(generation, epoch=epoch, stage=Stage.TRAIN, workers=workers, cause="start", urgent=epoch)
+    number = next_generation(view)
+    first = replace(
+        generation, number=number, stage=Stage.TRAIN, workers=workers, cause="start", aborts_step_before=number
+    )
     return Decision("all workers are ready", generation=first)
 
 

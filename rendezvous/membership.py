@@ -34,7 +34,7 @@ from urllib.parse import quote
 
 from elaunch.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 NAMES_SHOWN = 8  # in a message
 MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
 MOST = 2**53  # of a number
@@ -44,10 +44,11 @@ LIMITS = {
     "port": (0, 65535),
     "master_port": (0, 65535),
     "attempt": (0, 2**48),
-    "epoch": (0, 2**48),
-    "reset_epoch": (0, 2**48),
+    "generation": (0, 2**48),
+    "number": (0, 2**48),
+    "reset_generation": (0, 2**48),
     "settled": (0, 2**48),
-    "urgent": (0, 2**48),
+    "aborts_step_before": (0, 2**48),
 }
 """Fields whose numbers have narrower bounds, in whichever document."""
 
@@ -162,13 +163,13 @@ class Cut:
 class Stalled:
     """A member that waits for peers, like all members of its node, for longer than it may.
 
-    `doing` says what it is about in `step`. It waits in `operation` of `epoch` for `peers` and `others` more.
+    `doing` says what it is about in `step`. It waits in `operation` of `generation` for `peers` and `others` more.
     """
 
     worker: str
     step: int
     doing: str
-    epoch: int
+    generation: int
     operation: int
     peers: tuple[str, ...] = ()
     others: int = 0
@@ -209,8 +210,8 @@ class NodeDoc:
     agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
     nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
     that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of. `settled` is the newest epoch that all its members have entered; only a node some of
-    whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
+    checkpoint that it knows of. `settled` is the newest generation that all its members have entered; only a node some
+    of whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
     nodes which it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for
     longer than they may. `broken` are links to live peers that failed its members in the present generation.
     `committed` is the newest generation in which a step has committed; only the first member's node tells it, and only
@@ -229,10 +230,10 @@ class NodeDoc:
     cause: str = ""
     cause_t: float = 0.0
     gone: tuple[str, ...] = ()
-    reset_epoch: int = 0
+    reset_generation: int = 0
     port: int = 0
     door: str = ""
-    epoch: int = 0
+    generation: int = 0
     took_part: bool = False
     takes_plans: bool = False
     plan_request: str = ""
@@ -252,8 +253,8 @@ class NodeDoc:
 class Generation:
     """An agreed, numbered, ordered list of workers. A rank is a position in it.
 
-    `urgent` is the newest epoch, up to this one, at which a member was lost or a link had to be made anew:
-    a worker whose own generation is older interrupts its step; otherwise it changes over between two steps.
+    `aborts_step_before` is the newest generation, up to this one, at which a member was lost or a link had to be made
+    anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two steps.
     `begun` says that some worker has held state before: without a holder of state, the job cannot go on.
     `roles` are those of its nodes, by name, where they are not all the same.
     `hold` tells the members to keep their state and wait: the job has fewer nodes than its minimum.
@@ -264,14 +265,14 @@ class Generation:
     committed.
     """
 
-    epoch: int
+    number: int
     stage: Stage
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
     restarts: int = 0
     cause: str = ""
     cause_t: float = 0.0
-    urgent: int = 0
+    aborts_step_before: int = 0
     begun: bool = False
     hold: bool = False
     leaving: tuple[str, ...] = ()
@@ -301,14 +302,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Somebody asks the members of one generation, `epoch`, to go on by another plan.
+    """Somebody asks the members of one generation, `generation`, to go on by another plan.
 
     `plan` is its text, in which the workers are these members; so it counts for no other generation. `t` is the Unix
     time at which it was asked for.
     """
 
     id: str
-    epoch: int
+    generation: int
     plan: str
     t: float
 

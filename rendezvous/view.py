@@ -81,11 +81,11 @@ class Decision:
     pending: bool = False
 
 
-def next_epoch(view: View) -> int:
-    """Returns the epoch after all known ones. Nodes remember the newest they saw, in case the store loses its data."""
-    known = [doc.epoch for doc in view.nodes]
+def next_generation(view: View) -> int:
+    """Returns the number after all known ones. Nodes remember the newest they saw, in case the store loses its data."""
+    known = [doc.generation for doc in view.nodes]
     if view.generation is not None:
-        known.append(view.generation.epoch)
+        known.append(view.generation.number)
     return max(known, default=0) + 1
 
 

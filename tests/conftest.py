@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -29,6 +30,10 @@ os.environ.setdefault("ELAUNCH_PRELOAD", "torch,elaunch.workers.data_parallel.jo
 # A shell ignores SIGINT for what runs in its background, and tests would hand that on to what they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Examples have no time limit: beside other tests any of them may wait for a processor.
+hypothesis.settings.register_profile("elaunch", deadline=None)
+hypothesis.settings.load_profile("elaunch")
 
 # Time for what is ending to be gone: workers whose agent was killed learn of it from the kernel.
 GRACE_S = 5.0

@@ -51,7 +51,7 @@ class Client(Protocol):
 
     def listen(self, heard: Callable[[Generation], None]) -> None: ...
     def newest(self) -> Generation | None: ...
-    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None: ...
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None: ...
     def ready(self, address: str, takes_plans: bool = False) -> None: ...
     def send(self, message: Message) -> None: ...
     def close(self) -> None: ...
@@ -111,15 +111,15 @@ class AgentClient:
         """The newest training generation that the agent has announced."""
         return self._newest
 
-    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
-        """Wait for a training generation above `epoch`; None when none came in time.
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        """Wait for a training generation above `generation`; None when none came in time.
 
         Raises:
             JobFailed: the agent has gone.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._epoch() > epoch, timeout_s)
-            if self._epoch() > epoch:
+            self._changed.wait_for(lambda: self._ended or self._generation() > generation, timeout_s)
+            if self._generation() > generation:
                 return self._newest
             if self._ended:
                 raise JobFailed("the agent of this worker has gone")
@@ -144,8 +144,8 @@ class AgentClient:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def _epoch(self) -> int:
-        return self._newest.epoch if self._newest is not None else 0
+    def _generation(self) -> int:
+        return self._newest.number if self._newest is not None else 0
 
     def _run(self) -> None:
         try:
@@ -202,7 +202,7 @@ class AgentClient:
             if not isinstance(message, Announce):
                 continue
             generation = from_json(Generation, message.generation.encode())
-            if generation.stage is Stage.TRAIN and generation.epoch > self._epoch():
+            if generation.stage is Stage.TRAIN and generation.number > self._generation():
                 with self._changed:
                     self._newest = generation
                     self._changed.notify_all()
@@ -242,10 +242,10 @@ class StaticClient:
     def newest(self) -> Generation | None:
         return self._generation
 
-    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
-        if self._generation is not None and self._generation.epoch > epoch:
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        if self._generation is not None and self._generation.number > generation:
             return self._generation
-        if epoch > 0:
+        if generation > 0:
             raise JobFailed("a worker was lost, and without elaunch there is nobody to go on with")
         return None
 
@@ -256,7 +256,7 @@ class StaticClient:
             self._store.set(f"address/{self.rank}", address)
             addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
         workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
-        self._generation = Generation(1, Stage.TRAIN, workers, cause="start", urgent=1)
+        self._generation = Generation(1, Stage.TRAIN, workers, cause="start", aborts_step_before=1)
 
     def send(self, message: Message) -> None:
         pass

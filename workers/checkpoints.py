@@ -70,7 +70,7 @@ class _Attempt:
     """A checkpoint on its way to the disk."""
 
     step: int
-    epoch: int
+    generation: int
     members: tuple[str, ...]
     rank: int
     folder: Path
@@ -132,14 +132,14 @@ class Checkpoints:
         Raises:
             StepInterrupted: a link broke, or the membership changes.
         """
-        if self._settings is None or not step or self._done == (group.epoch, step):
+        if self._settings is None or not step or self._done == (group.generation, step):
             return
         if step % self.every and not due:
             return
         heartbeat.enter(Phase.SAVING)
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
-        name = f"{group.epoch}-{secrets.token_hex(4)}"
+        name = f"{group.generation}-{secrets.token_hex(4)}"
         before_it = self.newest()
         begins = group.rank == 0 and not busy and (before_it is None or before_it < step)
         # Only here and now: a folder that one member has removed must not be made again by another.
@@ -159,7 +159,7 @@ class Checkpoints:
             if begins:
                 discard(part_of(self._settings.folder, step, name))
             raise
-        self._done = (group.epoch, step)
+        self._done = (group.generation, step)
         first = said[0]
         self._know(first["newest"])
         if self._attempt is not None and any(
@@ -185,7 +185,7 @@ class Checkpoints:
             return
         start_s = time.monotonic()
         part = state().copied()
-        attempt = self._attempt = _Attempt(step, group.epoch, tuple(group.members), group.rank, folder, start_s)
+        attempt = self._attempt = _Attempt(step, group.generation, tuple(group.members), group.rank, folder, start_s)
         # Whatever ends the thread ends the attempt, and training goes on.
         attempt.thread = threads.prepare("elaunch-checkpoint", lambda: self._write(attempt, part), lambda error: None)
         attempt.thread.start()
@@ -293,7 +293,7 @@ class Checkpoints:
         path = checkpoint.complete(attempt.folder, attempt.step, [said[rank] for rank in range(len(attempt.members))])
         seconds = time.monotonic() - attempt.start_s
         fields = {
-            "epoch": attempt.epoch,
+            "generation": attempt.generation,
             "step": attempt.step,
             "bytes": sum(note["bytes"] for note in said.values()),
             "seconds": round(seconds, 6),
@@ -436,7 +436,7 @@ class Checkpoints:
             f"the checkpoint {path} is damaged, and passed over: {problem}. It is {where}; the job goes back to "
             f"{self._path(older).name}"
         )
-        fields = {"epoch": group.epoch, "step": step, "path": str(kept), "problem": problem, "older": older}
+        fields = {"generation": group.generation, "step": step, "path": str(kept), "problem": problem, "older": older}
         self._client.send(Report("checkpoint_damaged", fields))
 
     def resumed(self, group: Group, found: Restored[Any], had: int) -> None:
@@ -447,7 +447,7 @@ class Checkpoints:
             return
         again = max(0, had - saved.step)
         fields: dict[str, Any] = {
-            "epoch": group.epoch,
+            "generation": group.generation,
             "step": saved.step,
             "again": again,
             "bytes": found.read_bytes,

@@ -12,7 +12,7 @@ stores into memory that the agent sees (`elaunch.detect.heartbeat`).
 A thread beats besides. It can only do so when it gets the interpreter's lock, so a call that keeps the lock stops it.
 It also looks at the training thread: whether the process uses processor time, and whether that goes into one and the
 same loop. A thread gives up the lock by itself in a call; where it has it taken away is at the end of a loop, where
-the interpreter looks for such wishes. So who is found at the end of the same loop every time, and the loop has no
+the interpreter looks for such requests. So who is found at the end of the same loop every time, and the loop has no
 call in it, goes round there and does nothing else.
 """
 
@@ -104,7 +104,7 @@ class Heartbeat:
         """A step has committed; `step` is the next one."""
         self.enter(Phase.BETWEEN, step, self._numbers[form.AT_STEPS_HERE] + 1)
 
-    def begin_wait(self, peers: Collection[str], epoch: int, operation: int) -> None:
+    def begin_wait(self, peers: Collection[str], generation: int, operation: int) -> None:
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:
@@ -119,7 +119,7 @@ class Heartbeat:
             if self._n_waiting == 1:
                 numbers[form.AT_SINCE] = now
             numbers[form.AT_WAITS] = 1
-            numbers[form.AT_EPOCH], numbers[form.AT_OPERATION] = epoch, operation
+            numbers[form.AT_GENERATION], numbers[form.AT_OPERATION] = generation, operation
             numbers[form.AT_OTHERS], numbers[form.AT_LENGTH] = len(peers) - len(shown), len(text)
             self._map[TEXT_AT : TEXT_AT + len(text)] = text
             numbers[form.AT_SEQUENCE] += 1
@@ -226,16 +226,16 @@ _of_thread = threading.local()
 class _Waiting:
     """A wait of a thread that trains for some peers; of the runtime's own threads, nothing."""
 
-    __slots__ = ("_epoch", "_heartbeat", "_operation", "_peers")
+    __slots__ = ("_generation", "_heartbeat", "_operation", "_peers")
 
-    def __init__(self, peers: Collection[str], epoch: int, operation: int) -> None:
-        self._peers, self._epoch, self._operation = peers, epoch, operation
+    def __init__(self, peers: Collection[str], generation: int, operation: int) -> None:
+        self._peers, self._generation, self._operation = peers, generation, operation
         self._heartbeat: Heartbeat | None = None
 
     def __enter__(self) -> None:
         heartbeat = _current
         if heartbeat is not None and not getattr(_of_thread, "in_background", False):
-            heartbeat.begin_wait(self._peers, self._epoch, self._operation)
+            heartbeat.begin_wait(self._peers, self._generation, self._operation)
             self._heartbeat = heartbeat
 
     def __exit__(
@@ -257,9 +257,9 @@ def in_background() -> None:
     _of_thread.in_background = True
 
 
-def waiting(peers: Collection[str] = (), epoch: int = 0, operation: int = 0) -> _Waiting:
+def waiting(peers: Collection[str] = (), generation: int = 0, operation: int = 0) -> _Waiting:
     """A context in which the calling thread waits for peers; none named: for any of the members."""
-    return _Waiting(peers, epoch, operation)
+    return _Waiting(peers, generation, operation)
 
 
 def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:

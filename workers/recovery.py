@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Progress, Report, Settled, Unreachable
+from elaunch.wire import Joined, Progress, Report, Unreachable
 from elaunch.workers import heartbeat
 from elaunch.workers.agent_client import Client
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, neighbours
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 
 CONNECT_TIMEOUT_S = 10.0
@@ -68,7 +68,7 @@ class Left(ElaunchError):
     """This worker is no member any more: its node drains, or its peers gave it up."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(f"generation {generation.epoch} goes on without this worker")
+        super().__init__(f"generation {generation.number} goes on without this worker")
         self.generation = generation
 
 
@@ -100,9 +100,9 @@ class Recovery:
     `interrupted` may be read at any time; all else belongs to the training thread.
     """
 
-    def __init__(self, client: Client, fabric: Fabric, hooks: Hooks) -> None:
+    def __init__(self, client: Client, transport: Transport, hooks: Hooks) -> None:
         self._client = client
-        self._fabric = fabric
+        self._transport = transport
         self._hooks = hooks
         self._lock = threading.Lock()
         self._active: Generation | None = None
@@ -130,12 +130,12 @@ class Recovery:
     def interrupted(self) -> bool:
         """Whether the step in flight cannot commit in its generation any more."""
         newest = self._client.newest()
-        return newest is not None and self._active is not None and newest.urgent > self._active.epoch
+        return newest is not None and self._active is not None and newest.aborts_step_before > self._active.number
 
     def all_know(self, newest: Iterable[int]) -> bool:
-        """Whether a planned change is due: all members, each with its newest epoch, have heard of the same one."""
-        epochs = set(newest)
-        know = len(epochs) == 1 and epochs.pop() > self.generation.epoch
+        """Whether a planned change is due: all members, each with its newest generation, have heard of the same one."""
+        generations = set(newest)
+        know = len(generations) == 1 and generations.pop() > self.generation.number
         self._due = self._noted if know else None
         return know
 
@@ -144,31 +144,31 @@ class Recovery:
         """Whether the planned change, of which all know, is the end of the job here: every member leaves."""
         return self._noted is not None and set(self._noted.ids).isdisjoint(self.generation.ids)
 
-    def newest_epoch(self) -> int:
+    def newest_generation(self) -> int:
         """What to tell the others with the commit barrier, for `all_know`."""
         self._noted = self._client.newest()
-        return self._noted.epoch if self._noted is not None else 0
+        return self._noted.number if self._noted is not None else 0
 
     def _heard(self, generation: Generation) -> None:
         """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
         with self._lock:
-            self._heard_t[generation.epoch] = time.time()
+            self._heard_t[generation.number] = time.time()
             if generation.ids:
                 self._last_with_members = generation
             past = self._overtaken(generation, self._active) if self._active is not None else 0
         if past:
-            self._fabric.interrupt(past)
+            self._transport.interrupt(past)
         if self._client.worker in generation.ids:
-            self._fabric.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
+            self._transport.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
 
     def _overtaken(self, newer: Generation, active: Generation) -> int:
-        """The epoch below which a newer generation ends what is under way at once; 0: it waits for the next boundary.
+        """Returns the generation below which a newer one ends what is under way at once; 0: it waits for a boundary.
 
         Also on the way into a generation the planned end of the job waits: at the boundary the state is saved.
         """
         if self._entering and not self._firm and newer.ids:
-            return newer.epoch
-        return newer.urgent if newer.urgent > active.epoch else 0
+            return newer.number
+        return newer.aborts_step_before if newer.aborts_step_before > active.number else 0
 
     def _peers(self, generation: Generation) -> dict[str, str]:
         """Addresses of those with whom the collectives go, itself included, in the generation's order."""
@@ -222,9 +222,9 @@ class Recovery:
         """
         noted, ids = self._noted, self.generation.ids
         leaving = () if noted is None else tuple(one for one in noted.leaving if one in ids and one not in noted.ids)
-        if not leaving or len(leaving) == len(ids) or self._parted == (self.generation.epoch, leaving):
+        if not leaving or len(leaving) == len(ids) or self._parted == (self.generation.number, leaving):
             return False
-        self._parted, self._leaving, self._due = (self.generation.epoch, leaving), leaving, None
+        self._parted, self._leaving, self._due = (self.generation.number, leaving), leaving, None
         self.reconsider(f"{names_text(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}")
         return True
 
@@ -246,21 +246,21 @@ class Recovery:
         with self._lock:
             self._active, self._entering, self._firm, self._verdict = generation, True, firm, None
         self._leaving = ()
-        self._fabric.interrupt(generation.epoch)
+        self._transport.interrupt(generation.number)
         self._hooks.pause()
         if self._clock is None:
-            begin_t = generation.cause_t or self._heard_t.get(generation.epoch, started_t)
-            self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.epoch, started_t))
+            begin_t = generation.cause_t or self._heard_t.get(generation.number, started_t)
+            self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.number, started_t))
         newest = self._client.newest()
-        if newest is not None and newest.epoch > generation.epoch and self._overtaken(newest, generation):
-            raise GenerationChanged(newest.epoch)
+        if newest is not None and newest.number > generation.number and self._overtaken(newest, generation):
+            raise GenerationChanged(newest.number)
         if worker not in generation.ids:
             raise Left(generation)
-        self._fabric.retain(generation.ids)
-        self._fabric.introduce({worker.id: worker.address for worker in generation.workers})
-        self._fabric.connect(self._peers(generation), epoch=generation.epoch, timeout_s=CONNECT_TIMEOUT_S)
+        self._transport.retain(generation.ids)
+        self._transport.introduce({worker.id: worker.address for worker in generation.workers})
+        self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
         self._clock.phases["connect_s"] = time.time() - started_t
-        self._group = Group(self._fabric, generation.epoch, generation.ids)
+        self._group = Group(self._transport, generation.number, generation.ids)
         self._poll(generation, self._group, self._clock, started_t - self._clock.heard_t)
 
     def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
@@ -292,9 +292,9 @@ class Recovery:
             self._verdict = None
         self._leaving = ()
         heartbeat.enter(Phase.BETWEEN, verdict.step, steps_here=0)
-        self._client.send(Settled(generation.epoch))
+        self._client.send(Joined(generation.number))
         if group.rank == 0 and decision:
-            self._client.send(Report("decision", {"epoch": generation.epoch, **decision}))
+            self._client.send(Report("decision", {"generation": generation.number, **decision}))
 
     def committed(self) -> float | None:
         """Tell that a step has committed: the transition before it, if any, is over.
@@ -304,8 +304,8 @@ class Recovery:
         """
         if self._entering:
             return None  # it committed by the agreement, and the transition goes on
-        if self._progressed != self.generation.epoch:
-            self._progressed = self.generation.epoch
+        if self._progressed != self.generation.number:
+            self._progressed = self.generation.number
             self._client.send(Progress(self._progressed))
         clock, self._clock = self._clock, None
         if clock is None or self._group is None:
@@ -322,7 +322,7 @@ class Recovery:
             Report(
                 "transition",
                 {
-                    "epoch": self.generation.epoch,
+                    "generation": self.generation.number,
                     "cause": clock.cause,
                     "bytes_moved": clock.bytes_moved,
                     "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
@@ -337,9 +337,9 @@ class Recovery:
     def _next_generation(self, error: StepInterrupted | None) -> Generation:
         """The newest generation that may be entered; waits for one, and finds out about a lost peer meanwhile."""
         active = self._active
-        past = active.epoch if active is not None else 0
+        past = active.number if active is not None else 0
         if isinstance(error, GenerationChanged):
-            past = max(past, error.epoch - 1)
+            past = max(past, error.generation - 1)
         reported = not isinstance(error, LinkLost)
         timeout_s = PROBE_DELAY_S
         while True:
@@ -352,7 +352,7 @@ class Recovery:
                 enters = not newest.hold if member else active is not None
                 if enters and self._leads_out(newest, active, error):
                     return newest
-                past = newest.epoch
+                past = newest.number
             if not reported:
                 assert isinstance(error, LinkLost)
                 reported = self._report(error, active)
@@ -366,16 +366,16 @@ class Recovery:
         Whom it lets go has given nothing away yet. Where it lets all go, at the next boundary the state is saved.
         """
         sooner = self._due if newest.ids or self._due is not None else self._last_with_members
-        if active is None or sooner is None or not active.epoch < sooner.epoch < newest.epoch:
+        if active is None or sooner is None or not active.number < sooner.number < newest.number:
             return None
-        if sooner.hold or newest.urgent > sooner.epoch or self._client.worker not in sooner.ids:
+        if sooner.hold or newest.aborts_step_before > sooner.number or self._client.worker not in sooner.ids:
             return None
         # A joiner may be on its way to the newest one already.
         comes = not newest.ids or self._all_are_here(sooner)
         return sooner if comes and self._leads_out(sooner, active, error) else None
 
     def _is_due(self, generation: Generation) -> bool:
-        return self._due is not None and generation.epoch == self._due.epoch
+        return self._due is not None and generation.number == self._due.number
 
     def _all_are_here(self, generation: Generation) -> bool:
         """Whether nobody joins by it."""
@@ -384,7 +384,7 @@ class Recovery:
     def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
         """A planned change is no way out of a step that broke: other members may still wait in that step."""
         broke = isinstance(error, LinkLost) and (self._firm or not self._entering)
-        return active is None or not broke or newest.urgent > active.epoch
+        return active is None or not broke or newest.aborts_step_before > active.number
 
     def _report(self, error: LinkLost, active: Generation | None) -> bool:
         """Find out which lost peers are dead, and ask for a generation without them, or with new links to them.
@@ -396,10 +396,10 @@ class Recovery:
         assert active is not None
         addresses = {worker.id: worker.address for worker in active.workers}
         told = False
-        for peer in dict.fromkeys((error.peer, *self._fabric.hung_up(active.ids))):
-            answer = self._fabric.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
+        for peer in dict.fromkeys((error.peer, *self._transport.hung_up(active.ids))):
+            answer = self._transport.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
             if answer != "busy":
-                found = Unreachable(active.epoch, peer, gone=answer == "refused", silent=answer == "silent")
+                found = Unreachable(active.number, peer, gone=answer == "refused", silent=answer == "silent")
                 self._client.send(found)
                 told = True
         return told

@@ -30,18 +30,22 @@ import torch
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.profile import Profile
-from elaunch.policy.selector import History, Selector
+from elaunch.policy.measure import Step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.selector import Decision, History, Selector, make_selector
+from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Excused, Finished, Leaving, Profiled, Report
+from elaunch.wire import Evict, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, barrier, data, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
+from elaunch.workers.planning import FACTS, Planner, known_by
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
 # torch.distributed.checkpoint and meshes take a second to import, and most jobs have none.
@@ -90,11 +94,11 @@ class Member:
         closers: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._client = client
-        self._fabric = Fabric(client.worker, client.token, client.host)
+        self._transport = Transport(client.worker, client.token, client.host)
         self._durable, self._complete = durable, complete
         self._state_is_whole, self._closers = state_is_whole, closers
         self._hooks = _RuntimeHooks(self, hooks, step)
-        self._recovery = Recovery(client, self._fabric, self._hooks)
+        self._recovery = Recovery(client, self._transport, self._hooks)
         self._group: Group | None = None
         self._process_group: ElasticProcessGroup | None = None
         self._meshes: Meshes | None = None
@@ -105,6 +109,7 @@ class Member:
         self._finished = self._closed = False
         self.checkpoints = Checkpoints(client)
         self.selector: Selector | None = None
+        self._planner: Planner | None = None
         self.memory_bytes: int | None = None
         self.clocks: Callable[[], ClockRange | None] = lambda: None
         self.entered = False
@@ -186,6 +191,59 @@ class Member:
         assert self.process_group is not None  # a mesh asks the default group for this worker's rank
         return self._meshes.make(self.group, self.device.type, shape, names, without)
 
+    # -- plans --------------------------------------------------------------------------------------------------
+
+    def use_plans(self, plan: Plan, layers: Sequence[LayerProfile], elements: Sequence[int] | None = None) -> None:
+        """Has the policy selector choose the plans of this job: call it before `join`, and `choose` in the hook `plan`.
+
+        Args:
+            plan: the one to begin with, for as many workers as there are then. Its workers, in the order in which it
+                names them, become the members in the order of their ranks; so any names will do.
+            layers: what is known of the layers beforehand; seconds may be 0, they are measured (`took`).
+            elements: how many parameters each layer trains; for what the optimizer's step takes.
+
+        Raises:
+            PlanError: the plan does not tile layers and samples.
+            StateError: it has another number of layers, or `--profile` is of another model.
+        """
+        plan.validate()
+        if len(layers) != plan.n_layers:
+            raise StateError(f"the plan has {plan.n_layers} layers, and {len(layers)} are described")
+        if self.elastic:
+            asked = from_environment(os.environ).tp
+            widths = sorted({len(tile.workers) for tile in plan.tiles}.union(asked)) if asked else ()
+            counts = [1] * len(layers) if elements is None else elements
+            self.selector = make_selector(
+                self.worker, layers, counts, "this job", min_nodes=self.min_nodes, widths=tuple(widths)
+            )
+        self._planner = Planner(plan, self.selector, self.checkpoints.newest)
+
+    def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
+        """Returns the plan by which the members go on, the same on all of them; for the hook `plan`, which gets these.
+
+        One member asks its policy selector and tells the others. Where `elaunch ctl plan --set` has asked for a plan
+        that these members can follow, it is that.
+
+        Raises:
+            StateError: there is no plan for these members.
+        """
+        if self._planner is None:
+            raise StateError("call use_plans() before join(): this job has no plan to go on from")
+        known = {} if verdict.fresh else known_by(verdict.facts[verdict.passed])
+        return self._planner.choose(generation, group, verdict, known)
+
+    def took(self, seconds: float, rows: int) -> None:
+        """Tells the selector what this worker's own part of the step under way took.
+
+        For plans of a single layer; others measure by layer and call `selector.add`.
+
+        Args:
+            seconds: of computing, forward and backward, without waiting for other members.
+            rows: of the plan's rows that were computed in them.
+        """
+        if self.selector is not None and rows and self.selector.measures():
+            self.selector.add([Step.of(seconds, rows)], {}, 0.0, 0)
+
     # -- the life of a member -----------------------------------------------------------------------------------
 
     def join(self, takes_plans: bool = False) -> None:
@@ -197,7 +255,7 @@ class Member:
         Raises:
             StateError: the state of the job is lost.
         """
-        self._client.ready(self._fabric.address, takes_plans)
+        self._client.ready(self._transport.address, takes_plans)
         self.settle()
         self._commit_s = time.monotonic()
 
@@ -267,10 +325,10 @@ class Member:
             StepInterrupted: not all have come to the barrier.
             DifferentSettings: the members run with different settings.
         """
-        newest = self._recovery.newest_epoch()
+        newest = self._recovery.newest_generation()
         told = {}
         if self.selector is not None:
-            told = self.selector.note(self._fabric.rates, self.memory_bytes, self.clocks(), self._fabric.carried)
+            told = self.selector.note(self._transport.rates, self.memory_bytes, self.clocks(), self._transport.carried)
         notes = {self.group.rank: _packed(told, note)} if told or note else {}
         self.entered = True
         whole = barrier.reduce(self.group, replace(record, generation=(newest, newest), notes=notes))
@@ -291,7 +349,7 @@ class Member:
         seconds, self._commit_s = now_s - self._commit_s, now_s
         ids = list(sample_ids)
         self._last_step = {
-            "epoch": self._recovery.generation.epoch,
+            "generation": self._recovery.generation.number,
             "step": step,
             "loss": loss,
             "samples": len(ids),
@@ -363,18 +421,18 @@ class Member:
             self._closed = True
             heartbeat.close()
             # A script that failed in its backward may have left a collective behind, whose peers wait for this worker.
-            self._fabric.interrupt(NEVER)
+            self._transport.interrupt(NEVER)
             for close in self._closers:
                 close()
             self.checkpoints.close()
             if self.selector is not None:
                 self.selector.close()
-            self._fabric.close()
+            self._transport.close()
             self._client.close()
 
     def send(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes an event to the log; the number of the generation is added."""
-        self._client.send(Report(kind, {"epoch": self._recovery.generation.epoch, **fields}))
+        self._client.send(Report(kind, {"generation": self._recovery.generation.number, **fields}))
 
     def connect(self, workers: Collection[str], timeout_s: float) -> None:
         """Makes links to some members of the generation that is being entered.
@@ -384,7 +442,7 @@ class Member:
         """
         generation = self._recovery.generation
         addresses = {worker.id: worker.address for worker in generation.workers if worker.id in workers}
-        self._fabric.connect(addresses, epoch=generation.epoch, timeout_s=timeout_s)
+        self._transport.connect(addresses, generation=generation.number, timeout_s=timeout_s)
 
     # -- membership ---------------------------------------------------------------------------------------------
 
@@ -430,7 +488,7 @@ class Member:
             self._client.send(Profiled(profile.to_json()))
         excuse = selector.excused()
         if excuse is not None:
-            self._client.send(Excused(excuse.again, excuse.why))
+            self._client.send(Evict(excuse.again, excuse.why))
 
 
 class _RuntimeHooks:
@@ -452,6 +510,8 @@ class _RuntimeHooks:
         facts = {**vote.facts, _LAST_STEP: member._last_step}
         if member.selector is not None:
             facts[_HISTORY] = member.selector.told_history()
+        if member._planner is not None:
+            facts[FACTS] = member._planner.facts()
         saved = member.checkpoints
         return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
 
@@ -480,6 +540,10 @@ class _RuntimeHooks:
         self._resumed = group
         self._hooks.resume(generation, group, verdict)
         member = self._member
+        if member._planner is not None:
+            decision = member._planner.entered(generation)
+            if member.selector is not None:
+                member.selector.entered(decision.plan, decision.home, group.members, history_of(verdict))
         member.entered = member._change_due = member._replan_due = False
         member.checkpoints.entered(group.members)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

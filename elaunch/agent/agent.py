@@ -64,8 +64,9 @@ from elaunch.threads import tell
 from elaunch.wire import (
     Announce,
     Attach,
-    Excused,
+    Evict,
     Finished,
+    Joined,
     Leaving,
     Message,
     Profiled,
@@ -73,7 +74,6 @@ from elaunch.wire import (
     Ready,
     Report,
     Saved,
-    Settled,
     Unreachable,
     Welcome,
 )
@@ -369,7 +369,7 @@ class Agent:
                     for line in self._watchdog.forget(message["pid"]):
                         self.say(line)
                 local_rank = slot.local_rank if slot else None
-                if number is not None and self._config.wishes.allow_dvfs and slot is not None:
+                if number is not None and self._config.policy_config.allow_dvfs and slot is not None:
                     self._give_back_clock(slot.local_rank)
                 self._log(
                     "worker_exited", t=message["t"], worker=worker, pid=message["pid"], local_rank=local_rank, **ended
@@ -411,30 +411,30 @@ class Agent:
             self._attach(connection, message.worker)
         elif isinstance(message, Ready):
             life.on_ready(worker, _address(message.address), message.takes_plans)
-        elif isinstance(message, Settled):
-            newest = life.generation.epoch if life.generation is not None else 0
-            if message.epoch > newest:
-                raise ProtocolError(f"it is a member of generation {message.epoch}, but the newest is {newest}")
-            life.on_joined(worker, message.epoch)
+        elif isinstance(message, Joined):
+            newest = life.generation.number if life.generation is not None else 0
+            if message.generation > newest:
+                raise ProtocolError(f"it is a member of generation {message.generation}, but the newest is {newest}")
+            life.on_joined(worker, message.generation)
         elif isinstance(message, Progress):
-            life.on_progress(worker, message.epoch)
+            life.on_progress(worker, message.generation)
         elif isinstance(message, Saved):
             life.on_saved(message.step)
         elif isinstance(message, Profiled):
             self._participant.leave_profile(message.profile)
         elif isinstance(message, Unreachable):
             if not message.gone:
-                life.on_broken(message.epoch, worker, message.peer)
+                life.on_broken(message.generation, worker, message.peer)
             if message.silent:
                 self._ask_others(message)
             else:
-                life.on_unreachable(message.epoch, message.peer, message.gone, time.monotonic())
+                life.on_unreachable(message.generation, message.peer, message.gone, time.monotonic())
             if message.gone:
                 self._participant.publish(life.doc())
                 self._participant.suspect_leader()
         elif isinstance(message, Finished):
             life.on_finished(worker)
-        elif isinstance(message, Excused):
+        elif isinstance(message, Evict):
             self._act(life.evict(worker, message.again, " ".join(message.why.split())[:MAX_WHY]))
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
@@ -469,11 +469,11 @@ class Agent:
     def _report(self, report: Report) -> None:
         """Write a worker's event; it may bring its own time and generation."""
         fields = dict(report.fields)
-        t, epoch = fields.pop("t", None), fields.pop("epoch", None)
+        t, number = fields.pop("t", None), fields.pop("generation", None)
         generation = self._life.generation
         self._events.write(
             report.kind,
-            epoch if type(epoch) is int else generation.epoch if generation else 0,
+            number if type(number) is int else generation.number if generation else 0,
             t if isinstance(t, int | float) and math.isfinite(t) else None,
             **fields,
         )
@@ -483,7 +483,7 @@ class Agent:
     def _ask_others(self, found: Unreachable) -> None:
         """A worker hears nothing from a peer, nor from its machine: whom does this node reach?"""
         generation = self._life.generation
-        if generation is None or found.epoch < generation.urgent:
+        if generation is None or found.generation < generation.aborts_step_before:
             return
         own = self._config.node
         addresses = {one.node: one.address for one in generation.workers if one.address and one.node != own}
@@ -498,8 +498,8 @@ class Agent:
         """Find workers that do not go on, or cannot: they would hold the others up for ever."""
         generation = self._life.generation
         running = [(slot.worker, slot.pid) for slot in self._life.running]
-        epoch, members = (generation.epoch, generation.ids) if generation is not None else (0, ())
-        for one in self._hangs.look(running, epoch, members, self._outputs.stacks_path):
+        number, members = (generation.number, generation.ids) if generation is not None else (0, ())
+        for one in self._hangs.look(running, number, members, self._outputs.stacks_path):
             self._log("hang", worker=one.worker, state=one.state, stopped_s=round(one.stopped_s, 3))
             what = "stopped" if one.state == "T" else "in uninterruptible sleep"
             why = ", without its stacks: a stopped process shows none" if one.state == "T" else ""
@@ -626,7 +626,7 @@ class Agent:
 
     def _log(self, kind: str, *, t: float | None = None, **fields: Any) -> None:
         generation = self._life.generation
-        self._events.write(kind, generation.epoch if generation else 0, t, **fields)
+        self._events.write(kind, generation.number if generation else 0, t, **fields)
 
 
 class _Listener:

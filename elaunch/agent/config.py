@@ -11,7 +11,7 @@ from elaunch.agent.notices import Notice
 from elaunch.checkpoints import Checkpointing
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
-from elaunch.policy.settings import Wishes
+from elaunch.policy.settings import PolicyConfig
 from elaunch.rendezvous.conf import RendezvousConf
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
@@ -80,7 +80,7 @@ class AgentConfig:
     shutdown_timeout: float = 30.0
     notices: tuple[tuple[str, Notice], ...] = ()
     checkpoints: Checkpointing | None = None
-    wishes: Wishes = field(default_factory=Wishes)
+    policy_config: PolicyConfig = field(default_factory=PolicyConfig)
     health: HealthSettings = field(default_factory=HealthSettings)
     node_check: bool = False
     hang: HangTimeout = field(default_factory=HangTimeout)

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+VERSION = 2  # of the names of events and their fields; 1 called the generation `epoch`
+
 
 class EventLog:
     """Appends events to a file; without a path it does nothing.
@@ -29,18 +31,19 @@ class EventLog:
         if path:
             self._fd = os.open(path.replace("%n", node), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def write(self, kind: str, epoch: int, t: float | None = None, /, **fields: Any) -> None:
+    def write(self, kind: str, generation: int, t: float | None = None, /, **fields: Any) -> None:
         """Append one event. A line is written whole or not at all.
 
         Args:
             kind: of the event.
-            epoch: the generation to which it belongs.
+            generation: the generation to which it belongs.
             t: Unix time in seconds; None: now.
             fields: what else there is to say; none of them takes the place of these, or of the node's name.
         """
         if self._fd < 0 and not self._console:
             return
-        event = {"t": time.time() if t is None else t, "kind": kind, "node": self._node, "epoch": epoch}
+        now_t = time.time() if t is None else t
+        event = {"v": VERSION, "t": now_t, "kind": kind, "node": self._node, "generation": generation}
         event |= {name: value for name, value in fields.items() if name not in event}
         try:
             line = json.dumps(event, separators=(",", ":"), allow_nan=False)

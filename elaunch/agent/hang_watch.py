@@ -110,7 +110,7 @@ class HangWatch:
     def look(
         self,
         running: Iterable[tuple[str, int]],
-        epoch: int,
+        generation: int,
         members: Sequence[str],
         path_of: Callable[[str], str],
     ) -> list[Stopped]:
@@ -118,7 +118,7 @@ class HangWatch:
 
         Args:
             running: workers of this node, with their pids (0: not known yet).
-            epoch: of the newest generation.
+            generation: of the newest generation.
             members: of that, in their order.
             path_of: where the stacks of a worker go.
 
@@ -143,7 +143,7 @@ class HangWatch:
                 sight = self._sight(watched, now_s)
                 if sight is not None:
                     sights[worker] = sight
-        hang = self._detector.look(now_s, sights, epoch, members)
+        hang = self._detector.look(now_s, sights, generation, members)
         if hang is not None:
             self._blame(hang, path_of(hang.worker))
         return stopped

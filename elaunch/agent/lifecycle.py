@@ -26,7 +26,7 @@ class Lifecycle:
         attempt: of which all former workers have ended here; `wanted_attempt` is the job's.
         warmed: whether a preloaded process was asked for.
         waits: whether the user was told that this node is a spare.
-        plan_epoch: of the first generation with the present request for a plan that was heard of here.
+        plan_generation: of the first generation with the present request for a plan that was heard of here.
         saved: number of steps in the newest checkpoint.
     """
 
@@ -40,7 +40,7 @@ class Lifecycle:
     ending: Ending = field(default_factory=Ending)
     warmed: bool = False
     waits: bool = False
-    plan_epoch: int = 0
+    plan_generation: int = 0
     saved: int | None = None
     workers: LocalWorkers = field(init=False)
 
@@ -79,10 +79,10 @@ class Lifecycle:
             cause=blame.cause,
             cause_t=blame.cause_t,
             gone=peers.gone,
-            reset_epoch=peers.reset_epoch,
+            reset_generation=peers.reset_generation,
             port=self.port,
             door=self.door,
-            epoch=self.generation.epoch if self.generation else 0,
+            generation=self.generation.number if self.generation else 0,
             took_part=self.workers.took_part,
             takes_plans=self.workers.takes_plans,
             plan_request=self._plan_request(),
@@ -100,13 +100,13 @@ class Lifecycle:
     def _plan_request(self) -> str:
         """Returns the request that the generation carries, once all members of this node have entered one with it."""
         generation = self.generation
-        if generation is None or not generation.plan_request or self._joined() < self.plan_epoch:
+        if generation is None or not generation.plan_request or self._joined() < self.plan_generation:
             return ""
         return generation.plan_request
 
     def _joined(self) -> int:
-        """Returns the newest epoch that all members of this node have entered; 0 without any."""
-        return self.workers.joined_epoch(self.generation.ids if self.generation is not None else ())
+        """Returns the newest generation that all members of this node have entered; 0 without any."""
+        return self.workers.joined_generation(self.generation.ids if self.generation is not None else ())
 
     def find(self, worker: str) -> Slot | None:
         """Returns the slot of a worker that this node reports."""
@@ -116,10 +116,10 @@ class Lifecycle:
 
     def on_generation(self, generation: Generation, now_s: float) -> list[Action]:
         """The job goes on in another generation; an old one changes nothing."""
-        if self.generation is not None and generation.epoch <= self.generation.epoch:
+        if self.generation is not None and generation.number <= self.generation.number:
             return []
         if self.generation is None or generation.plan_request != self.generation.plan_request:
-            self.plan_epoch = generation.epoch
+            self.plan_generation = generation.number
         self.generation = generation
         self.workers.peers.enter(generation)
         self.workers.blame.enter(generation)
@@ -153,7 +153,7 @@ class Lifecycle:
     def _training(self, generation: Generation, now_s: float) -> list[Action]:
         actions: list[Action] = []
         mine = self.workers.occupied
-        news = News(generation=generation, epoch=generation.epoch, training=True)
+        news = News(generation=generation, number=generation.number, training=True)
         for slot in self.slots:
             actions.extend(self.workers.apply(slot, _place_in(generation, slot.worker), news))
         if generation.hold and generation.workers:
@@ -172,7 +172,7 @@ class Lifecycle:
         draining, here = self.ending.draining, self.settings.node in generation.nodes
         if draining and not generation.workers:
             self.ending.exit_code = 1  # all nodes leave at once: nobody goes on
-        idle = not here and not any(slot.admitted_epoch for slot in mine)
+        idle = not here and not any(slot.admitted_generation for slot in mine)
         if draining and idle and not all(slot.told_to_end for slot in self.running):
             actions.extend(self._terminate(now_s))
         apart = not here and not mine and not draining
@@ -236,7 +236,7 @@ class Lifecycle:
 
     def _ends_by_itself(self, slot: Slot) -> bool:
         in_order = slot.state is State.FINISHED or slot.state.leaving
-        return in_order or (self.ending.draining and slot.admitted_epoch > 0)
+        return in_order or (self.ending.draining and slot.admitted_generation > 0)
 
     # -- what the workers do ------------------------------------------------------------------------------------
 
@@ -254,17 +254,17 @@ class Lifecycle:
         """A worker has registered its state, and listens at `address`."""
         self.workers.happens(Event.REGISTER, worker, News(address=address, takes_plans=takes_plans))
 
-    def on_joined(self, worker: str, epoch: int) -> None:
+    def on_joined(self, worker: str, generation: int) -> None:
         """A worker has entered a generation: it holds the state of the job."""
-        self.workers.happens(Event.JOIN, worker, News(epoch=epoch))
+        self.workers.happens(Event.JOIN, worker, News(number=generation))
 
-    def on_progress(self, worker: str, epoch: int) -> None:
+    def on_progress(self, worker: str, number: int) -> None:
         """A worker has seen a step commit in this generation."""
-        self.workers.happens(Event.COMMIT, worker, News(epoch=epoch))
+        self.workers.happens(Event.COMMIT, worker, News(number=number))
         generation = self.generation
         if generation is not None and generation.streak.urgent and generation.ids[:1] == (worker,):
             self.workers.peers.committed = max(
-                self.workers.peers.committed, epoch
+                self.workers.peers.committed, number
             )  # the leader wants to know, of one node
 
     def on_saved(self, step: int) -> None:
@@ -336,18 +336,22 @@ class Lifecycle:
 
     # -- what is found out about peers --------------------------------------------------------------------------
 
-    def on_broken(self, epoch: int, worker: str, peer: str) -> None:
-        """A worker of this node, member of generation `epoch`, lost its link to a peer, whatever the reason."""
+    def on_broken(self, number: int, worker: str, peer: str) -> None:
+        """A worker of this node, member of generation `number`, lost its link to a peer, whatever the reason."""
         generation = self.generation
-        if generation is not None and epoch >= generation.urgent and {worker, peer}.issubset(generation.ids):
+        if (
+            generation is not None
+            and number >= generation.aborts_step_before
+            and {worker, peer}.issubset(generation.ids)
+        ):
             self.workers.peers.note_broken(worker, peer)
 
-    def on_unreachable(self, epoch: int, peer: str, gone: bool, now_s: float) -> None:
-        """A worker of this node, member of generation `epoch`, found a peer dead or its link to a live one broken."""
-        if self.generation is None or epoch < self.generation.urgent:
+    def on_unreachable(self, number: int, peer: str, gone: bool, now_s: float) -> None:
+        """A worker of this node, member of generation `number`, found a peer dead or its link to a live one broken."""
+        if self.generation is None or number < self.generation.aborts_step_before:
             return
         if not gone:
-            self.workers.peers.reset_epoch = self.generation.epoch
+            self.workers.peers.reset_generation = self.generation.number
         elif peer in (*self.generation.ids, *self.generation.leaving):
             slot = self.workers.find(peer)
             if slot is None or not slot.alive:
@@ -363,7 +367,7 @@ class Lifecycle:
             well: those that can, although a worker of this node took them for silent.
         """
         if well and self.generation is not None:
-            self.workers.peers.reset_epoch = self.generation.epoch
+            self.workers.peers.reset_generation = self.generation.number
         return self.workers.peers.note_cut(cut)
 
     def on_stalled(self, stalled: tuple[Stalled, ...]) -> None:
@@ -417,7 +421,7 @@ class Lifecycle:
         if not self._trains_here:
             # Its workers end when the others have heard of it; who ends before that was lost.
             return [Say(f"{reason}: this node leaves; {fate}")]
-        unready = [Signal(slot.worker, signal.SIGTERM) for slot in self.running if not slot.admitted_epoch]
+        unready = [Signal(slot.worker, signal.SIGTERM) for slot in self.running if not slot.admitted_generation]
         return [Say(f"{reason}: the workers of this node leave at the next step boundary; {fate}"), *unready]
 
     def on_resized(self, min_nodes: int, max_nodes: int, now_s: float) -> list[Action]:

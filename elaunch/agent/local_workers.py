@@ -68,7 +68,7 @@ class LocalWorkers:
     @property
     def admitted(self) -> bool:
         """Whether a training generation has named the present or the last worker of any slot."""
-        return any(slot.admitted_epoch for slot in self.slots)
+        return any(slot.admitted_generation for slot in self.slots)
 
     @property
     def restarts_left(self) -> bool:
@@ -85,9 +85,9 @@ class LocalWorkers:
         """The slots whose worker a peer could not reach, though peers must be able to."""
         return [slot for slot in self.slots if slot.refused_s is not None and slot.state in REACHABLE]
 
-    def joined_epoch(self, ids: tuple[str, ...]) -> int:
-        """Returns the newest epoch that all of these workers that are of this node have entered; 0 without any."""
-        return min((slot.joined_epoch for slot in self.occupied if slot.worker in ids), default=0)
+    def joined_generation(self, ids: tuple[str, ...]) -> int:
+        """Returns the newest generation that all of these workers that are of this node have entered; 0 without any."""
+        return min((slot.joined_generation for slot in self.occupied if slot.worker in ids), default=0)
 
     def report(self) -> tuple[NodeWorker, ...]:
         """Returns the workers as the node's report lists them."""
@@ -149,11 +149,11 @@ class LocalWorkers:
             case Effect.NOTE_ADDRESS:
                 slot.address, self.takes_plans = news.address, news.takes_plans
             case Effect.NOTE_ADMISSION:
-                slot.admitted_epoch, self.took_part = news.epoch, True
+                slot.admitted_generation, self.took_part = news.number, True
             case Effect.NOTE_JOINED:
-                slot.joined_epoch = news.epoch
+                slot.joined_generation = news.number
             case Effect.NOTE_COMMIT:
-                slot.committed_epoch, slot.fruitless = news.epoch, 0
+                slot.committed_generation, slot.fruitless = news.number, 0
             case Effect.NOTE_REFUSED:
                 if slot.refused_s is None:
                     slot.refused_s = news.now_s  # it is about to end, as a rule
@@ -191,7 +191,7 @@ class LocalWorkers:
             case Effect.REPLACE_NOW:
                 slot.retry_s = news.now_s
             case Effect.FORGET:
-                slot.admitted_epoch, slot.exitcode, slot.fruitless = 0, None, 0
+                slot.admitted_generation, slot.exitcode, slot.fruitless = 0, None, 0
         return []
 
     def _start(self, slot: Slot, news: News) -> list[Action]:
@@ -200,7 +200,7 @@ class LocalWorkers:
         number = incarnation(slot.worker) + 1 if slot.worker else self._first_incarnation(generation)
         slot.worker = worker_id(self.node, slot.local_rank, number)
         slot.address, slot.exitcode, slot.told_to_end = "", None, False
-        slot.admitted_epoch, slot.joined_epoch, slot.committed_epoch, slot.refused_s = 0, 0, None, None
+        slot.admitted_generation, slot.joined_generation, slot.committed_generation, slot.refused_s = 0, 0, None, None
         self.blame.failures.pop(slot.local_rank, None)
         self.blame.failed = ""
         return [Start(slot.local_rank, slot.worker, generation, news.warm)]
@@ -212,7 +212,7 @@ class LocalWorkers:
             for worker in (*generation.ids, *generation.leaving)
             if worker.startswith(f"{self.node}/")
         ]
-        return max([generation.epoch - 1, *(number + 1 for number in former)])
+        return max([generation.number - 1, *(number + 1 for number in former)])
 
     def _give_up(self, slot: Slot, news: News, why: str) -> list[Action]:
         slot.fruitless = slot.fruitless_deaths

@@ -112,7 +112,7 @@ class PeerReports:
 
     Attributes:
         gone: peers that cannot be reached, and workers of this node that ended before they could leave.
-        reset_epoch: the generation whose links are to be made anew.
+        reset_generation: the generation whose links are to be made anew.
         broken: links to live peers that failed in the present generation.
         cut: other nodes that cannot be reached.
         stalled: the members of this node, while all of them wait for longer than they may.
@@ -120,7 +120,7 @@ class PeerReports:
     """
 
     gone: tuple[str, ...] = ()
-    reset_epoch: int = 0
+    reset_generation: int = 0
     broken: tuple[BrokenLink, ...] = ()
     cut: tuple[Cut, ...] = ()
     stalled: tuple[Stalled, ...] = ()

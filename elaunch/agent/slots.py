@@ -139,9 +139,9 @@ class Slot:
         local_rank: its number on this node.
         state: what it is in now; only `Lifecycle` changes it, by the table.
         worker: identity of the present worker or the last one; "" before the first.
-        admitted_epoch: of the newest training generation that named that worker; 0 without one.
-        joined_epoch: of the newest generation that it has entered; 0 without one.
-        committed_epoch: of the newest generation in which it saw a step commit.
+        admitted_generation: of the newest training generation that named that worker; 0 without one.
+        joined_generation: of the newest generation that it has entered; 0 without one.
+        committed_generation: of the newest generation in which it saw a step commit.
         exitcode: of its process, once that has exited; None while it runs and where a signal ended it.
         told_to_end: whether a signal of its agent has asked it to end.
         fruitless: deaths in a row before this worker, none of which saw a step commit.
@@ -154,9 +154,9 @@ class Slot:
     worker: str = ""
     pid: int = 0
     address: str = ""
-    admitted_epoch: int = 0
-    joined_epoch: int = 0
-    committed_epoch: int | None = None
+    admitted_generation: int = 0
+    joined_generation: int = 0
+    committed_generation: int | None = None
     exitcode: int | None = None
     told_to_end: bool = False
     fruitless: int = 0
@@ -170,7 +170,7 @@ class Slot:
     @property
     def fruitless_deaths(self) -> int:
         """How many workers in a row have seen no commit, if the present one has died."""
-        return 0 if self.committed_epoch is not None else self.fruitless + 1
+        return 0 if self.committed_generation is not None else self.fruitless + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class News:
 
     now_s: float = 0.0
     generation: Generation | None = None
-    epoch: int = 0
+    number: int = 0
     address: str = ""
     text: str = ""
     t: float = 0.0
@@ -213,7 +213,7 @@ def holds(guard: Guard, slot: Slot, news: News) -> bool:
         case Guard.ALWAYS:
             return True
         case Guard.ADMITTED:
-            return slot.admitted_epoch > 0
+            return slot.admitted_generation > 0
         case Guard.BEFORE_TRAINING:
             return not news.training
         case Guard.RESTARTS_USED_UP:

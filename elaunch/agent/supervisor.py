@@ -165,7 +165,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "ELAUNCH_CONTROL": control,
         "ELAUNCH_WORKER": start.worker,
     }
-    variables |= config.wishes.variables()
+    variables |= config.policy_config.variables()
     variables[hang.VARIABLE] = config.hang
     variables[LINK_TIMEOUT] = config.conf.link_timeout
     if config.checkpoints is not None:

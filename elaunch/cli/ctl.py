@@ -172,7 +172,7 @@ def describe(documents: Documents) -> str:
         return f"its nodes meet\n{_nodes_line(documents)}"
     lines = [
         _state(documents, generation),
-        f"epoch {generation.epoch}, attempt {generation.attempt}: {generation.cause}",
+        f"generation {generation.number}, attempt {generation.attempt}: {generation.cause}",
     ]
     if generation.plan_request:
         left = still_changing(documents)

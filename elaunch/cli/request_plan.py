@@ -45,7 +45,7 @@ def fitted(plan: Plan, members: Sequence[str]) -> Plan:
     return plan.renamed(dict(zip(strange, free, strict=True)))
 
 
-class Standing(enum.Enum):
+class RequestState(enum.Enum):
     """How far a request for a plan has come."""
 
     OPEN = "the leader has not taken it up yet"
@@ -54,12 +54,16 @@ class Standing(enum.Enum):
     SETTLED = "all members have changed over"
 
 
-def standing(documents: Documents, request: PlanRequest) -> Standing:
+def standing(documents: Documents, request: PlanRequest) -> RequestState:
     """How far it has come in a job that has not ended."""
     generation = documents.generation
     if generation is None or generation.plan_request != request.id:
-        return Standing.OPEN if generation is not None and generation.epoch == request.epoch else Standing.VOID
-    return Standing.SETTLED if generation.workers and not still_changing(documents) else Standing.CARRIED
+        return (
+            RequestState.OPEN
+            if generation is not None and generation.number == request.generation
+            else RequestState.VOID
+        )
+    return RequestState.SETTLED if generation.workers and not still_changing(documents) else RequestState.CARRIED
 
 
 def still_changing(documents: Documents) -> list[str]:
@@ -122,14 +126,14 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
             if carried and documents.result is not None:
                 raise RequestRefused(f"job {job!r} ended while its members changed over: {documents.result.message}")
             stands = standing(documents, request)
-            if stands is Standing.SETTLED:
+            if stands is RequestState.SETTLED:
                 break
-            if carried and stands is not Standing.CARRIED:
+            if carried and stands is not RequestState.CARRIED:
                 raise RequestRefused(_dropped(job, documents))
-            carried = stands is Standing.CARRIED
-            if stands is Standing.VOID:
+            carried = stands is RequestState.CARRIED
+            if stands is RequestState.VOID:
                 asked = able(job, documents)
-                request = replace(request, epoch=asked.epoch, plan=str(fitted(plan, asked.ids)))
+                request = replace(request, generation=asked.number, plan=str(fitted(plan, asked.ids)))
                 _check_size(request, asked)
                 observer.ask(request, lease)
             if not observer.wait(begin_s + timeout_s):
@@ -138,7 +142,7 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
     assert generation is not None
     took_s = time.monotonic() - begin_s
     who = "the only member has" if len(generation.ids) == 1 else f"all {len(generation.ids)} members have"
-    return f"epoch {generation.epoch}: {who} changed over, {took_s:.2f} s after the plan was asked for"
+    return f"generation {generation.number}: {who} changed over, {took_s:.2f} s after the plan was asked for"
 
 
 def _check_size(request: PlanRequest, generation: Generation) -> None:
@@ -163,7 +167,7 @@ def _late(job: str, documents: Documents, carried: bool, timeout_s: float) -> st
         return f"no agent of job {job!r} has taken up the request within {timeout_s:g} s; it is withdrawn"
     assert documents.generation is not None
     return (
-        f"epoch {documents.generation.epoch} of job {job!r} carries the plan, but the members on "
+        f"generation {documents.generation.number} of job {job!r} carries the plan, but the members on "
         f"{names_text(still_changing(documents))} have not changed over within {timeout_s:g} s; they may yet, "
         "see `elaunch ctl status`"
     )

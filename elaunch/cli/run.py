@@ -287,7 +287,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         shutdown_timeout=_seconds("--shutdown-timeout", timeout),
         notices=notices.parse(args.notice),
         checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
-        wishes=policies.parse(
+        policy_config=policies.parse(
             args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy, args.dp, args.pp, args.tp
         ),
         node_check=args.node_check,

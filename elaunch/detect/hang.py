@@ -181,7 +181,7 @@ class HangDetector:
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _from_s: float = -math.inf
     _looked_s: float = -math.inf
-    _epoch: int = 0
+    _generation: int = 0
     _strikes: int = 0
     _struck_step: int = -1
     _stall: _Wait | None = None
@@ -197,21 +197,21 @@ class HangDetector:
         return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
 
     def look(
-        self, now_s: float, sights: Mapping[str, Sight], epoch: int = 0, members: Sequence[str] = ()
+        self, now_s: float, sights: Mapping[str, Sight], generation: int = 0, members: Sequence[str] = ()
     ) -> Hang | None:
         """Take in what the workers show now, and say who is to be taken out, if anybody.
 
         Args:
             now_s: `time.monotonic` when they were looked at.
             sights: of the workers of this node that use elaunch and can be judged: they run, and are not stopped.
-            epoch: of the newest generation.
+            generation: of the newest generation.
             members: of that, in their order.
         """
         if self.setting.mode == "off":
             return None
-        if now_s - self._looked_s > GAP_S or epoch != self._epoch:
+        if now_s - self._looked_s > GAP_S or generation != self._generation:
             self._from_s = now_s
-        self._looked_s, self._epoch = now_s, epoch
+        self._looked_s, self._generation = now_s, generation
         self._stall = None
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
         for worker, sight in sights.items():
@@ -378,7 +378,7 @@ def _stalled(worker: str, heartbeat: Heartbeat) -> Stalled:
         worker,
         heartbeat.step,
         _doing(heartbeat),
-        heartbeat.epoch,
+        heartbeat.generation,
         heartbeat.operation,
         heartbeat.waits_for,
         heartbeat.others,

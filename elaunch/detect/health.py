@@ -60,7 +60,7 @@ class Condition:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _HeldState:
     condition: Condition
     since_s: float
     seen_s: float
@@ -81,7 +81,7 @@ class Tracker:
     """Makes findings of conditions. The time is an argument, in seconds of a clock that does not go back."""
 
     def __init__(self) -> None:
-        self._standing: dict[tuple[str, str], _Standing] = {}
+        self._standing: dict[tuple[str, str], _HeldState] = {}
         self._events: dict[tuple[str, str], tuple[float, Verdict]] = {}
 
     def take(self, now_s: float, conditions: Iterable[Condition], *, all_known: bool = True) -> list[Finding]:
@@ -98,7 +98,7 @@ class Tracker:
         news: list[Finding] = []
         for condition in conditions:
             key = condition.finding.subject, condition.finding.what
-            news.extend(self._standing.setdefault(key, _Standing(condition, now_s, now_s)).take(now_s, condition))
+            news.extend(self._standing.setdefault(key, _HeldState(condition, now_s, now_s)).take(now_s, condition))
         for key, standing in list(self._standing.items()) if all_known else ():
             away_s, was = now_s - standing.seen_s, standing.condition.finding
             if away_s <= 0 or away_s < standing.condition.lasting_s:

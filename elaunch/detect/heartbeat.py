@@ -9,7 +9,7 @@ nanoseconds, which all processes of a machine share.
                   that beats
                   beat, still, still since                        written by the thread that beats
                   sequence, step, step since, steps here, phase,  written by the threads that train; the sequence is odd
-                  since, waits, epoch, operation, others, length  while it is being done
+                  since, waits, generation, operation, others, length  while it is being done
                   moved                                           written by the threads that receive
     then          the first peers that are waited for, as text
 
@@ -38,7 +38,7 @@ AT_VERSION, AT_PID, AT_THREAD, AT_TRAINING_TID, AT_BEATING_TID = range(5)
 AT_BEAT, AT_STILL, AT_STILL_SINCE = range(5, 8)
 AT_SEQUENCE = 8
 AT_STEP, AT_STEP_SINCE, AT_STEPS_HERE, AT_PHASE, AT_SINCE, AT_WAITS = range(9, 15)
-AT_EPOCH, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
+AT_GENERATION, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
 AT_MOVED = 19
 COUNT = 20
 _NUMBERS = struct.Struct(f"={COUNT}Q")
@@ -83,7 +83,7 @@ class Heartbeat:
         waits: whether a thread that trains waits for peers.
         waits_for: the first of them.
         others: how many more there are.
-        epoch, operation: what is waited for, where it has a number.
+        generation, operation: what is waited for, where it has a number.
     """
 
     pid: int
@@ -101,7 +101,7 @@ class Heartbeat:
     waits: bool = False
     waits_for: tuple[str, ...] = ()
     others: int = 0
-    epoch: int = 0
+    generation: int = 0
     operation: int = 0
 
 
@@ -164,6 +164,6 @@ def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
         waits=waits,
         waits_for=tuple(text.split("\n")) if text else (),
         others=numbers[AT_OTHERS],
-        epoch=numbers[AT_EPOCH],
+        generation=numbers[AT_GENERATION],
         operation=numbers[AT_OPERATION],
     )

@@ -4,16 +4,13 @@ A plan tiles the rectangle layers × sample slots. `tiling` holds the value with
 way of `coverage`, a sweep over the rectangle, and `picture`, drawings of it). `build` makes plans of the usual kinds.
 `views` derives what others need to know from a plan: who feeds whom, who reduces gradients with whom, who owns which
 part of the optimizer state. A new kind of plan needs a constructor only; nothing else asks of what kind a plan is.
-
-`shares` holds the tiling of a model that is not cut into stages: one row of layers, every worker owns a run of
-micro-batches.
 """
 
 from __future__ import annotations
 
-from elaunch.plan.build import Pipeline, Stage, pipelines, stages, symmetric
+from elaunch.plan.build import Pipeline, Stage, data_parallel, pipelines, stages, symmetric
 from elaunch.plan.picture import draw, to_svg
-from elaunch.plan.shares import DataParallelPlan, micro_batches, share
+from elaunch.plan.shares import even_shares, share
 from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_rows
 from elaunch.plan.views import (
     Feed,
@@ -27,11 +24,12 @@ from elaunch.plan.views import (
     outputs,
     rounds,
     rows_by_unit,
+    shares_of,
     unit_of,
+    units_of,
 )
 
 __all__ = [
-    "DataParallelPlan",
     "Feed",
     "Feeds",
     "GradientGroup",
@@ -43,11 +41,12 @@ __all__ = [
     "Shard",
     "Stage",
     "Tile",
+    "data_parallel",
     "draw",
+    "even_shares",
     "gradient_groups",
     "holders",
     "inputs",
-    "micro_batches",
     "n_rows",
     "optimizer_shards",
     "outputs",
@@ -55,8 +54,10 @@ __all__ = [
     "rounds",
     "rows_by_unit",
     "share",
+    "shares_of",
     "stages",
     "symmetric",
     "to_svg",
     "unit_of",
+    "units_of",
 ]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 from elaunch.plan.shares import share
-from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_rows, size_findings
+from elaunch.plan.tiling import (
+    Layout,
+    MicroBatch,
+    Plan,
+    PlanError,
+    Tile,
+    count_units,
+    n_rows,
+    size_findings,
+    unit_slots,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,37 @@ class Stage:
     shares: tuple[int, ...] | None = None
 
 
+def data_parallel(
+    global_batch_size: int, micro_batch_size: int, shares: Mapping[str, int], *, whole_shares: bool = False
+) -> Plan:
+    """Returns the plan of a model that is not cut: one stage, of which each worker does a contiguous run of units.
+
+    Args:
+        global_batch_size: sample slots of a step.
+        micro_batch_size: slots of a unit.
+        shares: how many units each worker does, in the order of the runs; a worker without any is idle.
+        whole_shares: whether a worker does its run as a single micro-batch.
+
+    Raises:
+        PlanError: the shares are not those of one batch, or a size or a name cannot be used.
+    """
+    sizes = global_batch_size, micro_batch_size
+    _check_sizes(1, *sizes)
+    n_units = count_units(*sizes)
+    if min(shares.values(), default=0) < 0 or sum(shares.values()) != n_units:
+        raise PlanError(f"a step has {n_units} micro-batches of {micro_batch_size}, but the shares are {dict(shares)}")
+    tiles = []
+    for worker, (first, stop) in zip(shares, pairwise(accumulate(shares.values(), initial=0))):
+        units = range(first, stop)
+        if units and whole_shares:
+            run = range(unit_slots(units[0], *sizes).start, unit_slots(units[-1], *sizes).stop)
+            tiles.append(Tile(range(1), ((run,),), (worker,)))
+        elif units:
+            tiles.append(Tile(range(1), _whole_units(units, *sizes), (worker,)))
+    idle = tuple(worker for worker, n in shares.items() if not n)
+    return _validated(Plan(1, *sizes, tuple(tiles), idle=idle))
+
+
 def symmetric(
     workers: Sequence[str],
     n_layers: int,
@@ -59,7 +101,7 @@ def symmetric(
         PlanError: the sizes do not fit each other.
     """
     _check_sizes(n_layers, global_batch_size, micro_batch_size)
-    n_units = global_batch_size // micro_batch_size
+    n_units = count_units(global_batch_size, micro_batch_size)
     if min(dp, pp, tp) < 1 or dp * pp * tp != len(workers):
         raise PlanError(
             f"dp {dp} * pp {pp} * tp {tp} is {dp * pp * tp}, but there are {len(workers)} workers: choose degrees of 1 "
@@ -91,9 +133,8 @@ def pipelines(
         PlanError: the pipelines do not do every layer of every unit once.
     """
     _check_sizes(n_layers, global_batch_size, micro_batch_size)
-    size = micro_batch_size
     tiles = tuple(
-        Tile(layers, tuple((range(unit * size, (unit + 1) * size),) for unit in pipeline.units), workers)
+        Tile(layers, _whole_units(pipeline.units, global_batch_size, micro_batch_size), workers)
         for pipeline in pipelines
         for layers, workers in pipeline.stages
     )
@@ -123,9 +164,8 @@ def stages(
     """
     _check_sizes(n_layers, global_batch_size, micro_batch_size)
     n_lanes = max((len(stage.replicas) for stage in stages), default=0)
-    _check_lanes(
-        n_lanes, "the widest stage's number of replicas", global_batch_size // micro_batch_size, micro_batch_size
-    )
+    n_units = count_units(global_batch_size, micro_batch_size)
+    _check_lanes(n_lanes, "the widest stage's number of replicas", n_units, micro_batch_size)
     turns = tuple(_turns(global_batch_size, micro_batch_size, n_lanes))
     tiles: list[Tile] = []
     without: list[str] = []
@@ -144,11 +184,10 @@ _Turn = dict[int, range]
 
 
 def _turns(global_batch_size: int, micro_batch_size: int, n_lanes: int) -> Iterator[_Turn]:
-    n_units = global_batch_size // micro_batch_size
-    lanes = [share(n_units, n_lanes, lane) for lane in range(n_lanes)]
+    sizes = global_batch_size, micro_batch_size
+    lanes = [share(count_units(*sizes), n_lanes, lane) for lane in range(n_lanes)]
     for turn in range(len(lanes[0])):
-        units = {lane: units[turn] for lane, units in enumerate(lanes) if turn < len(units)}
-        yield {lane: range(u * micro_batch_size, (u + 1) * micro_batch_size) for lane, u in units.items()}
+        yield {lane: unit_slots(units[turn], *sizes) for lane, units in enumerate(lanes) if turn < len(units)}
 
 
 def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
@@ -222,6 +261,10 @@ def _joined(runs: Sequence[range]) -> MicroBatch:
         else:
             found.append(run)
     return tuple(found)
+
+
+def _whole_units(units: range, global_batch_size: int, micro_batch_size: int) -> tuple[MicroBatch, ...]:
+    return tuple((unit_slots(unit, global_batch_size, micro_batch_size),) for unit in units)
 
 
 def _check_sizes(n_layers: int, global_batch_size: int, micro_batch_size: int) -> None:

@@ -1,7 +1,8 @@
 """The execution plan: a tiling of the rectangle layers × sample slots.
 
 Layers run 0..n_layers-1, slots (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a logical
-micro-batch: the slots [u*b, (u+1)*b) for micro-batch size b. It does not depend on the plan; a plan may cut it.
+micro-batch: the slots [u*b, (u+1)*b) for micro-batch size b; the last one may be shorter. It does not depend on the
+plan; a plan may cut units or join them.
 
 The text form is one line each for the sizes, the costs, the tiles and the members without a tile:
 
@@ -80,8 +81,8 @@ class Plan:
 
     Attributes:
         n_layers: layers of the model.
-        global_batch_size: sample slots of a step, a multiple of `micro_batch_size`.
-        micro_batch_size: slots of a unit.
+        global_batch_size: sample slots of a step.
+        micro_batch_size: slots of a unit; the last one has what is left.
         tiles: cover every (layer, slot) exactly once. A worker may own several.
         zero: the layout of the optimizer state.
         idle: members of the job without a tile.
@@ -143,7 +144,11 @@ class Plan:
     @property
     def n_units(self) -> int:
         """Returns the number of logical micro-batches of a step."""
-        return self.global_batch_size // self.micro_batch_size
+        return count_units(self.global_batch_size, self.micro_batch_size)
+
+    def unit(self, number: int) -> range:
+        """Returns the slots of a logical micro-batch."""
+        return unit_slots(number, self.global_batch_size, self.micro_batch_size)
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -274,24 +279,23 @@ def n_rows(micro_batch: MicroBatch) -> int:
     return sum(map(len, micro_batch))
 
 
+def count_units(global_batch_size: int, micro_batch_size: int) -> int:
+    """Returns the number of logical micro-batches of a batch of this size."""
+    return -(-global_batch_size // micro_batch_size)
+
+
+def unit_slots(unit: int, global_batch_size: int, micro_batch_size: int) -> range:
+    """Returns the slots of a logical micro-batch of a batch of this size."""
+    return range(unit * micro_batch_size, min((unit + 1) * micro_batch_size, global_batch_size))
+
+
 def size_findings(n_layers: int, global_batch_size: int, micro_batch_size: int) -> list[str]:
-    """Returns what is wrong with the sizes of a plan, and sizes that would work."""
-    layers = [f"n_layers must be 1 or more, got {n_layers}"] if n_layers < 1 else []
+    """Returns what is wrong with the sizes of a plan."""
+    wrong = [f"n_layers must be 1 or more, got {n_layers}"] if n_layers < 1 else []
     if global_batch_size < 1 or micro_batch_size < 1:
         sizes = f"global_batch_size {global_batch_size} and micro_batch_size {micro_batch_size}"
-        return [*layers, f"batch sizes must be 1 or more, got {sizes}"]
-    if global_batch_size % micro_batch_size == 0:
-        return layers
-    below = global_batch_size - global_batch_size % micro_batch_size
-    batches = [size for size in (below, below + micro_batch_size) if size]
-    smaller = next(size for size in range(micro_batch_size, 0, -1) if global_batch_size % size == 0)
-    larger = next((s for s in range(micro_batch_size, global_batch_size + 1) if global_batch_size % s == 0), None)
-    micros = [smaller, larger] if larger else [smaller]
-    return [
-        *layers,
-        f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size}; "
-        f"make global_batch_size {_either(batches)}, or micro_batch_size {_either(micros)}",
-    ]
+        wrong.append(f"batch sizes must be 1 or more, got {sizes}")
+    return wrong
 
 
 def _either(sizes: Iterable[object]) -> str:

@@ -232,10 +232,38 @@ def rows_by_unit(plan: Plan, micro_batch: MicroBatch) -> tuple[tuple[int, range,
     return tuple(found)
 
 
+def units_of(plan: Plan, worker: str) -> range:
+    """Returns the units of a worker that does a contiguous run of them, ascending; none if it is idle.
+
+    Raises:
+        PlanError: the worker is not in the plan, or does something else than such a run.
+    """
+    if worker not in plan.workers:
+        raise PlanError(f"worker {worker!r} is not in this plan of {', '.join(plan.workers)}")
+    runs = [run for tile in plan.tiles_of(worker) for rows in plan.tiles[tile].micro_batches for run in rows]
+    if not runs:
+        return range(0)
+    size, start, stop = plan.micro_batch_size, runs[0].start, runs[-1].stop
+    if any(one.stop != other.start for one, other in pairwise(runs)):
+        raise PlanError(f"the slots {', '.join(f'{run.start}:{run.stop}' for run in runs)} of {worker} are not one run")
+    if start % size or (stop % size and stop != plan.global_batch_size):
+        batch = plan.global_batch_size
+        raise PlanError(f"slots {start}:{stop} of {worker} are not whole micro-batches of {size} in a batch of {batch}")
+    return range(start // size, -(-stop // size))
+
+
+def shares_of(plan: Plan) -> dict[str, int]:
+    """Returns, for each worker of a plan of one stage, how many units' rows it does."""
+    return {
+        worker: -(-sum(sum(rows_of(plan)[tile]) for tile in plan.tiles_of(worker)) // plan.micro_batch_size)
+        for worker in plan.workers
+    }
+
+
 def unit_of(plan: Plan, micro_batch: MicroBatch) -> int | None:
     """Returns the unit whose rows, all and in order, a micro-batch has; None if it has any other rows."""
     parts = rows_by_unit(plan, micro_batch)
-    return parts[0][0] if len(parts) == 1 and len(parts[0][1]) == plan.micro_batch_size else None
+    return parts[0][0] if len(parts) == 1 and len(parts[0][1]) == len(plan.unit(parts[0][0])) else None
 
 
 _Source = tuple[int, int, int, int, int]

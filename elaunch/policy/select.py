@@ -350,7 +350,7 @@ def _other_sums(plan: Plan, now: Plan) -> str:
     """Returns why the plan's results differ from those of `now` in some bit; empty if they do not."""
     size = plan.micro_batch_size
     for tile in plan.tiles:
-        if any(len(runs) > 1 or len(runs[0]) != size or runs[0].start % size for runs in tile.micro_batches):
+        if any(len(runs) > 1 or runs[0] != plan.unit(runs[0].start // size) for runs in tile.micro_batches):
             return f"it cuts micro-batches of {','.join(tile.workers)}"
     widths = [sorted({len(tile.workers) for tile in one.tiles}) for one in (now, plan)]
     return f"its tuples have other widths: {widths[0]} and {widths[1]}" if widths[0] != widths[1] else ""

@@ -484,22 +484,24 @@ def make_selector(
         UsageError: a setting is none.
         StateError: the profile that was given is none, or of another model.
     """
-    wishes = from_environment(os.environ)
+    policy_config = from_environment(os.environ)
     prior = None
-    if wishes.profile is not None and wishes.profile.exists():
+    if policy_config.profile is not None and policy_config.profile.exists():
         try:
-            prior = Profile.load(wishes.profile)
+            prior = Profile.load(policy_config.profile)
         except (ProtocolError, OSError) as error:
             raise StateError(f"--profile: {error}; give another file, or remove it to have it written anew") from error
         if len(prior.layers) != len(layers):
             raise StateError(
-                f"--profile={wishes.profile} has {len(prior.layers)} layers and the model {len(layers)}; give the file "
-                "of this model, or the name of a new one"
+                f"--profile={policy_config.profile} has {len(prior.layers)} layers and the model {len(layers)}; "
+                "give the file of this model, or the name of a new one"
             )
-    degrees = Degrees(wishes.dp, wishes.pp or Degrees.pp)
-    settings = Settings(wishes.policy, wishes.consistency or "fast", degrees, widths, slot_samples=slot_samples)
+    degrees = Degrees(policy_config.dp, policy_config.pp or Degrees.pp)
+    settings = Settings(
+        policy_config.policy, policy_config.consistency or "fast", degrees, widths, slot_samples=slot_samples
+    )
     measured = Measured(name, layers, elements, prior)
-    return Selector(worker, measured, settings, wishes.profile, wishes.slow_policy, min_nodes)
+    return Selector(worker, measured, settings, policy_config.profile, policy_config.slow_policy, min_nodes)
 
 
 def _write(file: Path, profile: Profile) -> None:

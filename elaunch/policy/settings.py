@@ -42,7 +42,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PolicyConfig:
     """The user's settings of policies.
 
     Attributes:
@@ -90,7 +90,7 @@ def parse(
     pp: str = "",
     tp: str = "",
     names: Mapping[str, str] = NAMES,
-) -> Wishes:
+) -> PolicyConfig:
     """Reads the settings; empty ones were not given.
 
     Args:
@@ -108,7 +108,7 @@ def parse(
     ):
         if value and value not in known:
             raise UsageError(f"{names.get(name, name)}={value}: expected one of {', '.join(known)}")
-    return Wishes(
+    return PolicyConfig(
         policy or "auto",  # type: ignore[arg-type]
         consistency or None,  # type: ignore[arg-type]
         allow_dvfs,
@@ -120,7 +120,7 @@ def parse(
     )
 
 
-def from_environment(environment: Mapping[str, str]) -> Wishes:
+def from_environment(environment: Mapping[str, str]) -> PolicyConfig:
     """Returns the settings of a worker.
 
     Raises:

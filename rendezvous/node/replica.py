@@ -102,7 +102,7 @@ class Replica:
         self._revisions = Revisions()
         self._former: dict[str, NodeDoc] = {}  # the reports that were known before all are read anew
         self._has_generation = True
-        self._told_epoch = 0
+        self._told_generation = 0
 
     @property
     def generation_revision(self) -> int:
@@ -283,8 +283,8 @@ class Replica:
         former = self.view.generation
         begun = self.view.begun and former is not None and former.attempt == generation.attempt
         self.view = replace(self.view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun)
-        if generation.epoch > self._told_epoch:
-            self._told_epoch = generation.epoch
+        if generation.number > self._told_generation:
+            self._told_generation = generation.number
             self._reporter.listener.announced(generation)
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from elaunch.rendezvous.membership import Generation, NodeDoc, Result, Stage
-from elaunch.rendezvous.view import Decision, Settings, View, next_epoch
+from elaunch.rendezvous.view import Decision, Settings, View, next_generation
 
 ALL_LEAVE = "every node left the job before it was done; start it again"
 RESUMES = 3
@@ -34,14 +34,14 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
     """Returns the generation in which all workers stop and the nodes meet again for the next attempt.
 
     Args:
-        view: for the newest epoch.
+        view: for the newest generation.
         generation: the present one.
         cause: why, for people.
         cause_t: Unix time of that; 0: unknown.
         failure: whether it counts against --max-restarts.
     """
     return Generation(
-        epoch=next_epoch(view),
+        number=next_generation(view),
         stage=Stage.ASSEMBLE,
         attempt=generation.attempt + 1,
         restarts=generation.restarts + (1 if failure else 0),
@@ -79,7 +79,7 @@ def go_back(view: View, generation: Generation, text: str, saved: int, settings:
     """Starts again from a checkpoint, as often as that is allowed: the state in memory is lost.
 
     Args:
-        view: for the newest epoch.
+        view: for the newest generation.
         generation: the present one.
         text: what was lost, for people.
         saved: number of steps in the checkpoint.

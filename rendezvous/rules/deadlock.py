@@ -28,7 +28,7 @@ def find(view: View) -> Deadlock | None:
     if view.result is not None or generation is None or generation.stage is not Stage.TRAIN or generation.hold:
         return None
     # A node that has not heard of this generation may tell of the one before.
-    stalled = {wait.worker: wait for doc in view.nodes if doc.epoch == generation.epoch for wait in doc.stalled}
+    stalled = {wait.worker: wait for doc in view.nodes if doc.generation == generation.number for wait in doc.stalled}
     if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]
@@ -48,9 +48,9 @@ def victim(stalled: Sequence[Stalled]) -> Stalled:
     """
     first = min(wait.step for wait in stalled)
     left = [wait for wait in stalled if wait.step == first]
-    operations = Counter((wait.epoch, wait.operation) for wait in left)
+    operations = Counter((wait.generation, wait.operation) for wait in left)
     fewest = min(operations.values())
-    left = [wait for wait in left if operations[wait.epoch, wait.operation] == fewest]
+    left = [wait for wait in left if operations[wait.generation, wait.operation] == fewest]
     named = {peer for wait in stalled for peer in wait.peers}
     return ([wait for wait in left if wait.worker not in named] or left)[-1]
 

@@ -32,7 +32,7 @@ def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool) -> Str
     """
     docs = tuple(nodes)
     streak = generation.streak
-    if any(doc.committed >= generation.urgent for doc in docs):
+    if any(doc.committed >= generation.aborts_step_before for doc in docs):
         streak = Streak()
     if generation.hold:
         return streak  # nobody trains, so nothing could commit

@@ -26,7 +26,7 @@ from elaunch.rendezvous.view import (
     absence_in_doubt,
     first_failure,
     newest_checkpoint,
-    next_epoch,
+    next_generation,
     ready_workers,
 )
 
@@ -191,7 +191,7 @@ def _compare(
     dead = [worker for worker in generation.leaving if worker in gone]
     told = [worker for worker in generation.leaving if worker in listed and worker not in gone]
     causes += [(0.0, f"worker {worker} died before it could leave") for worker in dead]
-    reset = bool(dead) or fates.is_missed or any(doc.reset_epoch >= generation.epoch for doc in nodes)
+    reset = bool(dead) or fates.is_missed or any(doc.reset_generation >= generation.number for doc in nodes)
     is_urgent = bool(fates.lost) or reset
     back = _members(nodes, told, missing) if is_urgent else ()
     draining = [*fates.draining, *back]
@@ -199,7 +199,7 @@ def _compare(
     causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
     joiners = tuple(worker for fresh in by_node for worker in fresh)
     have_settled = generation.hold or (
-        fates.have_entered and all(present[worker.node].settled >= generation.urgent for worker in draining)
+        fates.have_entered and all(present[worker.node].settled >= generation.aborts_step_before for worker in draining)
     )
     survivors, leaving = fates.survivors, list[str]()
     if not is_urgent and ((fates.has_heir and have_settled) or not (survivors or joiners)):
@@ -260,14 +260,14 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
     cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
         "a link was made anew" if change.reset else "the number of nodes changed"
     )
-    epoch = next_epoch(view)
+    number = next_generation(view)
     after = replace(
         generation,
-        epoch=epoch,
+        number=number,
         workers=(*change.survivors, *change.joiners),
         cause=cause,
         cause_t=min(dated, default=0.0),
-        urgent=epoch if change.urgent else generation.urgent,
+        aborts_step_before=number if change.urgent else generation.aborts_step_before,
         begun=generation.begun or view.begun,
         hold=_too_small(change, settings),
         leaving=change.leaving,
@@ -303,14 +303,14 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
 
 def _counts(request: PlanRequest, generation: Generation) -> bool:
     """Returns whether it was made for these members and is not carried yet; its author renews it when they change."""
-    return request.epoch == generation.epoch and request.id != generation.plan_request
+    return request.generation == generation.number and request.id != generation.plan_request
 
 
 def _replan(view: View, generation: Generation, request: PlanRequest) -> Decision:
     """Has the same workers go on by another plan: a planned change, like that of a joiner."""
     after = replace(
         generation,
-        epoch=next_epoch(view),
+        number=next_generation(view),
         cause=PLAN_ASKED,
         cause_t=request.t,
         begun=generation.begun or view.begun,

@@ -271,7 +271,7 @@ class TestDamage:
     def test_a_generation_that_is_damaged_may_be_written_anew(self, job: Job) -> None:
         nodes = trains(job)
         before = job.read("generation")
-        damage(job, "generation", b'{"kind":"Generation","v":1,"epoch":9223372036854775807,"stage":"train"}')
+        damage(job, "generation", b'{"kind":"Generation","v":1,"generation":9223372036854775807,"stage":"train"}')
         hears(nodes[0], "generation is damaged")
         damage(job, "generation", before or b"")
         loses_c_and_goes_on(nodes)

@@ -192,13 +192,13 @@ class Node:
         self.refusals.append(error)
 
     def says(self, *states: WorkerState, **fields: Any) -> None:
-        """Publish a report with a worker for each state, and the newest epoch."""
+        """Publish a report with a worker for each state, and the newest generation."""
         workers = tuple(
             NodeWorker(f"{self.name}/{slot}#0", slot, state, f"{self.name}:{slot}") for slot, state in enumerate(states)
         )
-        epoch = self.generations[-1].epoch if self.generations else 0
+        generation = self.generations[-1].number if self.generations else 0
         self.doc = replace(
-            self.doc, workers=workers, elastic=True, takes_plans=True, epoch=epoch, took_part=True, **fields
+            self.doc, workers=workers, elastic=True, takes_plans=True, generation=generation, took_part=True, **fields
         )
         self.participant.publish(self.doc)
 
@@ -316,7 +316,7 @@ class TestJoining:
         b.says(cause="worker b/0#0 was killed by SIGKILL", cause_t=9.0)
         after = [node.hears(ids("a/0#0", "c/0#0")) for node in (a, b, c)]
         assert after[0] == after[1] == after[2]
-        assert (after[0].epoch, after[0].urgent, after[0].cause_t) == (3, 3, 9.0)
+        assert (after[0].number, after[0].aborts_step_before, after[0].cause_t) == (3, 3, 9.0)
 
     def test_a_node_that_stops_is_gone_at_once(self, job: Job) -> None:
         a, b, c = job.three()
@@ -377,7 +377,7 @@ class TestSize:
         request = DrainRequest("elaunch ctl drain", time.time())
         job.admin.put("/elaunch/job/requests/drain/b", to_json(request), job.admin.grant(30.0))
         wait_until(lambda: b.drain_reasons == ["elaunch ctl drain"], LIMIT_S, "b to hear of it")
-        b.says(MEMBER, draining=True, settled=b.generations[-1].epoch)
+        b.says(MEMBER, draining=True, settled=b.generations[-1].number)
         assert a.hears(ids("a/0#0", "c/0#0")).leaving == ("b/0#0",)
         assert not a.drain_reasons + c.drain_reasons
 
@@ -394,7 +394,7 @@ class TestSize:
         wait_until(lambda: c.drain_reasons, LIMIT_S, "the last node to be told")
         for node in (a, b, c):
             wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of the size")  # type: ignore[misc]
-        c.says(MEMBER, draining=True, settled=c.generations[-1].epoch)
+        c.says(MEMBER, draining=True, settled=c.generations[-1].number)
         a.hears(ids("a/0#0", "b/0#0"))
         c.participant.stop()
         wait_until(lambda: job.read("requests/drain/c") is None, LIMIT_S, "the name c to be free again")
@@ -521,20 +521,20 @@ class TestLeading:
         finally:
             job.stop()
 
-    def test_epochs_grow_whoever_leads(self, job: Job) -> None:
+    def test_generations_grow_whoever_leads(self, job: Job) -> None:
         a, b, c = job.three()
         a.participant.stop()
         b.hears(ids("b/0#0", "c/0#0"))
         job.leader(other_than="a").participant.stop()
         left = c if b.participant._thread.is_alive() is False else b
         left.hears(ids(f"{left.name}/0#0"))
-        epochs = [one.epoch for one in left.generations]
-        assert epochs == sorted(set(epochs))
+        generations = [one.number for one in left.generations]
+        assert generations == sorted(set(generations))
 
 
 class TestRequests:
-    def ask(self, job: Job, epoch: int, plan: str = "plan layers 4") -> None:
-        request = PlanRequest(f"for {epoch}", epoch, plan, 9.0)
+    def ask(self, job: Job, generation: int, plan: str = "plan layers 4") -> None:
+        request = PlanRequest(f"for {generation}", generation, plan, 9.0)
         job.admin.put("/elaunch/job/requests/plan", to_json(request))
 
     def test_a_request_wakes_the_leader_and_all_hear_of_the_plan(self, job: Job) -> None:
@@ -545,7 +545,7 @@ class TestRequests:
         before = a.generations[1]
         assert after[0] == replace(
             before,
-            epoch=3,
+            number=3,
             cause="a new plan was asked for",
             cause_t=9.0,
             begun=after[0].begun,
@@ -566,7 +566,7 @@ class TestRequests:
         self.ask(job, 3)
         job.admin.delete("/elaunch/job/requests/plan")
         self.ask(job, 2)
-        assert a.hears(lambda one: one.plan_request == "for 2").epoch == 3
+        assert a.hears(lambda one: one.plan_request == "for 2").number == 3
         job.admin.delete("/elaunch/job/requests/plan")
         a.says()
         assert a.hears(ids("b/0#0", "c/0#0")).plan_request == "for 2"
@@ -587,7 +587,7 @@ class TestRequests:
             assert not told
             node.says(MEMBER, plan_request=after.plan_request)
         asks.join(LIMIT_S)
-        assert [line.partition(",")[0] for line in told] == ["epoch 3: all 3 members have changed over"]
+        assert [line.partition(",")[0] for line in told] == ["generation 3: all 3 members have changed over"]
         wait_until(lambda: job.read("requests/plan") is None, LIMIT_S, "the request to go")
         store.close()
 
@@ -622,10 +622,10 @@ class TestOutages:
         for node in (a, b, c):
             wait_until(lambda node=node: node.outages, LIMIT_S, f"{node.name} to notice")  # type: ignore[misc]
         b.says(cause="worker b/0#0 died", cause_t=9.0)
-        b.says(cause="worker b/0#0 died", cause_t=9.0, reset_epoch=1)
+        b.says(cause="worker b/0#0 died", cause_t=9.0, reset_generation=1)
         job.site.come_back()
         job.admin = job.site.open()
-        after = a.hears(lambda one: one.epoch == 3)
+        after = a.hears(lambda one: one.number == 3)
         assert (after.ids, after.cause) == (("a/0#0", "c/0#0"), "worker b/0#0 died")
         for node in (a, b, c):
             node.hears(lambda one: one == after)
@@ -657,7 +657,7 @@ class TestOutages:
                 wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
             c.says(cause="worker c/0#0 died", cause_t=9.0)
             for node in nodes:
-                after = node.hears(lambda one: one.epoch == 3)
+                after = node.hears(lambda one: one.number == 3)
                 assert (after.ids, after.cause) == (("a/0#0", "b/0#0"), "worker c/0#0 died")
                 assert (len(node.absences), node.outages, node.refusals) == (int(node.name in of), [], [])
         finally:
@@ -691,24 +691,24 @@ class TestOutages:
                 session.down = True
             wait_until(lambda: b.outages, LIMIT_S, "b to notice")
             c.says()
-            a.hears(lambda one: one.epoch == 3)
-            assert b.generations[-1].epoch == 2
+            a.hears(lambda one: one.number == 3)
+            assert b.generations[-1].number == 2
             wait_until(lambda: job.read("nodes/b") is None, LIMIT_S, "b to be missed")
             assert not b.absences
             cut_off = False
-            b.hears(lambda one: one.epoch >= 3)
+            b.hears(lambda one: one.number >= 3)
             assert [len(node.absences) for node in (a, b, c)] == [0, 1, 0]
         finally:
             job.stop()
 
-    def test_a_store_that_has_lost_everything_is_filled_again_and_epochs_go_on(self, job: Job) -> None:
+    def test_a_store_that_has_lost_everything_is_filled_again_and_generations_go_on(self, job: Job) -> None:
         nodes = job.three()
         for node in nodes:
             node.says(MEMBER)
             wait_until(
-                lambda node=node: b'"epoch":2' in (job.read(f"nodes/{node.name}") or b""),  # type: ignore[misc]
+                lambda node=node: b'"generation":2' in (job.read(f"nodes/{node.name}") or b""),  # type: ignore[misc]
                 LIMIT_S,
-                "the epoch to be remembered",
+                "the generation to be remembered",
             )
         job.site.go_away()
         job.site.lose_data()
@@ -721,7 +721,7 @@ class TestOutages:
         a, b, c = nodes
         b.says()
         after = a.hears(ids("a/0#0", "c/0#0"))
-        assert after.epoch > 2
+        assert after.number > 2
         c.hears(ids("a/0#0", "c/0#0"))
         written = from_json(JobConfig, job.read("config") or b"")
         assert not a.absences + b.absences + c.absences, "nobody was missed"
@@ -741,7 +741,7 @@ class TestOutages:
         job.admin = job.site.open()
         for name in "abc":
             wait_until(lambda name=name: job.read(f"nodes/{name}"), LIMIT_S, f"{name} to be back")  # type: ignore[misc]
-        assert job.node("d").hears(lambda one: one.stage is Stage.START).epoch == 1
+        assert job.node("d").hears(lambda one: one.stage is Stage.START).number == 1
 
 
 class TestStrangers:
@@ -787,7 +787,7 @@ class TestStrangers:
         a, b = hasty_job.node("a"), hasty_job.node("b")
         for node in (a, b):
             again = node.hears(lambda one: one.stage is Stage.ASSEMBLE)
-            assert (again.epoch, again.attempt, again.restarts) == (8, 2, 0)
+            assert (again.number, again.attempt, again.restarts) == (8, 2, 0)
             assert not node.refusals
         wait_until(lambda: a.config == b.config is not None, LIMIT_S, "both to agree")
         assert a.config is not None

@@ -154,7 +154,7 @@ def test_of_workers_of_two_nodes_too(etcd: EmbeddedEtcd, spawn: Spawner, tmp_pat
     for node in nodes:
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
     (event,) = [event for node in nodes for event in node.events("hang")]
-    members = next(one["workers"] for one in nodes[0].events("generation") if one["epoch"] == event["epoch"])
+    members = next(one["workers"] for one in nodes[0].events("generation") if one["generation"] == event["generation"])
     assert event["worker"] == members[3]
     assert event["doing"] == f"in step {AT}, waits like all 4 members"
     assert [re.sub(r", operation \d+$", "", one) for one in event["waits"]] == [
@@ -164,7 +164,9 @@ def test_of_workers_of_two_nodes_too(etcd: EmbeddedEtcd, spawn: Spawner, tmp_pat
     assert f"{event['worker']}, pid " in Path(event["stacks"]).read_text()
     exits = {one["worker"]: one for node in nodes for one in node.events("worker_exited")}
     assert exits.pop(event["worker"]).get("signal") == signal.SIGKILL
-    assert all(one.get("exitcode") == 0 for one in exits.values()), nodes[0].agent.tail()
+    # The job may be over before the replacement has started; then it is ended.
+    others = [exits[worker].get("exitcode") for worker in members if worker in exits]
+    assert others == [0, 0, 0], nodes[0].agent.tail()
     assert_same(losses(nodes), expected[0], 1e-9)
     assert digests(nodes) == expected[1]
 

@@ -132,9 +132,9 @@ def test_where_the_network_is_in_two_halves_one_goes_on_and_the_other_waits(host
     hosts.start("abcd", "1:4")
     hosts.network.part("ab", "cd")
     hosts.wait_for_nodes("ab", seen_by="abcd")
-    epoch = hosts.nodes["a"].events("generation")[-1]["epoch"]
+    generation = hosts.nodes["a"].events("generation")[-1]["generation"]
     wait_for_step(hosts.all, hosts.nodes["a"].last_step() + 3)
-    assert all(event["epoch"] < epoch for node in hosts.of("cd") for event in node.events("step"))
+    assert all(event["generation"] < generation for node in hosts.of("cd") for event in node.events("step"))
     hosts.network.part("ab", "cd", cut=False)
     hosts.wait_for_nodes("abcd", seen_by="abcd")
     hosts.end(expected, samples)
@@ -164,9 +164,9 @@ def test_a_host_whose_cable_is_pulled_comes_back(hosts: Hosts) -> None:
     hosts.network.plug("b", into=False)
     hosts.wait_for_nodes("ac", seen_by="ac")
     # It does not know yet, and does nothing for the job that counts.
-    epoch = hosts.nodes["a"].events("generation")[-1]["epoch"]
+    generation = hosts.nodes["a"].events("generation")[-1]["generation"]
     wait_for_step(hosts.of("ac"), hosts.nodes["a"].last_step() + 3)
-    assert max(event["epoch"] for event in hosts.nodes["b"].events("generation")) < epoch
+    assert max(event["generation"] for event in hosts.nodes["b"].events("generation")) < generation
     hosts.network.plug("b", into=True)
     hosts.wait_for_nodes("abc", seen_by="abc")
     hosts.end(expected, samples)

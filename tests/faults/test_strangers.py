@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.wire import Attach, Excused, Ready, Report, Saved, encode
+from elaunch.wire import Attach, Evict, Ready, Report, Saved, encode
 from tests.faults.test_workers import FOUR, left, reference
 from tests.helpers import Spawner
 from tests.hostile import hostile
@@ -175,10 +175,10 @@ def test_a_job_does_not_mind_strangers_at_its_agents_socket(spawn: Spawner, tmp_
         sent = [
             b"hello\n",
             b"[" * 1_000,
-            encode(Report("step", {"kind": 1, "t": [], "epoch": {}, "self": 0, "node": "b", "worker": None})),
+            encode(Report("step", {"kind": 1, "t": [], "generation": {}, "self": 0, "node": "b", "worker": None})),
             encode(Saved(1 << 50)),
             *(encode(Attach(worker, pid)) + encode(Ready("nowhere")) for worker, pid in workers),
-            *(encode(Attach(worker, 1)) + encode(Excused(False, "go")) for worker, _ in workers),
+            *(encode(Attach(worker, 1)) + encode(Evict(False, "go")) for worker, _ in workers),
             encode(Attach("b/0#0", 1)),
         ]
         for number, stranger in enumerate(strangers):

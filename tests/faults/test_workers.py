@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.plan import Plan
 from tests.helpers import Spawner, once_a_session, soak, wait_until
 from tests.jobs.watch import (
     SCRIPT,
@@ -159,10 +160,10 @@ def test_deaths_at_the_same_moment_make_one_generation(spawn: Spawner, tmp_path:
     node = elaunch(spawn, tmp_path, *FOUR, script=(SCRIPT, "--steps", "400", "--sleep", "0.004", "--crew", "4"))
     wait_for_step(node, 5)
     pids = sorted(node.pids().items())
-    epochs = len(node.events("generation"))
+    generations = len(node.events("generation"))
     kill_at_once(node, [pids[0][1], pids[2][1]])
-    wait_for(node, lambda: len(node.events("generation")) > epochs, 30, "a new generation")
-    assert node.events("generation")[epochs]["workers"] == [pids[1][0], pids[3][0]]
+    wait_for(node, lambda: len(node.events("generation")) > generations, 30, "a new generation")
+    assert node.events("generation")[generations]["workers"] == [pids[1][0], pids[3][0]]
     wait_for_members(node, 4)
     kill_node(node)
 
@@ -245,6 +246,30 @@ def test_more_workers_than_micro_batches_share_what_there_is(spawn: Spawner, tmp
     assert_same(losses(node), expected, 1e-9)
     assert digests(node) == samples
     assert [float(each) for each in ending(node.agent.text())] == pytest.approx([float(norm)] * 4, rel=1e-9)
+
+
+def test_workers_that_do_their_share_at_once_share_anew_what_a_dead_one_did(spawn: Spawner, tmp_path: Path) -> None:
+    arguments = ("--steps", "60", "--global-batch-size", "22", "--micro-batch-size", "0", "--dropout", "0")
+    expected, samples, _ = reference(spawn, tmp_path, *arguments)
+    gate = tmp_path / "gate"
+    script = (SCRIPT, *arguments, "--hold", f"20:{gate}")
+    node = elaunch(spawn, tmp_path, *FOUR, "--max-restarts=0", script=script)
+    wait_for_step(node, 5)
+    os.kill(node.pids()["node0/1#0"], signal.SIGKILL)
+    gate.touch()
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    assert_same(losses(node), expected, 1e-9)
+    assert digests(node) == samples
+    first, *_, last = (Plan.parse(event["plan"]) for event in node.events("decision"))
+    assert str(first) == (
+        "plan layers 1 batch 22 micro-batch 1 zero interleaved\n"
+        "layers 0:1 slots 0:6 workers node0/0#0\n"
+        "layers 0:1 slots 6:12 workers node0/1#0\n"
+        "layers 0:1 slots 12:17 workers node0/2#0\n"
+        "layers 0:1 slots 17:22 workers node0/3#0"
+    )
+    last.validate(["node0/0#0", "node0/2#0", "node0/3#0"])
+    assert all(len(tile.micro_batches) == 1 for tile in last.tiles)
 
 
 def test_members_without_links_to_all_others_recover_too(spawn: Spawner, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from elaunch.errors import GenerationChanged, LinkLost
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group, even_counts, neighbours
+from elaunch.workers.comm.transport import Transport
 from tests.helpers import ROOT, child_environment
 
 PATIENCE_S = 60.0
@@ -71,47 +71,47 @@ def nursery() -> None:
 def serve(worker: str, port: int) -> None:
     """One worker's life; ends with the control connection."""
     control = socket.create_connection(("127.0.0.1", port)).makefile("rw")
-    fabric = Fabric(worker, "secret")
+    transport = Transport(worker, "secret")
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in control:
             order = json.loads(line)
             if order["do"] == "interrupt":
-                fabric.interrupt(order["epoch"])
+                transport.interrupt(order["generation"])
             else:
                 orders.put(order)
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
-    answer: dict[str, Any] = {"worker": worker, "pid": os.getpid(), "address": fabric.address}
+    answer: dict[str, Any] = {"worker": worker, "pid": os.getpid(), "address": transport.address}
     groups: dict[int, Group] = {}
     while True:
         control.write(json.dumps(answer) + "\n")
         control.flush()
         order = orders.get()
         try:
-            answer = obey(fabric, groups, order)
+            answer = obey(transport, groups, order)
         except GenerationChanged as error:
-            answer = {"interrupted": error.epoch}
+            answer = {"interrupted": error.generation}
         except LinkLost as error:
             answer = {"lost": error.peer}
         except BaseException as error:
             answer = {"error": repr(error)}
 
 
-def obey(fabric: Fabric, groups: dict[int, Group], order: dict[str, Any]) -> dict[str, Any]:
-    epoch, members = order["epoch"], order["members"]
+def obey(transport: Transport, groups: dict[int, Group], order: dict[str, Any]) -> dict[str, Any]:
+    generation, members = order["generation"], order["members"]
     if order["do"] == "connect":
-        near = {fabric.worker, *neighbours(list(members), fabric.worker)}
-        fabric.connect({m: a for m, a in members.items() if m in near}, epoch=epoch, timeout_s=PATIENCE_S)
-        return {"peers": fabric.peers}
+        near = {transport.worker, *neighbours(list(members), transport.worker)}
+        transport.connect({m: a for m, a in members.items() if m in near}, generation=generation, timeout_s=PATIENCE_S)
+        return {"peers": transport.peers}
     if order["do"] == "prepare":
-        fabric.prepare(members)
+        transport.prepare(members)
         return {}
-    group = groups.setdefault(epoch, Group(fabric, epoch, list(members)))
+    group = groups.setdefault(generation, Group(transport, generation, list(members)))
     if order["do"] == "all_reduce":
-        tensor = contribution(fabric.worker, order["length"], order["dtype"])
+        tensor = contribution(transport.worker, order["length"], order["dtype"])
         group.all_reduce(tensor)
         return {"digest": digest(tensor)}
     if order["do"] == "all_reduce_forever":
@@ -132,8 +132,13 @@ class Worker:
         hello = self.answer()
         self.name, self.pid, self.address = hello["worker"], hello["pid"], hello["address"]
 
-    def tell(self, do: str, epoch: int, members: Sequence[Worker] = (), **more: Any) -> None:
-        order = {"do": do, "epoch": epoch, "members": {member.name: member.address for member in members}, **more}
+    def tell(self, do: str, generation: int, members: Sequence[Worker] = (), **more: Any) -> None:
+        order = {
+            "do": do,
+            "generation": generation,
+            "members": {member.name: member.address for member in members},
+            **more,
+        }
         self._lines.write(json.dumps(order) + "\n")
         self._lines.flush()
 
@@ -154,34 +159,34 @@ class Crew:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._nursery = process
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self._door.settimeout(PATIENCE_S)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE_S)
         self._started = 0
         self._all: list[Worker] = []
-        self.epoch = 0
+        self.number = 0
 
     def start(self, count: int) -> list[Worker]:
         assert self._nursery.stdin is not None
         for _ in range(count):
-            self._nursery.stdin.write(f"a/{self._started}#0 {self._door.getsockname()[1]}\n")
+            self._nursery.stdin.write(f"a/{self._started}#0 {self._listener.getsockname()[1]}\n")
             self._started += 1
         self._nursery.stdin.flush()
-        fresh = sorted((Worker(self._door.accept()[0]) for _ in range(count)), key=lambda one: one.pid)
+        fresh = sorted((Worker(self._listener.accept()[0]) for _ in range(count)), key=lambda one: one.pid)
         self._all += fresh
         return fresh
 
     def generation(self, members: Sequence[Worker]) -> list[Worker]:
-        """Announces the next epoch to the members and connects them."""
-        self.epoch += 1
+        """Announces the next number to the members and connects them."""
+        self.number += 1
         for member in members:
-            member.tell("interrupt", self.epoch)
+            member.tell("interrupt", self.number)
         for answer in self.ask(members, "connect"):
             assert "peers" in answer, answer
         return list(members)
 
     def ask(self, members: Sequence[Worker], do: str, **more: Any) -> list[dict[str, Any]]:
         for member in members:
-            member.tell(do, self.epoch, members, **more)
+            member.tell(do, self.number, members, **more)
         return [member.answer() for member in members]
 
     def check_sum(self, members: Sequence[Worker], length: int, dtype: str = "float32") -> None:
@@ -192,7 +197,7 @@ class Crew:
     def end(self) -> None:
         for worker in self._all:
             worker.end()
-        self._door.close()
+        self._listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +255,7 @@ def test_all_reduce_of_other_types(crew: Crew, dtype: str) -> None:
 def test_survivors_of_a_killed_worker_go_on_over_the_same_links(crew: Crew, length: int) -> None:
     workers = crew.generation(crew.start(4))
     for worker in workers:
-        worker.tell("all_reduce_forever", crew.epoch, workers, length=length)
+        worker.tell("all_reduce_forever", crew.number, workers, length=length)
     victim = workers[1]
     survivors = [worker for worker in workers if worker is not victim]
     os.kill(victim.pid, signal.SIGKILL)
@@ -265,14 +270,14 @@ def test_a_stopped_worker_holds_the_others_until_they_are_interrupted(crew: Crew
     stopped, rest = workers[0], workers[1:]
     os.kill(stopped.pid, signal.SIGSTOP)
     for worker in rest:
-        worker.tell("all_reduce", crew.epoch, workers, length=BIG, dtype="float32")
+        worker.tell("all_reduce", crew.number, workers, length=BIG, dtype="float32")
     for worker in rest:
-        worker.tell("interrupt", crew.epoch + 1)
-    assert [worker.answer() for worker in rest] == [{"interrupted": crew.epoch + 1}] * 3
+        worker.tell("interrupt", crew.number + 1)
+    assert [worker.answer() for worker in rest] == [{"interrupted": crew.number + 1}] * 3
     crew.generation(rest)
     crew.check_sum(rest, 100_003)
 
-    probing = Fabric("test/0#0", "secret")
+    probing = Transport("test/0#0", "secret")
     try:
         assert probing.probe(stopped.address, 0.05) == "busy"
         assert probing.probe(rest[0].address, PATIENCE_S) == "alive"
@@ -288,13 +293,13 @@ def test_sums_are_right_after_any_interruption(crew: Crew) -> None:
     for _ in range(60):
         members = crew.generation(chance.sample(workers, chance.randrange(2, 5)))
         for worker in members:
-            worker.tell("all_reduce_forever", crew.epoch, members, length=BIG // 8)
+            worker.tell("all_reduce_forever", crew.number, members, length=BIG // 8)
         for _ in range(chance.randrange(100_000)):
             pass
         chance.shuffle(members)
         for worker in members:
-            worker.tell("interrupt", crew.epoch + 1)
-        assert [worker.answer() for worker in members] == [{"interrupted": crew.epoch + 1}] * len(members)
+            worker.tell("interrupt", crew.number + 1)
+        assert [worker.answer() for worker in members] == [{"interrupted": crew.number + 1}] * len(members)
         crew.check_sum(crew.generation(members), 20_011)
 
 
@@ -302,14 +307,14 @@ def test_a_joiner_is_linked_while_the_others_work(crew: Crew) -> None:
     workers = crew.start(4)
     old, joiner = crew.generation(workers[:3]), workers[3]
     for worker in old:
-        worker.tell("all_reduce_forever", crew.epoch, old, length=1000)
+        worker.tell("all_reduce_forever", crew.number, old, length=1000)
     # The joiner comes last in the order, so it dials, and the others need not know.
-    joiner.tell("connect", crew.epoch, workers)
+    joiner.tell("connect", crew.number, workers)
     assert joiner.answer() == {"peers": sorted(worker.name for worker in old)}
-    crew.epoch += 1
+    crew.number += 1
     for worker in workers:
-        worker.tell("interrupt", crew.epoch)
-    assert [worker.answer() for worker in old] == [{"interrupted": crew.epoch}] * 3
+        worker.tell("interrupt", crew.number)
+    assert [worker.answer() for worker in old] == [{"interrupted": crew.number}] * 3
     crew.check_sum(crew.generation(workers), 100_003)
 
 

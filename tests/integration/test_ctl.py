@@ -51,7 +51,7 @@ def test_a_plan_that_is_asked_for_reaches_all_members_and_those_that_come_later(
     wait_for_members(spawn, node, "node0/0#0", "node0/1#0")
     first = ctl(spawn, "status")
     assert re.fullmatch(r"job \S+ at 127\.0\.0\.1:\d+: trains", first[0])
-    assert first[1:3] == ["epoch 2, attempt 0: start", "nodes: node0"]
+    assert first[1:3] == ["generation 2, attempt 0: start", "nodes: node0"]
     assert ctl(spawn, "plan")[0].startswith("no plan was asked for in job ")
 
     plan = symmetric(["first", "second"], 4, 8, 2, dp=1, pp=2)
@@ -62,14 +62,14 @@ def test_a_plan_that_is_asked_for_reaches_all_members_and_those_that_come_later(
     )
     file.write_text(str(plan))
     (line,) = ctl(spawn, "plan", "--set", file)
-    assert re.fullmatch(r"epoch 3: all 2 members have changed over, [\d.]+ s after the plan was asked for", line)
+    assert re.fullmatch(r"generation 3: all 2 members have changed over, [\d.]+ s after the plan was asked for", line)
     here = plan.renamed({"first": "node0/0#0", "second": "node0/1#0"})
     assert Plan.parse("\n".join(ctl(spawn, "plan"))) == here
     assert "plan: asked for; all have changed over" in ctl(spawn, "status")
     for worker in here.workers:
         assert f"{worker} goes by {str(here)!r}" in node.agent.text()
     asked = node.events("generation")[-1]
-    assert (asked["epoch"], asked["workers"], asked["stage"]) == (3, list(here.workers), "train")
+    assert (asked["generation"], asked["workers"], asked["stage"]) == (3, list(here.workers), "train")
     assert asked["cause"] == "a new plan was asked for"
 
     os.kill(node.pids()["node0/1#0"], signal.SIGKILL)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elaunch.detect.host import family
-from elaunch.plan import Plan, n_rows
-from elaunch.plan.shares import DataParallelPlan
+from elaunch.plan import Plan, n_rows, shares_of
 from elaunch.policy.profile import Profile
 from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
 from tests.helpers import Spawner, soak
@@ -29,6 +29,7 @@ from tests.jobs.watch import (
     wait_for_step,
 )
 
+PLANNED = OBJECTS.with_name("planned.py")
 FOUR = ("--standalone", "--nproc-per-node=4")
 SLOW = "the speed of workers has changed"
 
@@ -143,12 +144,40 @@ def test_nor_does_a_data_parallel_job_wait_for_a_slow_worker(spawn: Spawner, tmp
     script = (OBJECTS, "--steps", "100000", "--global-batch-size", "48", "--sleep", "0.01", "--slow", "2:12:0.03")
     node = elaunch(spawn, tmp_path, *FOUR, script=script)
     decision = wait_for(node, partial(rebalanced, node), 150, "shares for the slow worker")
-    plan = DataParallelPlan.parse(decision["plan"])
-    counts = {worker: len(units) for worker, units in plan.units}
+    counts = shares_of(Plan.parse(decision["plan"]))
     assert counts["node0/2#0"] == min(counts.values()) < max(counts.values())
     wait_for_step(node, node.last_step() + 3)
     # Who is not slow any more has as much to do as the others: its replacement has the slot, and is measured anew.
     stop(node)
+
+
+def test_a_framework_of_its_own_has_its_plans_chosen(spawn: Spawner, tmp_path: Path) -> None:
+    """Rows of one that dies are dealt out anew; each step has all rows once, so losses are as undisturbed."""
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", "--max-restarts=0", script=(PLANNED, "60"))
+    wait_for_step(node, 8)
+    os.kill(node.pids()["node0/1#0"], signal.SIGKILL)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    first, after = decisions(node)[:2]
+    assert (first["policy"], first["reason"]) == ("given", "the script gave the plan")
+    assert work(Plan.parse(first["plan"])) == {f"node0/{slot}#0": 16 for slot in range(3)}
+    assert after["policy"] in {"reroute", "resize", "reparallelize"}
+    done = work(Plan.parse(after["plan"]))
+    assert done.keys() == {"node0/0#0", "node0/2#0"}
+    assert sum(done.values()) == 48
+    assert_same(losses(node), least_squares(60), 1e-9)
+
+
+def least_squares(steps: int) -> dict[int, float]:
+    """The losses of tests/jobs/planned.py with one worker."""
+    weight = torch.zeros(8, dtype=torch.float64)
+    rows = torch.arange(48, dtype=torch.float64)
+    found = {}
+    for step in range(steps):
+        inputs = torch.stack([(rows * k + step).cos() for k in range(8)], 1)
+        errors = inputs @ weight - rows / 48
+        found[step] = float(errors.square().sum() / 48)
+        weight = weight - 0.1 * inputs.t() @ errors / 48
+    return found
 
 
 def test_a_job_shows_its_profile_and_keeps_it_in_a_file(

@@ -39,8 +39,8 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
         return int(self.member.size)
 
     @property
-    def epoch(self) -> int:
-        return int(self.member.generation.epoch)
+    def generation(self) -> int:
+        return int(self.member.generation.generation)
 
     def gradients(self) -> float:
         self.pace.before()

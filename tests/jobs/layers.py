@@ -45,9 +45,9 @@ from elaunch.plan import symmetric
 from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import SimulatedClocks
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.job import HybridJob
@@ -77,7 +77,7 @@ class LayerFaults(Faults):
             self._die_around(ZeroOptimizer, "share", before="share")
             self._die_around(HybridJob, "vote", before="vote")
             self._die_around(Engine, "standing", before="standing")
-            self._die_around(Fabric, "connect", before="connect")
+            self._die_around(Transport, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
             self._wrap(Group, "stream", self._stream_in_part)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import elaunch
-from elaunch.workers.comm import door
+from elaunch.workers.comm import listener
 from elaunch.workers.comm.link import Link
 from elaunch.workers.layers.job import HybridJob
 
@@ -27,7 +27,7 @@ def throttle(job: elaunch.Job | HybridJob, wanted: str) -> None:
     """As `--throttle SLOT:STEP:BYTES` wants it: the kernel lets so many bytes a second pass on each link of a slot."""
     slot, step, rate = wanted.split(":") if wanted else ("", 0, 0)
     if slot == os.environ.get("LOCAL_RANK") and job.step >= int(step):
-        for link in job._member._fabric._links.values():
+        for link in job._member._transport._links.values():
             link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
 
 
@@ -47,10 +47,10 @@ class Links:
         """Called in each micro-batch."""
         kind = self.faults.pop(step, "")
         if kind == "deaf":
-            self.job._member._fabric._door._listener.close()
+            self.job._member._transport._listener._server.close()
         elif kind == "dead":
-            door.Door._wait_s = _fails  # type: ignore[assignment, method-assign]
-            self.job._member._fabric._door.dial(self.job.worker, "", 1.0)
+            listener.Listener._wait_s = _fails  # type: ignore[assignment, method-assign]
+            self.job._member._transport._listener.dial(self.job.worker, "", 1.0)
 
     def _quarrel(self, from_step: int, other: str) -> None:
         job = self.job

@@ -8,13 +8,13 @@ import socket
 import time
 
 from elaunch.rendezvous.membership import split_address
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.transport import Transport
 
 
 def main() -> None:
     """Take all descriptors, let strangers and a peer knock, give the descriptors back."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    a, b = Fabric("a/0#0", "secret"), Fabric("a/1#0", "secret")
+    a, b = Transport("a/0#0", "secret"), Transport("a/1#0", "secret")
     members = {a.worker: a.address, b.worker: b.address}
     knocking = [socket.socket() for _ in range(4)]
     taken = []
@@ -31,13 +31,13 @@ def main() -> None:
     assert spent_s < 0.5, f"{spent_s:.2f} s of processor time in a second without anything to do"
     for descriptor in taken:
         os.close(descriptor)
-    for fabric in (a, b):
-        fabric.prepare(members)
-    for fabric in (a, b):
-        fabric.connect(members, epoch=1, timeout_s=30)
+    for transport in (a, b):
+        transport.prepare(members)
+    for transport in (a, b):
+        transport.connect(members, generation=1, timeout_s=30)
     assert a.peers == (b.worker,)
-    for fabric in (a, b):
-        fabric.close()
+    for transport in (a, b):
+        transport.close()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from elaunch.errors import StepInterrupted
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Finished, Progress
 from elaunch.workers import agent_client
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Recovery
 from tests.jobs import say
@@ -24,14 +24,14 @@ class Runtime:
 
     def __init__(self) -> None:
         self.client = agent_client.connect()
-        self.fabric = Fabric(self.client.worker, self.client.token, self.client.host)
-        self.membership = Recovery(self.client, self.fabric, self)
+        self.transport = Transport(self.client.worker, self.client.token, self.client.host)
+        self.membership = Recovery(self.client, self.transport, self)
         self.group: Group | None = None
         self.acted_on = ""
         self.step = 0
 
     def train(self, end: Path) -> None:
-        self.client.ready(self.fabric.address, takes_plans=True)
+        self.client.ready(self.transport.address, takes_plans=True)
         self.membership.settle()
         self.client.send(Progress(self.step))
         while True:
@@ -43,21 +43,21 @@ class Runtime:
                 continue
             if over:
                 break
-            if newest > self.membership.generation.epoch:
+            if newest > self.membership.generation.number:
                 self.membership.agree()
                 self.membership.settle()
         self.client.send(Finished())
-        self.fabric.close()
+        self.transport.close()
         self.client.close()
 
     def do_step(self, end: Path) -> tuple[int, bool]:
-        """The newest epoch that all members know of, and whether all have seen the file."""
+        """The newest generation that all members know of, and whether all have seen the file."""
         assert self.group is not None
         time.sleep(0.01)
-        mine = json.dumps([self.membership.newest_epoch(), end.exists()]).encode()
+        mine = json.dumps([self.membership.newest_generation(), end.exists()]).encode()
         said = [json.loads(one) for one in self.group.all_gather_bytes(mine)]
         self.step += 1
-        return min(epoch for epoch, _ in said), all(seen for _, seen in said)
+        return min(generation for generation, _ in said), all(seen for _, seen in said)
 
     def vote(self) -> Vote:
         return Vote(self.step, entered=True, holds=self.group is not None)

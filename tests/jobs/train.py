@@ -102,7 +102,7 @@ class Pace:
         time.sleep(self.SLOW_S)
         end_s = time.monotonic() + self.PATIENCE_S
         while self.steps - self.job.step <= self.LAST_STEPS and time.monotonic() < end_s:
-            if self.job._member._recovery.newest_epoch() > self.job.epoch:
+            if self.job._member._recovery.newest_generation() > self.job.generation:
                 break  # they come; or there is another change to go through first
             time.sleep(0.005)
 
@@ -144,7 +144,7 @@ class Faults:
     def _speak_to_one(self, original: Callable[..., Any], group: Group, payload: bytes) -> Any:
         if self.due("half"):
             listener = [member for member in group.members if member != self.job.worker][-1]
-            group.fabric.exchange(group.epoch, group._next_op(), [(listener, 0, memoryview(payload))])
+            group.transport.exchange(group.generation, group._next_op(), [(listener, 0, memoryview(payload))])
             die()
         return original(group, payload)
 
@@ -167,7 +167,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--global-batch-size", type=int, default=24)
-    parser.add_argument("--micro-batch-size", type=int, default=3)
+    parser.add_argument("--micro-batch-size", type=int, default=3, help="0: a worker does its share at once")
+    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds that a micro-batch takes besides")
@@ -208,10 +209,10 @@ def main() -> None:
     net = nn.Sequential(
         nn.Linear(12, args.width),
         nn.GELU(),
-        nn.Dropout(0.2),
+        nn.Dropout(args.dropout),
         nn.Linear(args.width, args.width),
         nn.GELU(),
-        nn.Dropout(0.2),
+        nn.Dropout(args.dropout),
     )
     small = {"first_bucket_bytes": 1, "bucket_bytes": 1} if args.break_at else {}
     norm_layer = nn.BatchNorm1d(args.width) if args.extras else nn.Identity()
@@ -230,7 +231,7 @@ def main() -> None:
     for points, values in job.batches(
         Samples(dtype),
         global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size or None,
         seed=7,
         steps=args.steps,
     ):

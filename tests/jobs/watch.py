@@ -129,12 +129,14 @@ def wait_for_members(nodes: Node | Sequence[Node], count: int, timeout_s: float 
     def there() -> bool:
         steps = [event for node in many for event in node.events("step")]
         latest = max(steps, key=lambda event: (event["step"], event["t"]), default=None)
-        announced = max((node.events("generation")[-1:] for node in many), key=lambda last: [e["epoch"] for e in last])
+        announced = max(
+            (node.events("generation")[-1:] for node in many), key=lambda last: [e["generation"] for e in last]
+        )
         return (
             latest is not None
             and latest["members"] == count
             and [len(event["workers"]) for event in announced] == [count]
-            and latest["epoch"] == announced[0]["epoch"]
+            and latest["generation"] == announced[0]["generation"]
         )
 
     wait_for(many, there, timeout_s, f"steps with {count} members")

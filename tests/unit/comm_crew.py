@@ -1,4 +1,4 @@
-"""Several workers in one process: a fabric each, driven by threads."""
+"""Several workers in one process: a transport each, driven by threads."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.transport import Transport
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
 
 
 @contextmanager
-def crew(size: int, connected: bool = True) -> Iterator[list[Fabric]]:
-    """`size` fabrics "a/0#0", "a/1#0", ..., linked in epoch 1 if `connected`."""
-    fabrics: list[Fabric] = []
+def crew(size: int, connected: bool = True) -> Iterator[list[Transport]]:
+    """`size` transports "a/0#0", "a/1#0", ..., linked in generation 1 if `connected`."""
+    transports: list[Transport] = []
     try:
         for index in range(size):
-            fabrics.append(Fabric(f"a/{index}#0", "secret"))
+            transports.append(Transport(f"a/{index}#0", "secret"))
         if connected:
-            connect_all(fabrics)
-        yield fabrics
+            connect_all(transports)
+        yield transports
     finally:
-        for fabric in fabrics:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports:
+            transport.interrupt(1 << 60)
+            transport.close()
 
 
-def addresses(fabrics: Sequence[Fabric]) -> dict[str, str]:
-    return {fabric.worker: fabric.address for fabric in fabrics}
+def addresses(transports: Sequence[Transport]) -> dict[str, str]:
+    return {transport.worker: transport.address for transport in transports}
 
 
-def connect_all(fabrics: Sequence[Fabric], epoch: int = 1) -> None:
-    members = addresses(fabrics)
-    each(lambda f: f.connect(members, epoch=epoch, timeout_s=PATIENCE_S), fabrics)
+def connect_all(transports: Sequence[Transport], generation: int = 1) -> None:
+    members = addresses(transports)
+    each(lambda f: f.connect(members, generation=generation, timeout_s=PATIENCE_S), transports)
 
 
 @contextmanager

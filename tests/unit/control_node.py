@@ -230,7 +230,7 @@ class Node:
                 self.world.at(0.001, lambda target=target, n=action.number: target.end(None, n))  # type: ignore[misc]
             elif isinstance(action, Tell):
                 worker = self.world.workers[action.worker]
-                self.world.note(worker.id, f"is told of generation {action.generation.epoch}", of_worker=True)
+                self.world.note(worker.id, f"is told of generation {action.generation.number}", of_worker=True)
                 worker.send_down(lambda worker=worker, g=action.generation: worker.hear(g))  # type: ignore[misc]
             elif isinstance(action, Say):
                 self.world.note(self.name, f"says: {action.text}")
@@ -270,10 +270,10 @@ class Node:
 
     # -- whom this node reaches ---------------------------------------------------------------------------------
 
-    def ask_others(self, epoch: int, suspect: str) -> None:
+    def ask_others(self, number: int, suspect: str) -> None:
         """A worker hears nothing from a peer, nor from its machine: whom does this node reach?"""
         generation = self.life.generation
-        if generation is not None and epoch >= generation.urgent:
+        if generation is not None and number >= generation.aborts_step_before:
             asked = sorted({self.name, *generation.nodes})
             self.world.at(ANSWER_S, lambda: self.hear_answers(asked, suspect))
 

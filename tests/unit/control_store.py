@@ -35,7 +35,7 @@ class Store:
         self.result: Result | None = None
         self.request: PlanRequest | None = None
         self.announced: list[Generation] = []
-        self.epochs: list[int] = [0]
+        self.generations: list[int] = [0]
         self.expired_s: dict[str, float] = {}
         self.back_s = 0.0
 
@@ -99,7 +99,9 @@ class Store:
         world = self.world
         former = self.announced[-1] if self.announced else None
         world.keep(Announced(world.t_s, by, former, generation))
-        assert generation.epoch > max(self.epochs), f"epoch {generation.epoch} follows {self.epochs[-1]}"
+        assert generation.number > max(self.generations), (
+            f"generation {generation.number} follows {self.generations[-1]}"
+        )
         assert len(set(generation.ids)) == len(generation.ids), "a worker stands in a generation twice"
         assert not set(generation.ids) & set(generation.leaving), "a worker leaves and stays"
         most = max(world.settings.max_nodes, len(former.nodes) if former else 0)  # it may have been lowered
@@ -110,7 +112,7 @@ class Store:
             assert gone_s < doubt_s + 1.0, f"{name} has been gone for {gone_s:.3f} s"
         self.check_plan(generation)
         self.announced.append(generation)
-        self.epochs.append(generation.epoch)
+        self.generations.append(generation.number)
         if generation.stage is Stage.TRAIN:
             world.members.update(generation.ids)
         self.revision += 1
@@ -123,9 +125,11 @@ class Store:
         if self.up and self.announced:
             generation = self.announced[-1]
             self.world.note(
-                "REQUEST:", f"the members of generation {generation.epoch} are to go by plan r{self.revision}"
+                "REQUEST:", f"the members of generation {generation.number} are to go by plan r{self.revision}"
             )
-            self.request = PlanRequest(f"r{self.revision}", generation.epoch, f"plan {self.revision}", self.world.now_s)
+            self.request = PlanRequest(
+                f"r{self.revision}", generation.number, f"plan {self.revision}", self.world.now_s
+            )
             self.revision += 1
             leader = self.world.nodes.get(self.leader)
             if leader is not None:
@@ -144,10 +148,10 @@ class Store:
         elif generation.plan_request != former.plan_request:
             assert self.request is not None
             assert plan == (self.request.plan, self.request.id)
-            assert former.epoch == self.request.epoch, "it was made for another generation"
-            assert (generation.workers, generation.urgent, generation.stage) == (
+            assert former.number == self.request.generation, "it was made for another generation"
+            assert (generation.workers, generation.aborts_step_before, generation.stage) == (
                 former.workers,
-                former.urgent,
+                former.aborts_step_before,
                 former.stage,
             )
         else:

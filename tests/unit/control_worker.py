@@ -78,16 +78,16 @@ class Worker:
             self.look_for_a_generation()
 
     def hear(self, generation: Generation) -> None:
-        if generation.stage is not Stage.TRAIN or (self.newest and generation.epoch <= self.newest.epoch):
+        if generation.stage is not Stage.TRAIN or (self.newest and generation.number <= self.newest.number):
             return
         self.newest = generation
         if self.waiting:
             self.look_for_a_generation()
-        elif self.active is not None and (self.entering or generation.urgent > self.active.epoch):
+        elif self.active is not None and (self.entering or generation.aborts_step_before > self.active.number):
             self.tell_of_end(
-                f"generation {generation.epoch} is urgent" if not self.entering else "there is a newer one"
+                f"generation {generation.number} is urgent" if not self.entering else "there is a newer one"
             )
-            self.interrupt(generation.epoch - 1)
+            self.interrupt(generation.number - 1)
 
     def note(self, text: str) -> None:
         self.world.note(self.id, text, of_worker=True)
@@ -97,7 +97,7 @@ class Worker:
         if not self.registered:
             return
         if self.entering:
-            self.note(f"gives up entering generation {self.generation().epoch}: {why}")
+            self.note(f"gives up entering generation {self.generation().number}: {why}")
         elif self.step < self.world.case.steps:
             self.note(f"aborts step {self.step}: {why}")
         else:
@@ -105,28 +105,28 @@ class Worker:
 
     def interrupt(self, past: int) -> None:
         self.at_op = None
-        self.waiting, self.broke, self.past = True, False, max(past, self.generation().epoch)
+        self.waiting, self.broke, self.past = True, False, max(past, self.generation().number)
         self.look_for_a_generation()
 
     def look_for_a_generation(self) -> None:
         newest = self.newest
-        if newest is None or newest.epoch <= self.past or not self.registered:
+        if newest is None or newest.number <= self.past or not self.registered:
             return
         if self.id not in newest.ids:
             if self.active is not None:
                 self.leave(newest)
                 return
         elif not newest.hold and (
-            self.active is None or self.entering or not self.broke or newest.urgent > self.active.epoch
+            self.active is None or self.entering or not self.broke or newest.aborts_step_before > self.active.number
         ):
             self.enter(newest)
             return
-        self.past = newest.epoch
+        self.past = newest.number
 
     def enter(self, generation: Generation) -> None:
         self.active, self.entering, self.waiting, self.broke = generation, True, False, False
         self.broken_links = set()
-        self.note(f"enters generation {generation.epoch}")
+        self.note(f"enters generation {generation.number}")
         self.world.look_around_all()
         self.world.arrive(self, ("votes", 0), (self.step, self.entered, self.holds))
 
@@ -138,9 +138,9 @@ class Worker:
         self.at_op, self.registered = None, False
         self.world.at(self.world.delay_s(self.id), lambda: self.end(0 if planned else 1, None))
 
-    def returning(self, epoch: int, op: Op, said: list[Any]) -> Callable[[], None]:
+    def returning(self, generation: int, op: Op, said: list[Any]) -> Callable[[], None]:
         def go_on() -> None:
-            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+            if self.alive and self.active is not None and self.active.number == generation and self.at_op == op:
                 self.at_op = None
                 after: dict[str, Callable[[list[Any]], None]] = {
                     "votes": self.voted,
@@ -152,47 +152,47 @@ class Worker:
 
         return go_on
 
-    def losing(self, epoch: int, op: Op, peer: str) -> Callable[[], None]:
+    def losing(self, generation: int, op: Op, peer: str) -> Callable[[], None]:
         def lose() -> None:
-            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+            if self.alive and self.active is not None and self.active.number == generation and self.at_op == op:
                 self.tell_of_end(f"the link to {peer} is lost")
                 self.at_op = None
-                self.waiting, self.broke, self.past = True, not self.entering, epoch
-                self.world.at(0.03, lambda: self.probe(epoch, peer))
+                self.waiting, self.broke, self.past = True, not self.entering, generation
+                self.world.at(0.03, lambda: self.probe(generation, peer))
                 self.look_for_a_generation()
 
         return lose
 
-    def overtaken(self, epoch: int, op: Op, newer: int) -> Callable[[], None]:
+    def overtaken(self, generation: int, op: Op, newer: int) -> Callable[[], None]:
         def leave_step() -> None:
-            if self.alive and self.active is not None and self.active.epoch == epoch and self.at_op == op:
+            if self.alive and self.active is not None and self.active.number == generation and self.at_op == op:
                 self.tell_of_end(f"a peer has entered generation {newer}")
                 self.interrupt(newer - 1)
 
         return leave_step
 
-    def probe(self, epoch: int, peer: str) -> None:
+    def probe(self, generation: int, peer: str) -> None:
         """Tell the agent whether a lost peer is dead; a machine that is gone gives no answer."""
-        if not self.alive or not self.waiting or self.active is None or self.active.epoch != epoch:
+        if not self.alive or not self.waiting or self.active is None or self.active.number != generation:
             return
         lost = self.world.workers[peer]
         if lost.on_a_lost_machine:
-            self.world.at(0.5, lambda: self.probe(epoch, peer))
+            self.world.at(0.5, lambda: self.probe(generation, peer))
         elif self.world.apart(self.id, peer):
             self.note(f"finds that the machine of {peer} does not answer")
-            self.send_up(lambda: self.node.life.on_broken(epoch, self.id, peer))
-            self.send_up(lambda: self.node.ask_others(epoch, node_of(peer)))
+            self.send_up(lambda: self.node.life.on_broken(generation, self.id, peer))
+            self.send_up(lambda: self.node.ask_others(generation, node_of(peer)))
         else:
             dead = not lost.alive or peer in self.world.deaf
             self.note(f"finds {peer} {'dead' if dead else 'alive'}")
-            self.send_up(lambda: self.node.life.on_broken(epoch, self.id, peer) if not dead else None)
-            self.send_up(lambda: self.node.life.on_unreachable(epoch, peer, dead, self.world.now_s))
+            self.send_up(lambda: self.node.life.on_broken(generation, self.id, peer) if not dead else None)
+            self.send_up(lambda: self.node.life.on_unreachable(generation, peer, dead, self.world.now_s))
 
     def voted(self, said: list[tuple[int, bool, bool]]) -> None:
         generation = self.generation()
         holders = [vote for vote in said if vote[2]]
         if not holders and generation.begun:
-            self.note(f"finds that no member of generation {generation.epoch} holds the state")
+            self.note(f"finds that no member of generation {generation.number} holds the state")
             self.end(1, None)
             return
         step = max((vote[0] for vote in holders), default=0)
@@ -206,45 +206,45 @@ class Worker:
         elif holders and self.step < step:
             self.note(f"applies step {self.step} after all: others have committed it")
         self.step, self.entered = step, False
-        self.world.at(self.world.transfer_s(self.id, receives), lambda: self.seal(generation.epoch))
+        self.world.at(self.world.transfer_s(self.id, receives), lambda: self.seal(generation.number))
 
-    def seal(self, epoch: int) -> None:
-        if self.alive and not self.waiting and self.active is not None and self.active.epoch == epoch:
+    def seal(self, generation: int) -> None:
+        if self.alive and not self.waiting and self.active is not None and self.active.number == generation:
             self.world.arrive(self, ("seal", 0), None)
 
     def sealed(self, said: list[None]) -> None:
         self.entering, self.holds = False, True
-        epoch = self.generation().epoch
+        generation = self.generation().number
         self.world.linked.update(frozenset((self.id, one)) for one in self.generation().ids)
-        self.send_up(lambda: self.node.life.on_joined(self.id, epoch))
+        self.send_up(lambda: self.node.life.on_joined(self.id, generation))
         newest = self.newest
-        if newest is not None and newest.urgent > self.generation().epoch:
-            self.tell_of_end(f"generation {newest.epoch} is urgent")
-            self.interrupt(newest.epoch - 1)
+        if newest is not None and newest.aborts_step_before > self.generation().number:
+            self.tell_of_end(f"generation {newest.number} is urgent")
+            self.interrupt(newest.number - 1)
         else:
             if self.step < self.world.case.steps:
                 self.note(f"begins step {self.step}")
             self.next_step()
 
     def next_step(self) -> None:
-        epoch, step = self.generation().epoch, self.step
+        generation, step = self.generation().number, self.step
         done = step >= self.world.case.steps
-        self.world.at(0.0 if done else STEP_S, lambda: self.barrier(epoch, step))
+        self.world.at(0.0 if done else STEP_S, lambda: self.barrier(generation, step))
 
-    def barrier(self, epoch: int, step: int) -> None:
-        in_it = self.alive and self.active is not None and self.active.epoch == epoch
+    def barrier(self, generation: int, step: int) -> None:
+        in_it = self.alive and self.active is not None and self.active.number == generation
         if in_it and self.step == step and not self.entering and not self.waiting and self.at_op is None:
             assert self.newest is not None
             self.entered = step < self.world.case.steps
-            self.world.arrive(self, ("commit" if self.entered else "finish", step), self.newest.epoch)
+            self.world.arrive(self, ("commit" if self.entered else "finish", step), self.newest.number)
 
     def commit(self, said: list[int]) -> None:
-        epoch = self.generation().epoch
+        generation = self.generation().number
         self.world.committed(self.id, self.step, self.generation())
         self.step, self.entered = self.step + 1, False
-        self.send_up(lambda: self.node.life.on_progress(self.id, epoch))
-        if len(set(said)) == 1 and said[0] > epoch:
-            self.interrupt(epoch)  # not an interruption: all change over at this boundary
+        self.send_up(lambda: self.node.life.on_progress(self.id, generation))
+        if len(set(said)) == 1 and said[0] > generation:
+            self.interrupt(generation)  # not an interruption: all change over at this boundary
         else:
             self.next_step()
 

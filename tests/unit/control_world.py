@@ -136,15 +136,15 @@ class World:
     def arrive(self, worker: Worker, op: Op, payload: Any) -> None:
         """A member reaches a collective of its generation; it returns from it when it has heard from all others."""
         generation = worker.generation()
-        there = self.arrivals.setdefault((generation.epoch, op), {})
-        assert worker.id not in there, f"{worker.id} comes to {op} of epoch {generation.epoch} twice"
+        there = self.arrivals.setdefault((generation.number, op), {})
+        assert worker.id not in there, f"{worker.id} comes to {op} of generation {generation.number} twice"
         there[worker.id] = payload
         worker.at_op = op
         if set(there) == set(generation.ids):
             ordered = [there[one] for one in generation.ids]
             for one in generation.ids:
                 if not any(self.apart(one, other) for other in generation.ids):
-                    self.at(self.delay_s(one), self.workers[one].returning(generation.epoch, op, ordered))
+                    self.at(self.delay_s(one), self.workers[one].returning(generation.number, op, ordered))
             if self.parted:
                 self.look_around_all()
         else:
@@ -155,21 +155,21 @@ class World:
         if worker.at_op is None or not worker.alive:
             return
         generation, op = worker.generation(), worker.at_op
-        there = self.arrivals[generation.epoch, op]
+        there = self.arrivals[generation.number, op]
         for one in generation.ids:
             peer = self.workers[one]
             if self.apart(one, worker.id):
-                self.at(SILENT_S, worker.losing(generation.epoch, op, one))
+                self.at(SILENT_S, worker.losing(generation.number, op, one))
                 continue
             if one in there:
                 continue
             pair = frozenset((one, worker.id))
             refused = self.deaf & pair and pair not in self.linked
             if not peer.alive or pair in worker.broken_links or self.fails(one, worker.id) or refused:
-                self.at(self.loss_s(worker.id, peer), worker.losing(generation.epoch, op, one))
-            elif peer.active is not None and peer.active.epoch > generation.epoch:
-                # Its frames of the newer epoch tell that it will never come.
-                self.at(self.delay_s(worker.id), worker.overtaken(generation.epoch, op, peer.active.epoch))
+                self.at(self.loss_s(worker.id, peer), worker.losing(generation.number, op, one))
+            elif peer.active is not None and peer.active.number > generation.number:
+                # Its frames of the newer generation tell that it will never come.
+                self.at(self.delay_s(worker.id), worker.overtaken(generation.number, op, peer.active.number))
 
     def look_around_all(self) -> None:
         for worker in self.workers.values():
@@ -178,12 +178,13 @@ class World:
     def committed(self, worker: str, step: int, generation: Generation) -> None:
         """Only a worker that the others go on without may have committed a step that they commit again."""
         before = self.commits.get((generation.attempt, step))
-        if before is None or before[0] != generation.epoch:
+        if before is None or before[0] != generation.number:
             again = before[1] & set(generation.ids) if before else None
             assert not again, (
-                f"{again} committed step {step} in epoch {before and before[0]}, {generation_text(None, generation)}"
+                f"{again} committed step {step} in generation {before and before[0]}, "
+                f"{generation_text(None, generation)}"
             )
-            self.commits[generation.attempt, step] = before = (generation.epoch, set())
+            self.commits[generation.attempt, step] = before = (generation.number, set())
         before[1].add(worker)
         self.last_commit_s = self.now_s
         self.keep(Committed(self.t_s, worker, step, generation))

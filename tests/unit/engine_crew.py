@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from elaunch.plan.tiling import Plan
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 
@@ -99,8 +99,8 @@ def model(n_layers: int) -> list[Any]:
 
 def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], dict[str, Tensor]]:
     """The reports of each step, and the whole parameters at the end."""
-    fabrics = [Fabric(worker, "secret") for worker in plan.workers]
-    engines: list[Engine | None] = [None] * len(fabrics)
+    transports = [Transport(worker, "secret") for worker in plan.workers]
+    engines: list[Engine | None] = [None] * len(transports)
     # Copies of the state are another test's matter.
     settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), "snapshots": 0, **settings}
     layers = settings.pop("layers", None) or model(plan.n_layers)
@@ -108,25 +108,25 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
     loss_fn = settings.pop("loss_fn", loss)
 
     def work(place: int) -> list[StepReport]:
-        fabric = fabrics[place]
+        transport = transports[place]
         try:
-            fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
-            group = Group(fabric, 1, plan.workers)
+            transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
+            group = Group(transport, 1, plan.workers)
             engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, group=group, **settings)
             return [engine.train_step() for _ in range(steps)]
         except BaseException:
             # As when a process ends: the others must not wait for it.
-            fabric.interrupt(1 << 60)
-            fabric.close()
+            transport.interrupt(1 << 60)
+            transport.close()
             raise
 
     try:
         with switching_often():
-            reports = together([partial(work, place) for place in range(len(fabrics))], TRAIN_S)
+            reports = together([partial(work, place) for place in range(len(transports))], TRAIN_S)
     finally:
-        for fabric in fabrics:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports:
+            transport.interrupt(1 << 60)
+            transport.close()
     assert all(report == reports[0] for report in reports)
     return reports[0], whole([engine for engine in engines if engine is not None])
 

@@ -41,10 +41,12 @@ class _Sizes(NamedTuple):
     n_units: int
     unit_rows: int
     zero: Layout
+    short: int = 0
+    """Rows that the last unit lacks."""
 
     @property
     def batch(self) -> int:
-        return self.n_units * self.unit_rows
+        return self.n_units * self.unit_rows - min(self.short, self.unit_rows - 1)
 
 
 def valid_plans(
@@ -61,7 +63,7 @@ def valid_plans(
 
     `tp` holds the degrees of tensor parallelism that a tile may have; only the last kind mixes them in a plan, and then
     a worker may also have a tile of its own beside those of its tuple. With `exact` all have as many layers, units and
-    rows of a unit as is said.
+    rows of a unit as is said. Without, the last unit may be shorter.
     """
     most = _Most(max_layers, max_units, max_workers, tuple(tp), max_unit_rows, exact)
     return st.one_of(_symmetric(most), _pipelines(most), _stages(most), _tilings(most)).flatmap(_with_any_order)
@@ -151,7 +153,8 @@ def _sizes(most: _Most, layers: int = 1, units: int = 1) -> SearchStrategy[_Size
     if most.exact:
         return zero.map(lambda layout: _Sizes(most.layers, most.units, most.unit_rows, layout))
     rows = st.integers(1, most.unit_rows)
-    return st.builds(_Sizes, st.integers(layers, most.layers), st.integers(units, most.units), rows, zero)
+    n_layers, n_units, short = st.integers(layers, most.layers), st.integers(units, most.units), st.integers(0, 2)
+    return st.builds(_Sizes, n_layers, n_units, rows, zero, short)
 
 
 @st.composite

@@ -15,7 +15,7 @@ def lost(before: Generation, after: Generation) -> set[str]:
 
 
 def is_urgent(generation: Generation) -> bool:
-    return generation.urgent == generation.epoch
+    return generation.aborts_step_before == generation.number
 
 
 def urgent(played: Played) -> list[Generation]:
@@ -50,7 +50,7 @@ def one_worker_dies(played: Played) -> None:
     assert lost(without, whole) == set(), "the survivors keep their processes"
     assert whole.ids == (*without.ids, "n1/0#1"), "survivors keep their order, and the joiner comes last"
     assert played.t_s("writes generation 3") - played.t_s("FAULT") < AT_ONCE_S
-    assert played.committed_in(7) == {without.epoch: ["n0/0#0", "n1/1#0", "n0/1#0"]}, "the step is done by those left"
+    assert played.committed_in(7) == {without.number: ["n0/0#0", "n1/1#0", "n0/1#0"]}, "the step is done by those left"
     assert played.pause_s() < 0.41 + TRANSFER_S + 0.41
 
 
@@ -116,8 +116,8 @@ def a_node_drains(played: Played) -> None:
     assert set(last.leaving) == {"n1/0#0", "n1/1#0"}
     assert last.ids == tuple(one for one in first.ids if one not in last.leaving)
     assert not played.happens("aborts"), "who leaves commits the step under way with the others"
-    assert played.committed_in(7).keys() == {first.epoch}
-    assert len(played.committed_in(7)[first.epoch]) == 6
+    assert played.committed_in(7).keys() == {first.number}
+    assert len(played.committed_in(7)[first.number]) == 6
     assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
     assert played.pause_s() < 0.42, "nobody waits"
 
@@ -146,8 +146,10 @@ def a_member_dies_as_a_drain_begins(played: Played) -> None:
     assert without.leaving == ()
     assert leave.leaving == ("n1/0#0",)
     assert not is_urgent(leave)
-    assert set(played.committed_in(7)) == {without.epoch}
-    assert sorted(played.committed_in(7)[without.epoch]) == ["n0/0#0", "n1/0#0"], "it does the step again with the rest"
+    assert set(played.committed_in(7)) == {without.number}
+    assert sorted(played.committed_in(7)[without.number]) == ["n0/0#0", "n1/0#0"], (
+        "it does the step again with the rest"
+    )
     assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
 
 
@@ -155,7 +157,7 @@ def two_nodes_are_parted(played: Played) -> None:
     check_whole(played, members=3, ended=1)
     first, without, whole = played.training
     assert lost(first, without) == {"n2/0#0"}, "of two equal nodes the last is left out"
-    assert played.committed_in(7) == {first.epoch: ["n0/0#0"]}, "who reached all others has committed the step"
+    assert played.committed_in(7) == {first.number: ["n0/0#0"]}, "who reached all others has committed the step"
     assert played.happens("n1/0#0 applies step 7 after all"), "so the one that did not follows"
     assert played.ended_by_agents == ["n2/0#0"]
     assert played.t_s("n2/0#1 ready") < played.t_s("FAULT ENDS"), "its replacement is ready"
@@ -168,7 +170,7 @@ def all_but_one_die(played: Played) -> None:
     (without,) = urgent(played)
     assert without.ids == ("n1/1#0",), "one generation for all three"
     assert played.training[-1].ids[0] == "n1/1#0"
-    assert played.committed_in(7) == {without.epoch: ["n1/1#0"]}, "the one that is left goes on alone"
+    assert played.committed_in(7) == {without.number: ["n1/1#0"]}, "the one that is left goes on alone"
     assert played.generations[-1].attempt == 0, "nothing is lost, so nothing starts again"
 
 
@@ -203,8 +205,8 @@ def a_node_loses_its_lease(played: Played) -> None:
     first, without, whole = played.training
     assert lost(first, without) == {"n1/0#0"}
     assert played.t_s("n1 has lost its lease") < played.t_s("n0 writes generation 3")
-    assert played.committed_in(16).keys() == {first.epoch}, "it trains on until its lease ends"
-    assert len(played.committed_in(16)[first.epoch]) == 3
+    assert played.committed_in(16).keys() == {first.number}, "it trains on until its lease ends"
+    assert len(played.committed_in(16)[first.number]) == 3
     assert all("n1/0#0" not in who for step in range(17, 40) for who in played.committed_in(step).values())
     assert played.ended_by_agents == ["n1/0#0"], "the others went on without it"
     assert whole.ids == ("n0/0#0", "n2/0#0", "n1/0#1")
@@ -237,7 +239,7 @@ def a_link_breaks(played: Played) -> None:
     assert is_urgent(reset)
     assert reset.streak.resets == 1
     assert played.started == list(first.ids), "no process is started"
-    assert sorted(played.committed_in(7)[first.epoch]) == ["n0/0#0", "n0/1#0", "n1/1#0"]
+    assert sorted(played.committed_in(7)[first.number]) == ["n0/0#0", "n0/1#0", "n1/1#0"]
     assert played.happens("n1/0#0 applies step 7 after all"), "a step that some have committed counts for all"
 
 
@@ -258,7 +260,7 @@ def a_worker_dies_at_the_end(played: Played) -> None:
     (without,) = urgent(played)
     assert lost(played.training[0], without) == {"n1/0#0"}
     played.in_order("n1/0#0 commits step 9", "n1/0#0 is ended", "n0 writes generation 3", "n0/0#0 has finished")
-    assert set(played.committed_in(9)) == {played.training[0].epoch}, "the last step is not done again"
+    assert set(played.committed_in(9)) == {played.training[0].number}, "the last step is not done again"
     assert played.t_s("RESULT") - played.t_s("FAULT") < 0.2, "nobody waits for the replacement"
 
 
@@ -277,7 +279,7 @@ def resized_from_4_to_2_nodes(played: Played) -> None:
     (last,) = played.training[1:]
     assert set(last.leaving) == {"n2/0#0", "n3/0#0"}, "those that joined last, both at one boundary"
     assert urgent(played) == []
-    assert len(played.committed_in(7)[played.training[0].epoch]) == 4
+    assert len(played.committed_in(7)[played.training[0].number]) == 4
     assert played.pause_s() < 0.42, "nobody waits"
 
 
@@ -297,7 +299,7 @@ def too_few_nodes_are_left(played: Played) -> None:
     assert not played.happens("n0/0#0 enters generation 3"), "members wait with the state that they have"
     assert whole.ids == ("n0/0#0", "n2/0#0", "n3/0#2"), "they are the same processes"
     assert not whole.hold
-    assert set(played.committed_in(5)) == {whole.epoch}, "the step under way is done with the new node"
+    assert set(played.committed_in(5)) == {whole.number}, "the step under way is done with the new node"
 
 
 def a_plan_is_asked_for_and_a_worker_dies(played: Played) -> None:
@@ -316,6 +318,6 @@ def a_slow_worker_is_replaced(played: Played) -> None:
     first, without, whole = played.training
     assert without.leaving == ("n1/0#0",)
     assert urgent(played) == []
-    assert len(played.committed_in(7)[first.epoch]) == 3, "it commits the step under way with the others"
+    assert len(played.committed_in(7)[first.number]) == 3, "it commits the step under way with the others"
     assert whole.ids == ("n0/0#0", "n2/0#0", "n1/0#1")
     played.in_order("n1/0#0 exits with 0", "n1 starts n1/0#1")

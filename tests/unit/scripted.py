@@ -248,7 +248,7 @@ class Played:
         who = dict[int, list[str]]()
         for event in self.world.events:
             if isinstance(event, Committed) and (event.step, event.generation.attempt) == (step, attempt):
-                who.setdefault(event.generation.epoch, []).append(event.worker)
+                who.setdefault(event.generation.number, []).append(event.worker)
         return who
 
     def pause_s(self) -> float:

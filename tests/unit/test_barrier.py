@@ -110,12 +110,12 @@ def test_a_piece_that_is_missing_or_there_twice_changes_the_coverage() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 12])
 def test_members_get_the_same_whole_over_links(size: int, direct_members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "DIRECT_MEMBERS", direct_members)
-    with crew(size) as fabrics:
-        names = [fabric.worker for fabric in fabrics]
+    with crew(size) as transports:
+        names = [transport.worker for transport in transports]
         expected = StepRecord.of_all([record(rank, b"n" * (rank % 3)) for rank in range(size)])
 
         def work(rank: int) -> list[StepRecord]:
-            group = Group(fabrics[rank], 1, names)
+            group = Group(transports[rank], 1, names)
             return [barrier.reduce(group, record(rank, b"n" * (rank % 3))) for _ in range(3)]
 
         for found in together([lambda rank=rank: work(rank) for rank in range(size)]):  # type: ignore[misc]
@@ -123,13 +123,13 @@ def test_members_get_the_same_whole_over_links(size: int, direct_members: int, m
 
 
 def test_members_with_different_settings_are_told_so_on_all() -> None:
-    with crew(3) as fabrics:
-        names = [fabric.worker for fabric in fabrics]
+    with crew(3) as transports:
+        names = [transport.worker for transport in transports]
 
         def work(rank: int) -> str:
             mine = replace(record(rank), settings=(rank // 2, rank // 2))
             with pytest.raises(DifferentSettings):
-                barrier.reduce(Group(fabrics[rank], 1, names), mine)
+                barrier.reduce(Group(transports[rank], 1, names), mine)
             return "refused"
 
         assert together([lambda rank=rank: work(rank) for rank in range(3)]) == ["refused"] * 3  # type: ignore[misc]

@@ -28,8 +28,8 @@ from elaunch.plan import Plan, symmetric
 from elaunch.wire import Message, Report
 from elaunch.wire import Saved as SavedMessage
 from elaunch.workers.checkpoints import Checkpoints
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
@@ -381,16 +381,16 @@ Course = tuple[list[StepReport], dict[str, Tensor]]
 
 def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **settings: Any) -> Course:
     """Train under a plan, from a checkpoint if `step` is given, and write one at the end."""
-    fabrics = [Fabric(worker, "secret") for worker in plan.workers]
+    transports = [Transport(worker, "secret") for worker in plan.workers]
     engines: dict[str, Engine] = {}
     settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), "snapshots": 0, **settings}
     make_optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     layers = settings.pop("layers", None) or model(plan.n_layers)
 
-    def work(fabric: Fabric) -> list[StepReport]:
+    def work(transport: Transport) -> list[StepReport]:
         try:
-            fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
-            group = Group(fabric, 1, plan.workers)
+            transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
+            group = Group(transport, 1, plan.workers)
             make = partial(Engine, layers, loss, make_optimizer, plan, **settings)
             if step is None:
                 engine = make(group=group)
@@ -400,25 +400,25 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
                 engine.restore(group, plan, lambda read: Restored(saved, *read(saved), 0.0))
                 engine.install()
                 assert engine.step == step
-            engines[fabric.worker] = engine
+            engines[transport.worker] = engine
             return [engine.train_step() for _ in range(steps)]
         except BaseException:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+            transport.interrupt(1 << 60)
+            transport.close()
             raise
 
     try:
         with switching_often():
-            reports = together([partial(work, fabric) for fabric in fabrics], TRAIN_S)
+            reports = together([partial(work, transport) for transport in transports], TRAIN_S)
         if save:
             written(folder, [engines[worker].durable() for worker in plan.workers], steps)
         return reports[0], whole_parameters(list(engines.values()))
     finally:
         for engine in engines.values():
             engine.close()
-        for fabric in fabrics:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports:
+            transport.interrupt(1 << 60)
+            transport.close()
 
 
 def check_course(first: Plan, second: Plan, folder: Path, **kind: Any) -> None:
@@ -565,12 +565,12 @@ class Listener:
 class Members:
     """Some workers of a job in one process, each with its checkpoints."""
 
-    def __init__(self, fabrics: Sequence[Fabric], epoch: int = 1) -> None:
-        self.clients = [Listener(fabric.worker) for fabric in fabrics]
+    def __init__(self, transports: Sequence[Transport], generation: int = 1) -> None:
+        self.clients = [Listener(transport.worker) for transport in transports]
         clients: list[Any] = list(self.clients)
         self.checkpoints = [Checkpoints(client) for client in clients]
-        ids = [fabric.worker for fabric in fabrics]
-        self.groups = [Group(fabric, epoch, ids) for fabric in fabrics]
+        ids = [transport.worker for transport in transports]
+        self.groups = [Group(transport, generation, ids) for transport in transports]
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Each writes its part, to the end."""
@@ -619,8 +619,8 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members
     monkeypatch.setenv(checkpoints.FOLDER, str(tmp_path))
     monkeypatch.setenv(checkpoints.EVERY, "1")
     monkeypatch.setattr("elaunch.workers.checkpoints.VISIBLE_S", 0.2)
-    with crew_of(2) as fabrics:
-        found = Members(fabrics)
+    with crew_of(2) as transports:
+        found = Members(transports)
         yield found
         found.close()
 
@@ -661,7 +661,7 @@ class TestGoingBack:
         members.save(2, LARGE)
         (tmp_path / "step-000000002" / "__0_0.distcp").unlink()
         members.restore(2, LARGE)
-        again = Members([group.fabric for group in members.groups])
+        again = Members([group.transport for group in members.groups])
         again.save(2, LARGE)
         assert [one.saved.step for one in again.restore(2, LARGE)] == [2, 2]
         again.save(3, LARGE)

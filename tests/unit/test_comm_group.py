@@ -11,8 +11,8 @@ from torch import Tensor
 
 from elaunch.errors import GenerationChanged
 from elaunch.workers.comm import group as group_module
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import DIRECT_MEMBERS, SMALL_BYTES, Group, even_counts, neighbours
+from elaunch.workers.comm.transport import Transport
 from tests.unit.comm_crew import Task, crew, each
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -20,8 +20,8 @@ LENGTHS = [0, 1, 3, 1000, 40_001]
 
 
 @pytest.fixture(scope="module")
-def fabrics() -> Iterator[list[Fabric]]:
-    """The fabrics of nine workers; each test uses them in epochs of its own."""
+def transports() -> Iterator[list[Transport]]:
+    """The transports of nine workers; each test uses them in generations of its own."""
     with crew(9) as made:
         yield made
 
@@ -33,12 +33,12 @@ def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-_epochs = iter(range(1, 1 << 30))
+_generations = iter(range(1, 1 << 30))
 
 
-def groups_of(fabrics: list[Fabric]) -> list[Group]:
-    epoch = next(_epochs)
-    return [Group(fabric, epoch, [one.worker for one in fabrics]) for fabric in fabrics]
+def groups_of(transports: list[Transport]) -> list[Group]:
+    generation = next(_generations)
+    return [Group(transport, generation, [one.worker for one in transports]) for transport in transports]
 
 
 def inputs(size: int, length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -64,9 +64,11 @@ def reference(tensors: list[Tensor], algorithm: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_reduce_adds_in_the_documented_order(fabrics: list[Fabric], algorithm: str, dtype: torch.dtype) -> None:
+def test_all_reduce_adds_in_the_documented_order(
+    transports: list[Transport], algorithm: str, dtype: torch.dtype
+) -> None:
     for size in range(1, 10):
-        groups = groups_of(fabrics[:size])
+        groups = groups_of(transports[:size])
         for length in LENGTHS:
             tensors = inputs(size, length, dtype)
             expected = reference(tensors, algorithm)
@@ -75,23 +77,23 @@ def test_all_reduce_adds_in_the_documented_order(fabrics: list[Fabric], algorith
 
 
 def test_small_and_big_tensors_are_added_in_the_same_order(
-    fabrics: list[Fabric], monkeypatch: pytest.MonkeyPatch
+    transports: list[Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
     for small_bytes in (0, SMALL_BYTES):
         monkeypatch.setattr(group_module, "SMALL_BYTES", small_bytes)
         tensors = inputs(5, 777, torch.float32)
-        groups = groups_of(fabrics[:5])
+        groups = groups_of(transports[:5])
         each(lambda g, t: g.all_reduce(t, 0.3), groups, tensors)
         results += tensors
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_all_reduce_scales_once(fabrics: list[Fabric], algorithm: str) -> None:
+def test_all_reduce_scales_once(transports: list[Transport], algorithm: str) -> None:
     for size in (1, 2, 4):
         tensors = inputs(size, 40_001, torch.float32)
         expected = reference(tensors, algorithm) * 0.1
-        groups = groups_of(fabrics[:size])
+        groups = groups_of(transports[:size])
         each(lambda g, t: g.all_reduce(t, 0.1), groups, tensors)
         assert all(torch.equal(tensor, expected) for tensor in tensors)
 
@@ -101,10 +103,10 @@ def test_all_reduce_scales_once(fabrics: list[Fabric], algorithm: str) -> None:
     [("max", [3.0, 2.0]), ("min", [1.0, -1.0]), ("product", [6.0, -2.0]), ("sum", [6.0, 2.0])],
 )
 def test_other_reductions(
-    fabrics: list[Fabric], algorithm: str, reduction: group_module.Reduction, expected: list[float]
+    transports: list[Transport], algorithm: str, reduction: group_module.Reduction, expected: list[float]
 ) -> None:
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([3.0, -1.0])]
-    groups = groups_of(fabrics[:3])
+    groups = groups_of(transports[:3])
     each(lambda g, t: g.all_reduce(t, reduction=reduction), groups, tensors)
     assert all(tensor.tolist() == expected for tensor in tensors)
 
@@ -116,26 +118,28 @@ def test_seventeen_members_need_few_links_and_make_others_when_they_use_them() -
     assert few["a/1#0"] == tuple(members[index] for index in (0, 2, 9, 10, 11, 12, 13, 14, 15, 16))
     assert few["a/7#0"] == tuple(members[index] for index in (0, 6, 8))
     assert few["a/16#0"] == tuple(members[index] for index in (0, 1, 15))
-    with crew(len(members), connected=False) as fabrics:
-        by_name = {fabric.worker: fabric for fabric in fabrics}
+    with crew(len(members), connected=False) as transports:
+        by_name = {transport.worker: transport for transport in transports}
 
-        def connect(fabric: Fabric) -> None:
-            near = {*neighbours(members, fabric.worker), fabric.worker}
-            fabric.connect({name: by_name[name].address for name in members if name in near}, epoch=1, timeout_s=60)
+        def connect(transport: Transport) -> None:
+            near = {*neighbours(members, transport.worker), transport.worker}
+            transport.connect(
+                {name: by_name[name].address for name in members if name in near}, generation=1, timeout_s=60
+            )
 
-        each(connect, fabrics)
-        groups = [Group(fabric, 1, members) for fabric in fabrics]
+        each(connect, transports)
+        groups = [Group(transport, 1, members) for transport in transports]
         tensors = inputs(len(members), 40_001, torch.float32)
         expected = reference(tensors, "ring")
         each(Group.all_reduce, groups, tensors)
         assert all(torch.equal(tensor, expected) for tensor in tensors)
         said = each(Group.all_gather_bytes, groups, [b"%d" % index for index in range(17)])
         assert said == [[b"%d" % index for index in range(17)]] * 17
-        assert all(fabric.peers == tuple(sorted(few[fabric.worker])) for fabric in fabrics)
+        assert all(transport.peers == tuple(sorted(few[transport.worker])) for transport in transports)
 
         everybody = {name: by_name[name].address for name in members}
-        for fabric in fabrics:
-            fabric.introduce(everybody)
+        for transport in transports:
+            transport.introduce(everybody)
         got = [[bytearray() for _ in members] for _ in members]
 
         def all_to_all(group: Group) -> None:
@@ -147,7 +151,7 @@ def test_seventeen_members_need_few_links_and_make_others_when_they_use_them() -
 
         each(all_to_all, groups)
         assert all(got[to][of] == (b"%d to %d" % (of, to) if of != to else b"") for to in range(17) for of in range(17))
-        assert all(len(fabric.peers) == 16 for fabric in fabrics)
+        assert all(len(transport.peers) == 16 for transport in transports)
 
 
 def test_who_waits_for_a_link_hears_of_a_newer_generation() -> None:
@@ -159,21 +163,21 @@ def test_who_waits_for_a_link_hears_of_a_newer_generation() -> None:
             task.result()
 
 
-def test_payloads_of_any_size_reach_all_members_of_any_group(fabrics: list[Fabric], algorithm: str) -> None:
-    for size in range(1, len(fabrics) + 1):
+def test_payloads_of_any_size_reach_all_members_of_any_group(transports: list[Transport], algorithm: str) -> None:
+    for size in range(1, len(transports) + 1):
         payloads = [os.urandom(17 * index % 5 * 40_000 + index) for index in range(size)]
-        assert each(Group.all_gather_bytes, groups_of(fabrics[:size]), payloads) == [payloads] * size
+        assert each(Group.all_gather_bytes, groups_of(transports[:size]), payloads) == [payloads] * size
 
 
 @pytest.mark.parametrize("branches", [1, 2, 3])
 def test_payloads_reach_all_members_through_trees_of_any_depth(
-    fabrics: list[Fabric], branches: int, monkeypatch: pytest.MonkeyPatch
+    transports: list[Transport], branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_module, "DIRECT_MEMBERS", 0)
     monkeypatch.setattr(group_module, "BRANCHES", branches)
-    for size in range(1, len(fabrics) + 1):
+    for size in range(1, len(transports) + 1):
         payloads = [os.urandom(index) for index in range(size)]
-        groups = groups_of(fabrics[:size])
+        groups = groups_of(transports[:size])
         for _ in range(2):
             assert each(Group.all_gather_bytes, groups, payloads) == [payloads] * size
 
@@ -197,9 +201,9 @@ def test_up_to_sixteen_members_everyone_is_a_neighbour() -> None:
     assert neighbours(members[:1], members[0]) == ()
 
 
-def test_reduce_scatter_and_all_gather_with_uneven_counts(fabrics: list[Fabric], algorithm: str) -> None:
+def test_reduce_scatter_and_all_gather_with_uneven_counts(transports: list[Transport], algorithm: str) -> None:
     counts = [5, 0, 70_000, 1]
-    groups = groups_of(fabrics[:4])
+    groups = groups_of(transports[:4])
     tensors = [torch.full((sum(counts),), float(member + 1)) for member in range(4)]
 
     def run(group: Group, tensor: Tensor) -> Tensor:
@@ -217,25 +221,25 @@ def test_reduce_scatter_and_all_gather_with_uneven_counts(fabrics: list[Fabric],
     assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
-def test_all_gather_bytes_returns_payloads_of_any_length(fabrics: list[Fabric], algorithm: str) -> None:
-    groups = groups_of(fabrics[:5])
+def test_all_gather_bytes_returns_payloads_of_any_length(transports: list[Transport], algorithm: str) -> None:
+    groups = groups_of(transports[:5])
     payloads = [b"x" * length for length in (0, 1, 100, 100_000, 7)]
     gathered = each(Group.all_gather_bytes, groups, payloads)
     assert gathered == [payloads] * 5
 
 
-def test_broadcast_from_every_root(fabrics: list[Fabric], algorithm: str) -> None:
+def test_broadcast_from_every_root(transports: list[Transport], algorithm: str) -> None:
     for size in (1, 2, 5):
         for root in range(size):
-            groups = groups_of(fabrics[:size])
+            groups = groups_of(transports[:size])
             for length in (0, 1, 700, 600_000):
                 tensors = [torch.full((length,), float(member)) for member in range(size)]
                 each(Group.broadcast, groups, tensors, [root] * size)
                 assert all(bool((tensor == root).all()) for tensor in tensors)
 
 
-def test_send_and_receive_between_collectives(fabrics: list[Fabric]) -> None:
-    groups = groups_of(fabrics[:3])
+def test_send_and_receive_between_collectives(transports: list[Transport]) -> None:
+    groups = groups_of(transports[:3])
 
     def run(group: Group) -> list[float]:
         group.barrier()
@@ -255,8 +259,8 @@ def test_send_and_receive_between_collectives(fabrics: list[Fabric]) -> None:
     assert each(run, groups) == [[0.0, 3.0], [0.0, 3.0], [21.0, 3.0]]
 
 
-def test_a_pair_exchanges_big_buffers_both_ways_at_once(fabrics: list[Fabric]) -> None:
-    groups = groups_of(fabrics[:2])
+def test_a_pair_exchanges_big_buffers_both_ways_at_once(transports: list[Transport]) -> None:
+    groups = groups_of(transports[:2])
     ours = [bytes([member + 1]) * (9 << 20) for member in range(2)]
     got = [bytearray(9 << 20), bytearray()]
     views = [memoryview(got[0]), got[1]]
@@ -267,15 +271,15 @@ def test_a_pair_exchanges_big_buffers_both_ways_at_once(fabrics: list[Fabric]) -
     assert got == [ours[1], ours[0]]
 
 
-def test_contributions_that_require_gradients_are_reduced_in_place(fabrics: list[Fabric]) -> None:
-    groups = groups_of(fabrics[:2])
+def test_contributions_that_require_gradients_are_reduced_in_place(transports: list[Transport]) -> None:
+    groups = groups_of(transports[:2])
     tensors = [torch.ones(40_000, requires_grad=True) for _ in groups]
     each(lambda g, t: g.all_reduce(t, 0.5), groups, tensors)
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
-def test_unsuitable_tensors_are_refused_with_their_shape(fabrics: list[Fabric]) -> None:
-    (group,) = groups_of(fabrics[:1])
+def test_unsuitable_tensors_are_refused_with_their_shape(transports: list[Transport]) -> None:
+    (group,) = groups_of(transports[:1])
     with pytest.raises(ValueError, match=r"1-D contiguous.*\(2, 2\)"):
         group.all_reduce(torch.ones(2, 2))
     with pytest.raises(ValueError, match="cannot be scaled"):
@@ -284,33 +288,35 @@ def test_unsuitable_tensors_are_refused_with_their_shape(fabrics: list[Fabric]) 
         group.all_gather(torch.ones(3), [1, 1])
 
 
-def test_a_worker_outside_the_members_has_no_group(fabrics: list[Fabric]) -> None:
+def test_a_worker_outside_the_members_has_no_group(transports: list[Transport]) -> None:
     with pytest.raises(ValueError, match="not in"):
-        Group(fabrics[0], 1, ["b/0#0"])
+        Group(transports[0], 1, ["b/0#0"])
 
 
-def test_groups_of_one_generation_with_members_in_common_take_turns(fabrics: list[Fabric], algorithm: str) -> None:
+def test_groups_of_one_generation_with_members_in_common_take_turns(
+    transports: list[Transport], algorithm: str
+) -> None:
     """As the axes of a mesh do: each member has the same order of operations as every other, where both take part."""
-    epoch = next(_epochs)
-    workers = [fabric.worker for fabric in fabrics]
+    generation = next(_generations)
+    workers = [transport.worker for transport in transports]
     sets = [workers, workers[:4], workers[2:7], workers[::2], workers[::-1]]
     order = torch.randint(len(sets), (40,), generator=torch.Generator().manual_seed(5)).tolist()
 
-    def run(fabric: Fabric) -> dict[int, list[float]]:
+    def run(transport: Transport) -> dict[int, list[float]]:
         groups = {
-            number: Group(fabric, epoch, members, number)
+            number: Group(transport, generation, members, number)
             for number, members in enumerate(sets)
-            if fabric.worker in members
+            if transport.worker in members
         }
         found: dict[int, list[float]] = {number: [] for number in groups}
         for turn, number in enumerate(order):
             if number in groups:
-                tensor = torch.full((3,), float(turn * 100 + workers.index(fabric.worker)))
+                tensor = torch.full((3,), float(turn * 100 + workers.index(transport.worker)))
                 groups[number].all_reduce(tensor)
                 found[number].append(tensor[0].item())
         return found
 
-    for found in each(run, fabrics):
+    for found in each(run, transports):
         for number, sums in found.items():
             places = [workers.index(worker) for worker in sets[number]]
             turns = [turn for turn, chosen in enumerate(order) if chosen == number]

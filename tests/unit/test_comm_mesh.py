@@ -11,25 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elaunch.errors import GenerationChanged
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.comm.transport import Transport
 from tests.unit.comm_crew import crew
 
 
 class World:
     """The default group of torch, over the group of the time."""
 
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric = fabric
-        self.group = Group(fabric, 1, [fabric.worker])
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.group = Group(transport, 1, [transport.worker])
         self.meshes = Meshes()
         ElasticProcessGroup(lambda: self.group).register()
 
-    def mesh(self, epoch: int = 1) -> DeviceMesh:
-        if epoch != self.group.epoch:
-            self.group = Group(self.fabric, epoch, [self.fabric.worker])
+    def mesh(self, generation: int = 1) -> DeviceMesh:
+        if generation != self.group.generation:
+            self.group = Group(self.transport, generation, [self.transport.worker])
         mesh = self.meshes.make(self.group, "cpu", (1, 1), ("dp", "tp"))
         assert mesh is not None
         return mesh
@@ -37,8 +37,8 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with crew(1) as (fabric,):
-        yield World(fabric)
+    with crew(1) as (transport,):
+        yield World(transport)
         dist.destroy_process_group()
 
 
@@ -61,7 +61,7 @@ def test_dtensor_computes_and_is_gathered_over_it(world: World) -> None:
 def test_the_mesh_of_a_generation_is_not_taken_for_one_of_the_same_shape_before_it(world: World) -> None:
     before = world.mesh()
     assert product(before).device_mesh is before
-    after = world.mesh(epoch=2)
+    after = world.mesh(generation=2)
     assert product(after).device_mesh is after
     assert torch.equal(product(after).full_tensor(), product(after).to_local())
 
@@ -72,14 +72,14 @@ def test_the_groups_of_older_generations_leave_the_tables_of_torch(world: World)
     world.mesh()
     assert len(known) == 5
     old = world.mesh().get_group("tp")
-    world.mesh(epoch=2)
+    world.mesh(generation=2)
     assert len(known) == 3
     assert old not in known
 
 
 def test_an_interruption_comes_out_of_the_operation(world: World) -> None:
     mesh = world.mesh()
-    world.fabric.interrupt(2)
+    world.transport.interrupt(2)
     with pytest.raises(GenerationChanged):
         dist.barrier(group=mesh.get_group("tp"))
 

@@ -31,24 +31,24 @@ def elastic(groups: list[Group]) -> list[ElasticProcessGroup]:
     ],
 )
 def test_all_reduce_of_any_shape(op: dist.ReduceOp.RedOpType, expected: float) -> None:
-    with crew(3) as fabrics:
-        groups = [Group(fabric, 1, [one.worker for one in fabrics]) for fabric in fabrics]
+    with crew(3) as transports:
+        groups = [Group(transport, 1, [one.worker for one in transports]) for transport in transports]
         tensors = [torch.full((4, 3), member + 1.0).t() for member in range(3)]
         each(lambda pg, t: dist.all_reduce(t, op=op, group=pg), elastic(groups), tensors)
         assert all(bool((tensor == expected).all()) for tensor in tensors)
 
 
 def test_unknown_reductions_are_refused() -> None:
-    with crew(1) as (fabric,):
-        pg = ElasticProcessGroup(lambda: Group(fabric, 1, [fabric.worker]))
+    with crew(1) as (transport,):
+        pg = ElasticProcessGroup(lambda: Group(transport, 1, [transport.worker]))
         with pytest.raises(ValueError, match="not supported"):
             dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR, group=pg)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_collectives_of_torch_distributed() -> None:
-    with crew(3) as fabrics:
-        groups = [Group(fabric, 1, [one.worker for one in fabrics]) for fabric in fabrics]
+    with crew(3) as transports:
+        groups = [Group(transport, 1, [one.worker for one in transports]) for transport in transports]
 
         def run(pg: ElasticProcessGroup) -> dict[str, list[float]]:
             me = float(pg.rank())
@@ -81,8 +81,8 @@ def test_collectives_of_torch_distributed() -> None:
 
 
 def test_messages_between_two_members() -> None:
-    with crew(2) as fabrics:
-        groups = [Group(fabric, 1, [one.worker for one in fabrics]) for fabric in fabrics]
+    with crew(2) as transports:
+        groups = [Group(transport, 1, [one.worker for one in transports]) for transport in transports]
         got = torch.zeros(3, 2)
 
         def run(pg: ElasticProcessGroup) -> None:
@@ -96,10 +96,12 @@ def test_messages_between_two_members() -> None:
 
 
 def test_data_parallel_training_goes_on_after_a_member_has_left() -> None:
-    with crew(3) as fabrics:
-        current = {fabric.worker: Group(fabric, 1, [one.worker for one in fabrics]) for fabric in fabrics}
-        adapters = [ElasticProcessGroup(partial(current.__getitem__, fabric.worker)) for fabric in fabrics]
-        models = [nn.Linear(2, 1, bias=False) for _ in fabrics]
+    with crew(3) as transports:
+        current = {
+            transport.worker: Group(transport, 1, [one.worker for one in transports]) for transport in transports
+        }
+        adapters = [ElasticProcessGroup(partial(current.__getitem__, transport.worker)) for transport in transports]
+        models = [nn.Linear(2, 1, bias=False) for _ in transports]
         wrapped = [
             DistributedDataParallel(model, process_group=pg, init_sync=False)
             for model, pg in zip(models, adapters, strict=True)
@@ -114,21 +116,21 @@ def test_data_parallel_training_goes_on_after_a_member_has_left() -> None:
 
         assert each(backward, range(3)) == [[2.0, 2.0]] * 3
 
-        fabrics[0].interrupt(2)
+        transports[0].interrupt(2)
         with pytest.raises(GenerationChanged):
             backward(0)
 
-        survivors = fabrics[:2]
-        for fabric in survivors:
-            current[fabric.worker] = Group(fabric, 2, [one.worker for one in survivors])
+        survivors = transports[:2]
+        for transport in survivors:
+            current[transport.worker] = Group(transport, 2, [one.worker for one in survivors])
         assert adapters[0].size() == 2
         for _ in range(2):
             assert each(backward, range(2)) == [[1.5, 1.5]] * 2
 
 
 def test_as_the_default_group_it_serves_calls_that_name_none() -> None:
-    with crew(1) as (fabric,):
-        current = Group(fabric, 1, [fabric.worker])
+    with crew(1) as (transport,):
+        current = Group(transport, 1, [transport.worker])
         pg = ElasticProcessGroup(lambda: current)
         pg.register()
         try:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.workers.comm import wire
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.link import Link
 from elaunch.workers.comm.traffic import PARTS, Traffic
+from elaunch.workers.comm.transport import Transport
 from tests.helpers import wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, crew, each, together
 
@@ -36,18 +36,18 @@ Message = tuple[int, int, int, bytes]
 """Sender, receiver, part, body."""
 
 
-def open_all(fabrics: list[Fabric]) -> list[Traffic]:
+def open_all(transports: list[Transport]) -> list[Traffic]:
     """One operation opened on all. Where a test does not close it, the crew's end interrupts it."""
-    names = [fabric.worker for fabric in fabrics]
-    return [fabric.open(1, 1, names) for fabric in fabrics]
+    names = [transport.worker for transport in transports]
+    return [transport.open(1, 1, names) for transport in transports]
 
 
-def take_part(fabric: Fabric, op: int, names: list[str], messages: list[Message], chance: random.Random) -> None:
+def take_part(transport: Transport, op: int, names: list[str], messages: list[Message], chance: random.Random) -> None:
     """Sends and receives this worker's share of the messages in a random order, in one operation."""
-    me = names.index(fabric.worker)
+    me = names.index(transport.worker)
     bodies = {(names[sender], part): body for sender, receiver, part, body in messages if receiver == me}
     got = {key: memoryview(bytearray(len(body))) for key, body in bodies.items()}
-    with fabric.open(1, op, chance.sample(names, chance.randrange(len(names) + 1))) as traffic:
+    with transport.open(1, op, chance.sample(names, chance.randrange(len(names) + 1))) as traffic:
         own = [(names[receiver], part, body) for sender, receiver, part, body in messages if sender == me]
         sends = [partial(traffic.send, peer, part, memoryview(body)) for peer, part, body in own]
         posts = [partial(traffic.post, peer, part, into) for (peer, part), into in got.items()]
@@ -65,8 +65,8 @@ def take_part(fabric: Fabric, op: int, names: list[str], messages: list[Message]
 def test_messages_arrive_intact_in_whatever_order_they_are_sent_and_posted(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))
     chance = random.Random(data.draw(st.integers(0, 1 << 30)))
-    with crew(size) as fabrics:
-        names = [fabric.worker for fabric in fabrics]
+    with crew(size) as transports:
+        names = [transport.worker for transport in transports]
         for op in (2, 4):
             ends = st.tuples(st.integers(0, size - 1), st.integers(1, size - 1), st.sampled_from(SIZES))
             drawn = data.draw(st.lists(ends, max_size=12))
@@ -75,8 +75,8 @@ def test_messages_arrive_intact_in_whatever_order_they_are_sent_and_posted(data:
                 (sender, (sender + distance) % size, part, chance.randbytes(body_bytes))
                 for (sender, distance, body_bytes), part in zip(drawn, parts, strict=True)
             ]
-            seeds = [random.Random(chance.randrange(1 << 30)) for _ in fabrics]
-            each(take_part, fabrics, [op] * size, [names] * size, [messages] * size, seeds)
+            seeds = [random.Random(chance.randrange(1 << 30)) for _ in transports]
+            each(take_part, transports, [op] * size, [names] * size, [messages] * size, seeds)
 
 
 def test_what_is_fed_leaves_when_nothing_else_waits() -> None:
@@ -196,13 +196,13 @@ def test_what_fits_leaves_without_the_driving_thread() -> None:
 def test_many_threads_send_and_post_at_once() -> None:
     n_threads, n_parts = 4, 25
     chance = random.Random(5)
-    with crew(2) as fabrics:
+    with crew(2) as transports:
         bodies = [chance.randbytes(chance.choice([10, 70_000, 600_000])) for _ in range(n_threads * n_parts)]
-        got = [[bytearray(len(body)) for body in bodies] for _ in fabrics]
-        traffics = open_all(fabrics)
+        got = [[bytearray(len(body)) for body in bodies] for _ in transports]
+        traffics = open_all(transports)
 
         def work(me: int, thread: int) -> None:
-            peer = fabrics[1 - me].worker
+            peer = transports[1 - me].worker
             parts = range(thread, len(bodies), n_threads)
             for part in parts:
                 traffics[me].send(peer, part, memoryview(bodies[part]))
@@ -216,9 +216,9 @@ def test_many_threads_send_and_post_at_once() -> None:
 
 
 def test_flush_does_not_need_the_peer_to_post() -> None:
-    with crew(2) as fabrics:
-        traffics = open_all(fabrics)
-        a, b = fabrics
+    with crew(2) as transports:
+        traffics = open_all(transports)
+        a, b = transports
         body = os.urandom(BIG_BYTES)
         for traffic, peer in zip(traffics, (b, a), strict=True):
             traffic.send(peer.worker, 0, memoryview(body))
@@ -260,11 +260,11 @@ def test_what_was_sent_is_let_go_when_it_has_left() -> None:
 
 
 def test_a_collective_works_after_the_traffic_is_closed() -> None:
-    with crew(3) as fabrics:
-        names = [fabric.worker for fabric in fabrics]
+    with crew(3) as transports:
+        names = [transport.worker for transport in transports]
 
-        def steps(fabric: Fabric) -> list[float]:
-            group = Group(fabric, 1, names)
+        def steps(transport: Transport) -> list[float]:
+            group = Group(transport, 1, names)
             after, before = names[(group.rank + 1) % 3], names[group.rank - 1]
             for number in range(1, 6):
                 got, own = bytearray(100_000), bytes([number]) * 100_000
@@ -278,7 +278,7 @@ def test_a_collective_works_after_the_traffic_is_closed() -> None:
             group.barrier()
             return list(total)
 
-        assert each(steps, fabrics) == [[18.0] * 5] * 3
+        assert each(steps, transports) == [[18.0] * 5] * 3
 
 
 def test_a_fast_member_goes_on_while_a_slow_one_is_in_the_traffic_before() -> None:
@@ -301,15 +301,15 @@ def test_a_fast_member_goes_on_while_a_slow_one_is_in_the_traffic_before() -> No
 
 
 def test_what_other_groups_do_next_is_not_mistaken_for_messages() -> None:
-    with crew(3) as fabrics:
-        names = [fabric.worker for fabric in fabrics]
-        a, b, c = (Group(fabric, 1, names) for fabric in fabrics)
-        sub_a, sub_b = (Group(fabric, 1, names[:2]) for fabric in fabrics[:2])
+    with crew(3) as transports:
+        names = [transport.worker for transport in transports]
+        a, b, c = (Group(transport, 1, names) for transport in transports)
+        sub_a, sub_b = (Group(transport, 1, names[:2]) for transport in transports[:2])
         slow = b.open()
         a.open().close()
         tensor = torch.ones(4)
         reduction = Task(lambda: sub_a.all_reduce(tensor))
-        wait_until(lambda: fabrics[1]._links[names[0]]._parked, PATIENCE_S, "the other group's frame")
+        wait_until(lambda: transports[1]._links[names[0]]._parked, PATIENCE_S, "the other group's frame")
         with c.open() as late:
             late.send(names[1], 0, memoryview(b"late"))
         got = bytearray(4)
@@ -322,11 +322,11 @@ def test_what_other_groups_do_next_is_not_mistaken_for_messages() -> None:
 
 
 def test_a_group_of_one_and_a_traffic_without_messages_open_and_close() -> None:
-    with crew(2) as fabrics:
+    with crew(2) as transports:
         for _ in range(3):
-            with Group(fabrics[0], 1, [fabrics[0].worker]).open() as traffic:
+            with Group(transports[0], 1, [transports[0].worker]).open() as traffic:
                 traffic.flush()
-        each(lambda fabric: fabric.open(1, 1).close(), fabrics)
+        each(lambda transport: transport.open(1, 1).close(), transports)
 
 
 def test_an_exchange_waits_until_the_traffic_is_closed() -> None:
@@ -359,7 +359,7 @@ def test_an_interruption_wakes_whoever_waits_and_fails_what_follows(blocked: str
         a.interrupt(2)
         with pytest.raises(GenerationChanged) as caught:
             task.result()
-        assert caught.value.epoch == 2
+        assert caught.value.generation == 2
         for call in (
             partial(traffic.wait, b.worker, 0),
             partial(traffic.post, b.worker, 1, memoryview(bytearray(1))),
@@ -382,16 +382,16 @@ def test_a_peer_of_a_newer_generation_ends_the_traffic() -> None:
         b.exchange(7, 1, sends=[(a.worker, 0, memoryview(b"new"))])
         with pytest.raises(GenerationChanged) as caught:
             traffic.wait(b.worker, 0)
-        assert caught.value.epoch == 7
+        assert caught.value.generation == 7
         got = bytearray()
         a.exchange(7, 1, receives=[(b.worker, 0, got)])
         assert got == b"new"
 
 
 def test_the_death_of_a_peer_wakes_a_wait_for_another() -> None:
-    with crew(3) as fabrics:
-        traffics = open_all(fabrics)
-        a, b, c = fabrics
+    with crew(3) as transports:
+        traffics = open_all(transports)
+        a, b, c = transports
         waiting = traffics[:2]
         for traffic, peer in zip(waiting, (b, a), strict=True):
             traffic.post(peer.worker, 0, memoryview(bytearray(1)))
@@ -407,7 +407,7 @@ def test_the_death_of_a_peer_wakes_a_wait_for_another() -> None:
             traffics[2].close()
 
 
-def test_a_fabric_that_closes_wakes_those_who_wait_for_it() -> None:
+def test_a_transport_that_closes_wakes_those_who_wait_for_it() -> None:
     with crew(2) as (a, b):
         traffic = a.open(1, 1, [b.worker])
         traffic.post(b.worker, 0, memoryview(bytearray(1)))
@@ -437,18 +437,18 @@ def test_an_error_inside_gives_up_what_is_under_way() -> None:
 
 def test_links_stay_usable_however_a_traffic_was_interrupted() -> None:
     chance = random.Random(12)
-    with crew(3) as fabrics:
+    with crew(3) as transports:
         checked = 0
-        for epoch in range(1, 151):
+        for generation in range(1, 151):
             body = chance.randbytes(chance.choice([100, 70_000, 1_000_000, wire.SEGMENT_BYTES + 3]))
-            absent = chance.choice([None, *fabrics])
-            tasks = [Task(partial(to_all, f, epoch, body, fabrics)) for f in fabrics if f is not absent]
+            absent = chance.choice([None, *transports])
+            tasks = [Task(partial(to_all, f, generation, body, transports)) for f in transports if f is not absent]
             interrupted = absent is not None or chance.random() < 0.5
             if interrupted:
                 for _ in range(chance.randrange(4000)):
                     pass
-                for fabric in chance.sample(fabrics, 3):
-                    fabric.interrupt(epoch + 1)
+                for transport in chance.sample(transports, 3):
+                    transport.interrupt(generation + 1)
             for task in tasks:
                 try:
                     task.result()
@@ -458,11 +458,11 @@ def test_links_stay_usable_however_a_traffic_was_interrupted() -> None:
         assert checked > 50
 
 
-def to_all(me: Fabric, epoch: int, body: bytes, fabrics: list[Fabric]) -> None:
+def to_all(me: Transport, generation: int, body: bytes, transports: list[Transport]) -> None:
     """Sends the body to everybody and gets it from everybody, before and after posting."""
-    others = [fabric.worker for fabric in fabrics if fabric is not me]
+    others = [transport.worker for transport in transports if transport is not me]
     got = {(peer, part): bytearray(len(body)) for peer in others for part in range(3)}
-    with me.open(epoch, 1, others) as traffic:
+    with me.open(generation, 1, others) as traffic:
         for index, ((peer, part), into) in enumerate(got.items()):
             traffic.send(peer, part, memoryview(body))
             if index:
@@ -518,11 +518,11 @@ def test_a_part_that_was_never_posted_breaks_the_link_in_the_end() -> None:
             at_b.close()
 
 
-def test_the_thread_of_a_fabric_serves_all_its_traffics_and_ends_with_it() -> None:
+def test_the_thread_of_a_transport_serves_all_its_traffics_and_ends_with_it() -> None:
     with crew(2) as (a, b):
         before = threading.active_count()
         for op in range(1, 50):
             together([a.open(1, op, [b.worker]).close, b.open(1, op, [a.worker]).close])
         assert threading.active_count() <= before + 2
-        drivers = [fabric._driver for fabric in (a, b)]
+        drivers = [transport._driver for transport in (a, b)]
     assert not any(driver is None or driver.is_alive() for driver in drivers)

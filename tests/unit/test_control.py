@@ -26,7 +26,7 @@ from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
 from elaunch.rendezvous.membership import Generation, Stage
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.wire import Attach, Excused, Message, Progress, Ready, Report, Saved, Settled, Unreachable, decode, encode
+from elaunch.wire import Attach, Evict, Joined, Message, Progress, Ready, Report, Saved, Unreachable, decode, encode
 from tests.helpers import ROOT, child_environment
 
 WORKER = "a/0#0"
@@ -167,11 +167,11 @@ def test_who_does_not_begin_as_a_worker_does_is_hung_up_on(
         Ready("127.0.0.1:99999"),
         Ready("h" * 400 + ":1"),
         Ready("127.0.0.1:²"),
-        Settled(4),
-        Settled(1 << 62),
-        b'{"v":1,"kind":"Settled","body":{"epoch":-1}}\n',
+        Joined(4),
+        Joined(1 << 62),
+        b'{"v":1,"kind":"Joined","body":{"generation":-1}}\n',
         b'{"v":1,"kind":"Saved","body":{"step":' + b"9" * 4000 + b"}}\n",
-        b'{"v":1,"kind":"Unreachable","body":{"epoch":1e99,"peer":"a/1#0","gone":true,"silent":false}}\n',
+        b'{"v":1,"kind":"Unreachable","body":{"generation":1e99,"peer":"a/1#0","gone":true,"silent":false}}\n',
         Report("slow", {"link": 3}),
     ],
     ids=repr,
@@ -202,7 +202,7 @@ def test_an_unforeseen_error_ends_one_connection_with_a_traceback(
     assert node.keeps(other)
 
 
-@pytest.mark.parametrize("name", ["kind", "t", "epoch", "node", "self", "worker", "fields"])
+@pytest.mark.parametrize("name", ["kind", "t", "generation", "node", "self", "worker", "fields"])
 @pytest.mark.parametrize("value", [7, "text", None, [1], {"a": 1}, float("nan")], ids=repr)
 def test_a_report_may_have_any_fields(node: Node, name: str, value: object) -> None:
     worker = node.attach()
@@ -211,13 +211,13 @@ def test_a_report_may_have_any_fields(node: Node, name: str, value: object) -> N
     assert event["node"] == "a"
     assert event["step"] == 2
     assert isinstance(event["t"], int | float)
-    assert event["epoch"] == (value if name == "epoch" and value == 7 else 3)
+    assert event["generation"] == (value if name == "generation" and value == 7 else 3)
 
 
 def test_an_excuse_is_one_short_line(node: Node, capfd: pytest.CaptureFixture[str]) -> None:
     worker = node.attach()
-    node.send(worker, Ready("127.0.0.1:1"), Settled(3))
-    assert node.send(worker, Excused(True, "x\n" * 10_000))
+    node.send(worker, Ready("127.0.0.1:1"), Joined(3))
+    assert node.send(worker, Evict(True, "x\n" * 10_000))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "leaves at the next" in line]
     assert len(line) < 500
 

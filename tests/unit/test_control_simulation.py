@@ -55,7 +55,7 @@ def check_that_it_goes_on(world: World) -> None:
     for one in members:
         worker = world.workers[one]
         assert worker.active is not None, f"{one} has not entered any generation"
-        assert worker.active.epoch == generation.epoch, f"{one} is in epoch {worker.active.epoch}"
+        assert worker.active.number == generation.number, f"{one} is in generation {worker.active.number}"
         assert not worker.entering, f"{one} has not settled"
     for node in agents:
         said = node.life.doc().plan_request

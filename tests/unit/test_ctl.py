@@ -15,7 +15,7 @@ from elaunch.agent.local_jobs import LocalJob
 from elaunch.cli import ctl
 from elaunch.cli import run as cli
 from elaunch.cli.ctl import describe, find_job, read_plan
-from elaunch.cli.request_plan import Standing, able, change_plan, fitted, standing
+from elaunch.cli.request_plan import RequestState, able, change_plan, fitted, standing
 from elaunch.errors import RequestRefused, UsageError
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.membership import (
@@ -182,7 +182,7 @@ class TestTheCommands:
     ) -> None:
         Leader(store, lambda leader, request: None)
         assert cli.main(["ctl", "status"]) == 0
-        assert capsys.readouterr().out.startswith("job x at etcd:2379: trains\nepoch 5, attempt 0: b/0#3 joins\n")
+        assert capsys.readouterr().out.startswith("job x at etcd:2379: trains\ngeneration 5, attempt 0: b/0#3 joins\n")
 
     def test_a_line_names_what_is_no_document_of_the_job(
         self, store: MemoryStore, capsys: pytest.CaptureFixture[str]
@@ -215,7 +215,7 @@ class TestTheCommands:
         file = tmp_path / "my.plan"
         file.write_text(str(TWO))
         assert cli.main(["ctl", "plan", "--set", str(file)]) == 0
-        assert capsys.readouterr().out.startswith("epoch 9: all 2 members have changed over, ")
+        assert capsys.readouterr().out.startswith("generation 9: all 2 members have changed over, ")
         assert cli.main(["ctl", "plan"]) == 0
         assert Plan.parse(capsys.readouterr().out) == fitted(TWO, GENERATION.ids)
 
@@ -233,7 +233,7 @@ class TestStatus:
         spare = node("c", 0, STARTING)
         assert describe(Documents((A, replace(B, draining=True), spare), GENERATION)).splitlines() == [
             "trains",
-            "epoch 5, attempt 0: b/0#3 joins",
+            "generation 5, attempt 0: b/0#3 joins",
             "nodes: a, b (leaves), c (waits)",
             "rank 0   a/0#0  member    a:1",
             "rank 1   b/0#3  member    b:1",
@@ -263,7 +263,7 @@ class TestStatus:
         docs = node("a", 0, STARTING, elastic=False), NodeDoc("b", "b", 1)
         assert describe(Documents(docs, start)).splitlines() == [
             "runs, but no worker has called elaunch.init() or elaunch.hybrid()",
-            "epoch 1, attempt 0: start",
+            "generation 1, attempt 0: start",
             "nodes: a, b",
             "rank 0  a/0#0  starting",
             "rank 1  b/0    not here",
@@ -369,21 +369,24 @@ class TestWhetherTheJobCan:
 
 class TestHowFarItIs:
     def test_open_until_the_generation_changes(self) -> None:
-        assert standing(TRAINING, REQUEST) is Standing.OPEN
-        assert standing(Documents((A, B), replace(GENERATION, epoch=6)), REQUEST) is Standing.VOID
-        assert standing(Documents((A, B)), REQUEST) is Standing.VOID
+        assert standing(TRAINING, REQUEST) is RequestState.OPEN
+        assert standing(Documents((A, B), replace(GENERATION, number=6)), REQUEST) is RequestState.VOID
+        assert standing(Documents((A, B)), REQUEST) is RequestState.VOID
 
     def test_settled_when_every_node_with_a_member_says_so(self) -> None:
-        carrying = replace(GENERATION, epoch=7, plan_request="r1")
+        carrying = replace(GENERATION, number=7, plan_request="r1")
         said = replace(A, plan_request="r1")
-        assert standing(Documents((said, B), carrying), REQUEST) is Standing.CARRIED
-        assert standing(Documents((said,), carrying), REQUEST) is Standing.CARRIED
+        assert standing(Documents((said, B), carrying), REQUEST) is RequestState.CARRIED
+        assert standing(Documents((said,), carrying), REQUEST) is RequestState.CARRIED
         spare = node("c", 0, STARTING)
-        assert standing(Documents((said, replace(B, plan_request="r1"), spare), carrying), REQUEST) is Standing.SETTLED
+        assert (
+            standing(Documents((said, replace(B, plan_request="r1"), spare), carrying), REQUEST) is RequestState.SETTLED
+        )
 
     def test_not_where_nobody_is_left(self) -> None:
         assert (
-            standing(Documents((A,), replace(GENERATION, workers=(), plan_request="r1")), REQUEST) is Standing.CARRIED
+            standing(Documents((A,), replace(GENERATION, workers=(), plan_request="r1")), REQUEST)
+            is RequestState.CARRIED
         )
 
 
@@ -409,7 +412,7 @@ class Leader:
                 self.answer(self, self.requests[-1])
 
     def carry(self, request: PlanRequest, **fields: Any) -> None:
-        self.put("generation", replace(GENERATION, epoch=9, plan=request.plan, plan_request=request.id, **fields))
+        self.put("generation", replace(GENERATION, number=9, plan=request.plan, plan_request=request.id, **fields))
 
     def settle(self, request: PlanRequest) -> None:
         for doc in (A, B):
@@ -427,23 +430,23 @@ class TestAsking:
         finally:
             assert store.get("/elaunch/x/requests/plan") is None, "no request outlives the one who asked"
 
-    def test_the_request_names_the_members_and_their_epoch_and_is_answered(self, store: MemoryStore) -> None:
+    def test_the_request_names_the_members_and_their_generation_and_is_answered(self, store: MemoryStore) -> None:
         def answer(leader: Leader, request: PlanRequest) -> None:
             leader.carry(request)
             leader.settle(request)
 
         leader = Leader(store, answer)
         line = self.ask(store)
-        assert line.startswith("epoch 9: all 2 members have changed over, ")
+        assert line.startswith("generation 9: all 2 members have changed over, ")
         assert line.endswith(" s after the plan was asked for")
         (request,) = leader.requests
-        assert (request.epoch, Plan.parse(request.plan).workers) == (5, ("a/0#0", "b/0#3"))
+        assert (request.generation, Plan.parse(request.plan).workers) == (5, ("a/0#0", "b/0#3"))
 
     def test_it_is_asked_anew_for_members_that_came_instead(self, store: MemoryStore) -> None:
-        others = replace(GENERATION, epoch=6, workers=(GENERATION.workers[0], Worker("b/0#4", "b", 0)))
+        others = replace(GENERATION, number=6, workers=(GENERATION.workers[0], Worker("b/0#4", "b", 0)))
 
         def answer(leader: Leader, request: PlanRequest) -> None:
-            if request.epoch == 5:
+            if request.generation == 5:
                 leader.put("nodes/b", node("b", 4))
                 leader.put("generation", others)
             else:
@@ -453,11 +456,11 @@ class TestAsking:
         leader = Leader(store, answer)
         self.ask(store)
         first, second = leader.requests
-        assert (first.id, first.t, second.epoch) == (second.id, second.t, 6)
+        assert (first.id, first.t, second.generation) == (second.id, second.t, 6)
         assert Plan.parse(second.plan).workers == ("a/0#0", "b/0#4")
 
     def test_and_refused_where_they_have_become_fewer(self, store: MemoryStore) -> None:
-        fewer = replace(GENERATION, epoch=6, workers=GENERATION.workers[:1])
+        fewer = replace(GENERATION, number=6, workers=GENERATION.workers[:1])
         Leader(store, lambda leader, request: leader.put("generation", fewer))
         with pytest.raises(RequestRefused, match="the plan is for 2 workers"):
             self.ask(store)
@@ -471,7 +474,7 @@ class TestAsking:
     def test_members_that_have_not_settled_in_time_are_named(self, store: MemoryStore) -> None:
         Leader(store, lambda leader, request: leader.carry(request))
         with pytest.raises(
-            RequestRefused, match="epoch 9 of job 'x' carries the plan, but the members on a, b have not"
+            RequestRefused, match="generation 9 of job 'x' carries the plan, but the members on a, b have not"
         ):
             self.ask(store, timeout_s=0.05)
 
@@ -485,7 +488,7 @@ class TestAsking:
     def test_what_takes_its_place_is_told(self, store: MemoryStore, after: dict[str, Any], why: str) -> None:
         def answer(leader: Leader, request: PlanRequest) -> None:
             leader.carry(request)
-            leader.put("generation", replace(GENERATION, epoch=10, **after))
+            leader.put("generation", replace(GENERATION, number=10, **after))
 
         Leader(store, answer)
         with pytest.raises(RequestRefused, match=why):

@@ -24,22 +24,22 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.rules.deadlock import SHOWN, describe, find, victim
 from elaunch.rendezvous.view import View
 
-EPOCH = 5
+NUMBER = 5
 
 
 def waits(worker: str, *peers: str, step: int = 7, operation: int = 40) -> Stalled:
-    return Stalled(worker, step, f"in step {step}", EPOCH, operation, peers)
+    return Stalled(worker, step, f"in step {step}", NUMBER, operation, peers)
 
 
 def job(*members: Stalled) -> View:
     """All of these members wait, and their nodes say so."""
     stalled = {one.worker: one for one in members}
     nodes = tuple(
-        NodeDoc(name, "h", len(some), epoch=EPOCH, stalled=tuple(map(stalled.__getitem__, some)))
+        NodeDoc(name, "h", len(some), generation=NUMBER, stalled=tuple(map(stalled.__getitem__, some)))
         for name, some in by_node(stalled).items()
     )
     workers = tuple(Worker(worker, node_of(worker), slot) for slot, worker in enumerate(stalled))
-    return View(nodes=nodes, generation=Generation(EPOCH, Stage.TRAIN, workers))
+    return View(nodes=nodes, generation=Generation(NUMBER, Stage.TRAIN, workers))
 
 
 CIRCLE = (waits("a/0#0", "a/1#0"), waits("a/1#0", "b/0#0"), waits("b/0#0", "a/0#0"))
@@ -67,7 +67,7 @@ def test_others_that_are_not_named_are_counted() -> None:
     [
         pytest.param(changed(job(*CIRCLE), 1, stalled=()), id="a node goes on"),
         pytest.param(changed(job(*CIRCLE), 0, stalled=CIRCLE[:1]), id="one of its workers is not among them"),
-        pytest.param(changed(job(*CIRCLE), 0, epoch=EPOCH - 1), id="it tells of the generation before"),
+        pytest.param(changed(job(*CIRCLE), 0, generation=NUMBER - 1), id="it tells of the generation before"),
         pytest.param(replace(job(*CIRCLE), nodes=job(*CIRCLE).nodes[:1]), id="a node is absent"),
         pytest.param(job(waits("a/0#0", "a/1#0"), waits("a/1#0", "a/0#0")), id="a matter of one node"),
         pytest.param(replace(job(*CIRCLE), generation=None), id="nobody trains"),
@@ -88,7 +88,7 @@ def test_as_long_as_somebody_may_go_on_nobody_is_taken_out(view: View) -> None:
 
 def test_a_spare_node_has_no_part_in_it() -> None:
     view = job(*CIRCLE)
-    assert find(replace(view, nodes=(*view.nodes, NodeDoc("c", "h", 1, epoch=EPOCH)))) is not None
+    assert find(replace(view, nodes=(*view.nodes, NodeDoc("c", "h", 1, generation=NUMBER)))) is not None
 
 
 def test_a_large_job_names_some_with_the_victim_first() -> None:

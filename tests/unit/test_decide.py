@@ -24,7 +24,7 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.rendezvous.rules.attempts import RESUMES
 from elaunch.rendezvous.rules.connectivity import apart
-from elaunch.rendezvous.view import next_epoch
+from elaunch.rendezvous.view import next_generation
 from tests.helpers import scaled
 
 STARTING, READY, MEMBER, DONE = WorkerState
@@ -49,7 +49,7 @@ def node(name: str, *states: WorkerState | None, incarnation: int = 0, **fields:
         "port": 7,
         "order": ord(name),
         "elastic": any(states),
-        "epoch": 1,
+        "generation": 1,
         "took_part": True,
         **fields,
     }
@@ -63,13 +63,13 @@ def member(identity: str) -> Worker:
 
 
 def train(*ids: str, **fields: Any) -> Generation:
-    values: dict[str, Any] = {"epoch": 5, "urgent": 3, "begun": True, **fields}
+    values: dict[str, Any] = {"number": 5, "aborts_step_before": 3, "begun": True, **fields}
     return Generation(stage=Stage.TRAIN, workers=tuple(member(identity) for identity in ids), **values)
 
 
 def start(*nodes: str, **fields: Any) -> Generation:
     workers = tuple(Worker(f"{name}/0", name, 0) for name in nodes)
-    return Generation(**{"epoch": 1, "stage": Stage.START, "workers": workers, **fields})
+    return Generation(**{"number": 1, "stage": Stage.START, "workers": workers, **fields})
 
 
 def view(generation: Generation | None, *nodes: NodeDoc, **fields: Any) -> View:
@@ -101,8 +101,8 @@ def assert_waits(decision: Decision, until_s: float | None = None) -> None:
 
 class TestAssembly:
     def test_the_maximum_of_nodes_starts_at_once(self) -> None:
-        first = announced(ask(None, node("a", epoch=0), node("b", epoch=0), changed_s=NOW_S))
-        assert (first.epoch, first.stage, first.cause, first.attempt) == (1, Stage.START, "start", 0)
+        first = announced(ask(None, node("a", generation=0), node("b", generation=0), changed_s=NOW_S))
+        assert (first.number, first.stage, first.cause, first.attempt) == (1, Stage.START, "start", 0)
         assert first.ids == ("a/0", "b/0")
         assert (first.master_addr, first.master_port) == ("host-a", 7)
 
@@ -138,7 +138,7 @@ class TestAssembly:
         again = Generation(4, Stage.ASSEMBLE, attempt=2, restarts=1, cause="worker x died", cause_t=8.0)
         assert_waits(ask(again, node("a", attempt=2), node("b", attempt=1)))
         restarted = announced(ask(again, node("a", attempt=2), node("b", attempt=2)))
-        assert (restarted.epoch, restarted.stage, restarted.attempt, restarted.restarts) == (5, Stage.START, 2, 1)
+        assert (restarted.number, restarted.stage, restarted.attempt, restarted.restarts) == (5, Stage.START, 2, 1)
         assert (restarted.cause, restarted.cause_t) == ("worker x died", 8.0)
 
     def test_a_new_attempt_has_no_last_call(self) -> None:
@@ -159,7 +159,7 @@ class TestPlainScripts:
 
     def test_a_failure_restarts_the_whole_and_is_counted(self) -> None:
         again = announced(self.fail(restarts=1, max_restarts=2))
-        assert (again.epoch, again.stage, again.attempt, again.restarts) == (2, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts) == (2, Stage.ASSEMBLE, 1, 2)
         assert (again.cause, again.cause_t) == ("worker b/0#0 exited with code 3", 9.0)
 
     def test_when_restarts_are_used_up_the_job_fails_and_says_how_many_there_were(self) -> None:
@@ -206,7 +206,7 @@ class TestPlainScripts:
 class TestFirstStep:
     def test_all_workers_ready_begin_to_train_and_everybody_enters_at_once(self) -> None:
         first = announced(ask(start("a", "b"), node("a", READY), node("b", READY)))
-        assert (first.epoch, first.stage, first.urgent, first.begun) == (2, Stage.TRAIN, 2, False)
+        assert (first.number, first.stage, first.aborts_step_before, first.begun) == (2, Stage.TRAIN, 2, False)
         assert first.workers == (member("a/0#0"), member("b/0#0"))
 
     def test_ready_workers_wait_for_those_that_start(self) -> None:
@@ -214,7 +214,7 @@ class TestFirstStep:
         assert_waits(ask(start("a", "b"), *docs, changed_s=NOW_S - 29), until_s=NOW_S + 1)
 
     def test_and_for_nodes_that_have_not_yet_heard_of_the_start(self) -> None:
-        docs = node("a", READY), node("b", epoch=0)
+        docs = node("a", READY), node("b", generation=0)
         assert_waits(ask(start("a", "b"), *docs, changed_s=NOW_S), until_s=NOW_S + 30)
 
     def test_but_not_for_ever(self) -> None:
@@ -267,7 +267,7 @@ class TestDeaths:
         assert_waits(waits, until_s=NOW_S + 0.02)
         assert waits.pending
         after = announced(ask(train("a/0#0", "b/0#0"), *docs, pending_s=NOW_S - 0.02))
-        assert (after.epoch, after.urgent, after.ids) == (6, 6, ("a/0#0",))
+        assert (after.number, after.aborts_step_before, after.ids) == (6, 6, ("a/0#0",))
         assert (after.cause, after.cause_t) == ("worker b/0#0 was killed by SIGKILL", 77.0)
 
     def test_deaths_within_one_window_make_one_generation(self) -> None:
@@ -287,25 +287,25 @@ class TestDeaths:
 
     def test_a_lost_node_takes_all_its_workers_with_it(self) -> None:
         after = announced(ask(train("a/0#0", "b/0#0", "b/1#0"), node("a", MEMBER)))
-        assert (after.ids, after.urgent, after.cause) == (("a/0#0",), 6, "node b was lost")
+        assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "node b was lost")
 
     def test_a_worker_that_its_peers_found_dead_is_lost_although_its_node_lists_it(self) -> None:
         docs = node("a", MEMBER, gone=("b/0#0",)), node("b", MEMBER)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.urgent, after.cause) == (("a/0#0",), 6, "worker b/0#0 cannot be reached")
+        assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "worker b/0#0 cannot be reached")
 
     def test_a_broken_link_between_the_living_makes_an_urgent_generation_of_the_same_members(self) -> None:
-        docs = node("a", MEMBER, reset_epoch=5), node("b", MEMBER)
+        docs = node("a", MEMBER, reset_generation=5), node("b", MEMBER)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.urgent, after.cause) == (("a/0#0", "b/0#0"), 6, "a link was made anew")
+        assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0", "b/0#0"), 6, "a link was made anew")
 
     def test_an_old_request_for_a_new_link_is_done_with(self) -> None:
-        assert_waits(ask(train("a/0#0"), node("a", MEMBER, reset_epoch=4)))
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER, reset_generation=4)))
 
     def test_a_worker_that_exits_with_0_before_the_end_is_lost_like_any_other(self) -> None:
         docs = node("a", MEMBER), node("b", None, finished=True, cause="worker b/0#0 exited with code 0", cause_t=1.0)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.urgent) == (("a/0#0",), 6)
+        assert (after.ids, after.aborts_step_before) == (("a/0#0",), 6)
 
     def test_without_changes_nothing_is_decided(self) -> None:
         assert_waits(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), node("b", MEMBER)))
@@ -329,11 +329,11 @@ class TestOutages:
 class TestJoins:
     def test_a_ready_worker_joins_by_a_planned_generation(self) -> None:
         after = announced(ask(train("a/0#0"), node("a", MEMBER), node("b", READY)))
-        assert (after.ids, after.urgent, after.cause) == (("a/0#0", "b/0#0"), 3, "b/0#0 joins")
+        assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0", "b/0#0"), 3, "b/0#0 joins")
 
     def test_a_joiner_that_comes_with_a_death_makes_one_urgent_generation(self) -> None:
         after = announced(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), node("b", None), node("c", READY)))
-        assert (after.ids, after.urgent) == (("a/0#0", "c/0#0"), 6)
+        assert (after.ids, after.aborts_step_before) == (("a/0#0", "c/0#0"), 6)
 
     def test_a_starting_worker_is_not_taken_in(self) -> None:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER), node("b", STARTING)))
@@ -367,7 +367,7 @@ class TestLeaving:
     def test_workers_of_a_draining_node_leave_by_a_planned_generation(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER, draining=True, settled=3)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), ("b/0#0",), 3)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), ("b/0#0",), 3)
         assert after.cause == "node b leaves"
 
     def test_not_before_they_have_entered_the_generation_in_which_a_member_was_lost(self) -> None:
@@ -389,10 +389,10 @@ class TestLeaving:
         now, a = train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER, gone=("c/0#0",) if gone else ())
         b, c = node("b", MEMBER, draining=True, settled=5), node("c", MEMBER if gone else None)
         after = announced(ask(now, a, b, c))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0", "b/0#0"), (), 6)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0", "b/0#0"), (), 6)
         assert_waits(ask(after, a, b))
         then = announced(ask(after, a, replace(b, settled=6)))
-        assert (then.ids, then.leaving, then.urgent) == (("a/0#0",), ("b/0#0",), 6)
+        assert (then.ids, then.leaving, then.aborts_step_before) == (("a/0#0",), ("b/0#0",), 6)
 
     def test_at_a_death_they_are_taken_back(self) -> None:
         """They have not left the step that is interrupted; what only they have is still to move."""
@@ -401,12 +401,12 @@ class TestLeaving:
         b, d = node("b", MEMBER, draining=True, settled=5), node("d", MEMBER, draining=True, settled=5)
         docs = node("a", MEMBER, cut=(Cut("d", "host-d"),)), node("c", None), node("e", None, draining=True)
         after = announced(ask(told, *docs, b, d, settings=replace(SETTINGS, max_nodes=4)))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0", "b/0#0"), ("d/0#0",), 6)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0", "b/0#0"), ("d/0#0",), 6)
 
     def test_the_last_ones_do_not_go_with_a_death_either(self) -> None:
         a, b = node("a", MEMBER, draining=True, settled=5), node("b", None, draining=True)
         after = announced(ask(train("a/0#0", "b/0#0"), a, b))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), (), 6)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), (), 6)
         assert announced(ask(after, a)).leaving == ("a/0#0",), "they save what they have when they have entered it"
 
     def test_they_are_listed_as_leaving_until_they_have_left(self) -> None:
@@ -420,13 +420,13 @@ class TestLeaving:
 
     def test_one_that_dies_before_it_could_leave_makes_an_urgent_generation(self) -> None:
         after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, gone=("b/0#0",))))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), (), 6)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), (), 6)
         assert after.cause == "worker b/0#0 died before it could leave"
 
     def test_one_that_dies_before_it_was_told_to_leave_is_lost(self) -> None:
         docs = node("a", MEMBER), node("b", None, draining=True)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.leaving, after.urgent) == (("a/0#0",), (), 6)
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), (), 6)
 
     def test_the_holders_of_the_state_stay_until_somebody_else_holds_it(self) -> None:
         leaving, fresh = node("a", MEMBER, draining=True, settled=5), node("b", READY)
@@ -447,7 +447,7 @@ class TestHold:
 
     def test_below_the_minimum_the_survivors_are_told_to_wait(self) -> None:
         after = announced(ask(train("a/0#0", "b/0#0"), node("a", MEMBER), settings=self.TWO))
-        assert (after.ids, after.hold, after.urgent) == (("a/0#0",), True, 6)
+        assert (after.ids, after.hold, after.aborts_step_before) == (("a/0#0",), True, 6)
 
     def test_they_wait_for_the_join_time_and_then_the_job_fails(self) -> None:
         held = train("a/0#0", hold=True)
@@ -470,7 +470,7 @@ class TestHold:
 
 
 class TestRequestsForAPlan:
-    REQUEST = PlanRequest("r1", epoch=5, plan="plan layers 4", t=77.0)
+    REQUEST = PlanRequest("r1", generation=5, plan="plan layers 4", t=77.0)
     MEMBERS = train("a/0#0", "b/0#0")
     DOCS = node("a", MEMBER), node("b", MEMBER)
 
@@ -478,7 +478,7 @@ class TestRequestsForAPlan:
         after = announced(ask(self.MEMBERS, *self.DOCS, request=self.REQUEST, pending_s=None))
         assert after == replace(
             self.MEMBERS,
-            epoch=6,
+            number=6,
             cause="a new plan was asked for",
             cause_t=77.0,
             plan="plan layers 4",
@@ -486,8 +486,8 @@ class TestRequestsForAPlan:
         )
 
     def test_one_that_was_made_for_other_members_is_ignored(self) -> None:
-        for epoch in (4, 6):
-            assert_waits(ask(self.MEMBERS, *self.DOCS, request=replace(self.REQUEST, epoch=epoch)))
+        for generation in (4, 6):
+            assert_waits(ask(self.MEMBERS, *self.DOCS, request=replace(self.REQUEST, generation=generation)))
 
     def test_one_that_is_carried_already_is_ignored(self) -> None:
         assert_waits(ask(replace(self.MEMBERS, plan_request="r1"), *self.DOCS, request=self.REQUEST))
@@ -500,7 +500,7 @@ class TestRequestsForAPlan:
     def test_a_change_of_members_comes_first_and_the_request_is_void_then(self) -> None:
         docs = node("a", MEMBER), node("b", None, cause="b died")
         after = announced(ask(self.MEMBERS, *docs, request=self.REQUEST))
-        assert (after.ids, after.urgent, after.plan_request) == (("a/0#0",), 6, "")
+        assert (after.ids, after.aborts_step_before, after.plan_request) == (("a/0#0",), 6, "")
         assert_waits(ask(after, node("a", MEMBER), request=self.REQUEST))
 
     def test_later_generations_carry_it_on(self) -> None:
@@ -543,7 +543,7 @@ class TestAllLost:
         docs = node("a", None), node("b", None)
         lost = train("a/0#0", "b/0#0", restarts=1)
         again = announced(ask(lost, *docs, settings=settings))
-        assert (again.epoch, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 1, 2)
         assert not again.begun
         assert not ended(ask(replace(lost, restarts=2), *docs, settings=settings)).succeeded
 
@@ -569,9 +569,12 @@ class TestAllLost:
         assert "but --max-restarts 1 is used up: start the job again to go on from it" in result.message
 
     def test_where_no_node_that_ran_it_is_left_it_begins_again_on_those_that_are_here(self) -> None:
-        for former in (train("a/0#0", "b/0#0", restarts=2, attempt=3), start("a", "b", epoch=5, restarts=2, attempt=3)):
+        for former in (
+            train("a/0#0", "b/0#0", restarts=2, attempt=3),
+            start("a", "b", number=5, restarts=2, attempt=3),
+        ):
             again = announced(ask(former, node("c", took_part=False)))
-            assert (again.epoch, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 4, 0)
+            assert (again.number, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 4, 0)
             assert again.cause.endswith("it begins again on c")
 
     def test_a_new_agent_under_the_name_of_a_lost_one_is_another_node(self) -> None:
@@ -609,7 +612,7 @@ class TestTheEnd:
     def test_one_that_is_lost_while_others_still_wait_for_it_makes_an_urgent_generation(self) -> None:
         docs = node("a", DONE), node("b", MEMBER), node("c", None)
         after = announced(ask(train("a/0#0", "b/0#0", "c/0#0"), *docs))
-        assert (after.ids, after.urgent, after.hold) == (("b/0#0",), 6, False)
+        assert (after.ids, after.aborts_step_before, after.hold) == (("b/0#0",), 6, False)
 
     def test_nobody_is_told_to_wait_for_nodes_once_some_have_finished(self) -> None:
         docs = node("a", DONE, finished=True), node("b", MEMBER)
@@ -622,7 +625,7 @@ class TestTheEnd:
     def test_a_member_that_still_needs_one_that_has_finished_gets_a_generation_without_it(self) -> None:
         docs = node("a", DONE, finished=True), node("b", MEMBER, gone=("a/0#0",))
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (after.ids, after.urgent) == (("b/0#0",), 6)
+        assert (after.ids, after.aborts_step_before) == (("b/0#0",), 6)
 
     def test_a_worker_that_finished_and_then_failed_fails_the_job(self) -> None:
         docs = node("a", DONE, failed="worker a/0#0 exited with code 1"), node("b", DONE, finished=True)
@@ -641,12 +644,12 @@ class TestTheEnd:
 
 class TestEpochs:
     def test_they_grow_beyond_all_that_any_node_remembers(self) -> None:
-        assert next_epoch(view(None)) == 1
-        assert next_epoch(view(train("a/0#0"), node("a", epoch=3))) == 6
-        assert next_epoch(view(train("a/0#0"), node("a", epoch=9))) == 10
+        assert next_generation(view(None)) == 1
+        assert next_generation(view(train("a/0#0"), node("a", generation=3))) == 6
+        assert next_generation(view(train("a/0#0"), node("a", generation=9))) == 10
 
     def test_also_where_the_store_has_lost_its_data(self) -> None:
-        assert announced(ask(None, node("a", epoch=41), node("b", epoch=7))).epoch == 42
+        assert announced(ask(None, node("a", generation=41), node("b", generation=7))).number == 42
 
 
 def cut_from(*names: str) -> dict[str, Any]:
@@ -660,7 +663,7 @@ class TestTheCauseOfDeathsThatComeTogether:
             node("b", MEMBER, None, cause="worker b/1#0 exited with code 1: ValueError: no", cause_t=77.0),
             node("c", MEMBER, gone=("d/0#0",)),
         ]
-        before = train("a/0#0", "b/0#0", "b/1#0", "c/0#0", "d/0#0", urgent=5)
+        before = train("a/0#0", "b/0#0", "b/1#0", "c/0#0", "d/0#0", aborts_step_before=5)
         after = announced(ask(before, *nodes, settings=replace(SETTINGS, max_nodes=4), pending_s=NOW_S - 1))
         assert after.cause == (
             "worker b/1#0 exited with code 1: ValueError: no; worker a/0#0 was killed by SIGABRT; "
@@ -681,7 +684,7 @@ class TestTheCauseOfDeathsThatComeTogether:
 class TestNodesThatLoseEachOther:
     """All of them live, and reach the store."""
 
-    three = train("a/0#0", "b/0#0", "c/0#0", urgent=5)
+    three = train("a/0#0", "b/0#0", "c/0#0", aborts_step_before=5)
     settings = replace(SETTINGS, max_nodes=3, reach_s=3.0)
 
     def ask(self, generation: Generation, *nodes: NodeDoc, **fields: Any) -> Decision:
@@ -695,7 +698,7 @@ class TestNodesThatLoseEachOther:
         assert_waits(self.ask(self.three, *nodes, pending_s=None), NOW_S + self.settings.window_s)
         after = announced(self.ask(self.three, *nodes, pending_s=NOW_S - 0.1))
         assert after.ids == ("a/0#0", "b/0#0")
-        assert after.urgent == after.epoch
+        assert after.aborts_step_before == after.number
         assert after.cause == "node c is left out: nothing passes between it and b"
 
     def test_where_one_says_so_the_other_is_given_time_to_say_whom_it_misses(self) -> None:
@@ -776,14 +779,14 @@ requests = st.none() | st.builds(
 states = st.sampled_from([*WorkerState, None])
 docs = st.lists(
     st.builds(
-        lambda states, draining, finished, epoch, failed, reset, gone, cut: (
+        lambda states, draining, finished, generation, failed, reset, gone, cut: (
             states,
             {
                 "draining": draining,
                 "finished": finished,
-                "epoch": epoch,
+                "generation": generation,
                 "failed": failed,
-                "reset_epoch": reset,
+                "reset_generation": reset,
                 "gone": gone,
                 "cut": tuple(Cut(name, f"host-{name}") for name in cut),
             },
@@ -849,13 +852,13 @@ def test_whatever_the_documents_say_a_generation_is_sound(
     if decision.generation is None:
         return
     after = decision.generation
-    assert after.epoch > max([0 if generation is None else generation.epoch, *(doc.epoch for doc in nodes)])
+    assert after.number > max([0 if generation is None else generation.number, *(doc.generation for doc in nodes)])
     assert len(set(after.ids)) == len(after.ids)
     assert not set(after.ids) & set(after.leaving)
-    assert after.urgent <= after.epoch
+    assert after.aborts_step_before <= after.number
     if generation is None:
         return
-    assert after.urgent >= generation.urgent or after.stage is not Stage.TRAIN
+    assert after.aborts_step_before >= generation.aborts_step_before or after.stage is not Stage.TRAIN
     if generation.stage is after.stage is Stage.TRAIN:
         kept = [identity for identity in after.ids if identity in generation.ids]
         assert kept == [identity for identity in generation.ids if identity in kept], "survivors keep their order"
@@ -864,15 +867,17 @@ def test_whatever_the_documents_say_a_generation_is_sound(
         assert new <= ready, "only workers that are ready join"
         dropped = set(generation.ids) - set(after.ids) - set(after.leaving)
         finished = {one.id for doc in nodes for one in doc.workers if one.state is DONE}
-        assert not dropped - finished or after.urgent == after.epoch, "a loss is urgent"
+        assert not dropped - finished or after.aborts_step_before == after.number, "a loss is urgent"
         unheard = {(doc.node, one.node) for doc in nodes for one in doc.cut if one.node != doc.node}
         together = {(one, other) for one in after.nodes for other in after.nodes}
         present = {doc.node for doc in nodes}
         assert all(not present >= set(pair) for pair in unheard & together), "all members reach each other"
         if after.plan_request != generation.plan_request:
             assert request is not None
-            assert (request.epoch, request.id) == (generation.epoch, after.plan_request)
-            assert (after.workers, after.urgent) == (generation.workers, generation.urgent), "it changes nothing else"
+            assert (request.generation, request.id) == (generation.number, after.plan_request)
+            assert (after.workers, after.aborts_step_before) == (generation.workers, generation.aborts_step_before), (
+                "it changes nothing else"
+            )
         else:
             assert after.plan == generation.plan
     elif after.attempt != generation.attempt:
@@ -912,7 +917,7 @@ class TestExcusedWorkers:
         now = train("a/0#0", "a/1#0", "b/0#0")
         after = announced(ask(now, node("a", MEMBER, MEMBER, excused=("a/1#0",), settled=5), node("b", MEMBER)))
         assert (after.ids, after.leaving) == (("a/0#0", "b/0#0"), ("a/1#0",))
-        assert after.urgent == now.urgent
+        assert after.aborts_step_before == now.aborts_step_before
         assert after.cause == "a/1#0 leaves"
 
     def test_who_alone_holds_the_state_stays(self) -> None:

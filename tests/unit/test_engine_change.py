@@ -17,8 +17,8 @@ from torch import Tensor
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan import Plan, symmetric
 from elaunch.plan.views import unit_of
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.regions import Region
@@ -46,7 +46,7 @@ def train_through(
         The reports, the whole parameters at the end, and the bytes that all workers received in each change.
     """
     everybody = list(dict.fromkeys(worker for plan, _ in course for worker in plan.workers))
-    fabrics = {worker: Fabric(worker, "secret") for worker in everybody}
+    transports = {worker: Transport(worker, "secret") for worker in everybody}
     engines: dict[str, Engine] = {}
     settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), **extra}
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
@@ -62,8 +62,8 @@ def train_through(
                 return work(worker)
             except BaseException as error:
                 errors.append(error)
-                for fabric in fabrics.values():
-                    fabric.interrupt(1 << 60)
+                for transport in transports.values():
+                    transport.interrupt(1 << 60)
                 raise
 
         try:
@@ -73,13 +73,13 @@ def train_through(
             # By the first one, whose error is the cause.
             raise errors[0] from None
 
-    def connect(worker: str, epoch: int, members: Sequence[str]) -> Group:
-        fabric = fabrics[worker]
-        fabric.interrupt(epoch)
-        known = {who: address for who, address in addresses(list(fabrics.values())).items() if who in members}
-        fabric.retain(members)
-        fabric.connect(known, epoch=epoch, timeout_s=PATIENCE_S)
-        return Group(fabric, epoch, list(members))
+    def connect(worker: str, generation: int, members: Sequence[str]) -> Group:
+        transport = transports[worker]
+        transport.interrupt(generation)
+        known = {who: address for who, address in addresses(list(transports.values())).items() if who in members}
+        transport.retain(members)
+        transport.connect(known, generation=generation, timeout_s=PATIENCE_S)
+        return Group(transport, generation, list(members))
 
     def begin(worker: str) -> list[StepReport]:
         plan, steps = course[0]
@@ -87,10 +87,10 @@ def train_through(
         engines[worker] = Engine(layers, loss, optimizer, plan, group=group, **settings)
         return [engines[worker].train_step() for _ in range(steps)]
 
-    def go_on(epoch: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
+    def go_on(generation: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
         # Whoever leaves still gives what it has.
         members = [*plan.workers, *(who for who in there if who not in plan.workers)]
-        group = connect(worker, epoch, members)
+        group = connect(worker, generation, members)
         idle = Plan.parse("\n".join([str(plan), *(f"idle {who}" for who in members if who not in plan.workers)]))
         got = engines[worker].change(group, idle, step)
         engines[worker].install()
@@ -103,17 +103,17 @@ def train_through(
         assert all(one == said[0] for one in said)
         reports += said[0]
         present = list(course[0][0].workers)
-        for epoch, (plan, steps) in enumerate(course[1:], 2):
+        for generation, (plan, steps) in enumerate(course[1:], 2):
             for worker in plan.workers:
                 if worker not in engines:
                     engines[worker] = Engine(layers, loss, optimizer, plan, joining=True, **settings)
-            dead = (lost or {}).get(epoch - 1, ())
+            dead = (lost or {}).get(generation - 1, ())
             for worker in dead:
                 engines.pop(worker).close()
-                fabrics.pop(worker).close()
-                fabrics[worker] = Fabric(worker, "secret")
+                transports.pop(worker).close()
+                transports[worker] = Transport(worker, "secret")
             there = [who for who in dict.fromkeys([*present, *plan.workers]) if who not in dead]
-            ends = all_at_once(partial(go_on, epoch, plan, steps, len(reports), there), there)
+            ends = all_at_once(partial(go_on, generation, plan, steps, len(reports), there), there)
             assert all(one == ends[0][1] for _, one in ends)
             reports += ends[0][1]
             received.append(sum(got for got, _ in ends))
@@ -121,9 +121,9 @@ def train_through(
     finally:
         for engine in engines.values():
             engine.close()
-        for fabric in fabrics.values():
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports.values():
+            transport.interrupt(1 << 60)
+            transport.close()
     check_snapshots(engines)
     return reports, whole(list(engines.values())), received
 
@@ -321,20 +321,20 @@ def test_who_was_given_other_settings_is_refused() -> None:
     def made(seed: int, joining: bool) -> Engine:
         return Engine(model(4), loss, torch.optim.AdamW, alone, dataset=Sentences(), seed=seed, joining=joining)
 
-    def work(fabric: Fabric) -> None:
-        fabric.connect(addresses(fabrics), epoch=1, timeout_s=PATIENCE_S)
-        engine = made(0 if fabric.worker == W[0] else 1, joining=fabric.worker != W[0])
-        engine.change(Group(fabric, 1, W[:2]), plan, 0)
+    def work(transport: Transport) -> None:
+        transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
+        engine = made(0 if transport.worker == W[0] else 1, joining=transport.worker != W[0])
+        engine.change(Group(transport, 1, W[:2]), plan, 0)
 
-    fabrics = [Fabric(worker, "secret") for worker in W[:2]]
+    transports = [Transport(worker, "secret") for worker in W[:2]]
     try:
-        for end in outcomes([partial(work, fabric) for fabric in fabrics]):
+        for end in outcomes([partial(work, transport) for transport in transports]):
             assert isinstance(end, StateError)
             assert "n0/0#0 and n0/1#0 were given different layers or settings" in str(end)
     finally:
-        for fabric in fabrics:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports:
+            transport.interrupt(1 << 60)
+            transport.close()
 
 
 @settings(max_examples=scaled(8, 15), deadline=None)

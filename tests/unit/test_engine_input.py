@@ -15,7 +15,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.zero import ZeroOptimizer
 from tests.unit.comm_crew import crew, outcomes
-from tests.unit.engine_crew import WIDTH, Block, Head, Sentences, Words, loss, model, train
+from tests.unit.engine_crew import WIDTH, WORDS, Block, Head, Sentences, Words, loss, model, train
 
 
 class Plain(nn.Module):
@@ -153,14 +153,22 @@ def test_the_number_of_layers_must_be_that_of_the_plan() -> None:
         engine(model(3), symmetric(["a/0#0"], 4, 8, 2))
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_would_do() -> None:
-    with pytest.raises(PlanError, match="global_batch_size 10 is not a multiple of micro_batch_size 4"):
-        symmetric(["a"], 3, 10, 4)
+@pytest.mark.parametrize("batch", [9, 10, 11])
+def test_a_shorter_last_micro_batch_counts_by_its_samples(batch: int) -> None:
+    """Without random numbers and at rate 1, parameters after a step show the gradient of the mean over the batch."""
+    layers = [lambda: torch.nn.Embedding(WORDS, WIDTH), Head]
+    settings: Any = {"layers": layers, "optimizer": lambda named: torch.optim.SGD(named, lr=1.0)}
+    expected, reference = train(symmetric(["a"], 2, batch, batch), 2, **settings)
+    for plan in (symmetric(["a", "b"], 2, batch, 4, dp=2), symmetric(["a", "b"], 2, batch, 4, pp=2)):
+        reports, parameters = train(plan, 2, **settings)
+        assert [one.loss for one in reports] == pytest.approx([one.loss for one in expected], rel=1e-12)
+        for name, value in reference.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_a_plan_for_other_workers_is_refused() -> None:
-    with crew(2) as fabrics:
-        group = Group(fabrics[0], 1, ["a/0#0", "a/1#0"])
+    with crew(2) as transports:
+        group = Group(transports[0], 1, ["a/0#0", "a/1#0"])
         with pytest.raises(PlanError, match=r"a/1#0 must have a tile or be idle"):
             engine(model(3), group=group)
 
@@ -186,10 +194,10 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(optimizer: Any) -> None
 
 def test_workers_with_different_settings_say_so_before_anybody_trains() -> None:
     plan = symmetric(["a/0#0", "a/1#0"], 3, 8, 2, pp=2)
-    with crew(2) as fabrics:
+    with crew(2) as transports:
 
         def make(place: int) -> Engine:
-            group = Group(fabrics[place], 1, plan.workers)
+            group = Group(transports[place], 1, plan.workers)
             return engine(model(3), plan, group=group, seed=place)
 
         for outcome in outcomes([lambda: make(0), lambda: make(1)]):
@@ -217,17 +225,17 @@ def test_a_layer_that_raises_wakes_all_others(where: int) -> None:
     layers = model(5)
     layers[where] = Fails
     plan = symmetric([f"a/{number}#0" for number in range(4)], 5, 16, 2, dp=2, pp=2)
-    with crew(4) as fabrics:
+    with crew(4) as transports:
 
         def work(place: int) -> None:
-            group = Group(fabrics[place], 1, plan.workers)
+            group = Group(transports[place], 1, plan.workers)
             try:
                 engine(layers, plan, group=group).train_step()
             except ZeroDivisionError:
-                fabrics[place].close()  # as when the process ends
+                transports[place].close()  # as when the process ends
                 raise
             except StepInterrupted:
-                fabrics[place].close()
+                transports[place].close()
                 raise
 
         found = outcomes([lambda place=place: work(place) for place in range(4)])  # type: ignore[misc]

@@ -21,7 +21,7 @@ BLOCK_BYTES = 4 * sum(parameter.numel() for parameter in Block().parameters())
 
 def engines(plan: Plan, layers: list[Any] | None = None, steps: int = 1, **settings: Any) -> list[tuple[Engine, int]]:
     """Each worker's engine after some steps, and the most bytes of activations that it had."""
-    with crew(len(plan.workers)) as fabrics:
+    with crew(len(plan.workers)) as transports:
 
         def work(place: int) -> tuple[Engine, int]:
             made = Engine(
@@ -30,7 +30,7 @@ def engines(plan: Plan, layers: list[Any] | None = None, steps: int = 1, **setti
                 lambda named: torch.optim.AdamW(named, lr=0.01),
                 plan,
                 dataset=Sentences(),
-                group=Group(fabrics[place], 1, plan.workers),
+                group=Group(transports[place], 1, plan.workers),
                 **settings,
             )
             with ActivationMeter([p for layer in made.layers.values() for p in layer.module.parameters()]) as meter:
@@ -39,7 +39,7 @@ def engines(plan: Plan, layers: list[Any] | None = None, steps: int = 1, **setti
             assert meter.now_bytes == 0, "activations outlive their step"
             return made, meter.peak_bytes
 
-        return together([lambda place=place: work(place) for place in range(len(fabrics))])  # type: ignore[misc]
+        return together([lambda place=place: work(place) for place in range(len(transports))])  # type: ignore[misc]
 
 
 def workers(count: int) -> list[str]:

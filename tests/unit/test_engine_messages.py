@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm import group as groups
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.messages import Rows, exchanges, peers
 from elaunch.workers.layers.snapshots import links
 from tests.helpers import scaled
@@ -56,12 +56,12 @@ def test_a_large_group_trains_over_the_links_that_its_plan_needs(monkeypatch: py
     expected, _ = train(alone, 2)
     monkeypatch.setattr(groups, "DIRECT_MEMBERS", 2)
     monkeypatch.setattr(groups, "BRANCHES", 2)
-    connect = Fabric.connect
+    connect = Transport.connect
 
-    def some(fabric: Fabric, members: dict[str, str], **settings: Any) -> None:
-        near = {fabric.worker, *groups.neighbours(plan.workers, fabric.worker), *links(plan, fabric.worker, 1)}
+    def some(transport: Transport, members: dict[str, str], **settings: Any) -> None:
+        near = {transport.worker, *groups.neighbours(plan.workers, transport.worker), *links(plan, transport.worker, 1)}
         assert len(near) < len(members)
-        connect(fabric, {name: members[name] for name in members if name in near}, **settings)
+        connect(transport, {name: members[name] for name in members if name in near}, **settings)
 
-    monkeypatch.setattr(Fabric, "connect", some)
+    monkeypatch.setattr(Transport, "connect", some)
     assert train(plan, 2, snapshots=1)[0] == expected

@@ -158,6 +158,16 @@ def test_without_cut_tensors_all_losses_and_parameters_are_bitwise_the_same(gpt:
     assert all(torch.equal(parameters[name], reference[name]) for name in reference)
 
 
+@pytest.mark.parametrize(("dp", "pp"), [(3, 1), (1, 3), (2, 2)])
+def test_nor_does_it_matter_who_does_a_shorter_last_micro_batch(gpt: dict[str, Any], dp: int, pp: int) -> None:
+    plan = symmetric(W[: dp * pp], LAYERS, 15, 4, dp=dp, pp=pp)
+    lone = symmetric(W[:1], LAYERS, 15, 4)
+    losses, parameters = run(gpt, plan, torch.float32, 4)
+    expected, reference = run(gpt, lone, torch.float32, 4)
+    assert losses == expected
+    assert all(torch.equal(parameters[name], reference[name]) for name in reference)
+
+
 def test_recomputed_activations_change_nothing(gpt: dict[str, Any]) -> None:
     assert run(gpt, even(dp=2, pp=2), torch.float32, recompute=True)[0] == alone(gpt, torch.float32)[0]
 

@@ -37,7 +37,7 @@ MEMBERS = ("a/0#0", "a/1#0", "b/0#0", "b/1#0")
 
 def generation(*ids: str, **fields: object) -> Generation:
     workers = tuple(Worker(one, node_of(one), 0) for one in ids or MEMBERS)
-    return replace(Generation(5, Stage.TRAIN, workers, urgent=5, begun=True), **fields)  # type: ignore[arg-type]
+    return replace(Generation(5, Stage.TRAIN, workers, aborts_step_before=5, begun=True), **fields)  # type: ignore[arg-type]
 
 
 def links(*pairs: str) -> tuple[BrokenLink, ...]:
@@ -46,7 +46,7 @@ def links(*pairs: str) -> tuple[BrokenLink, ...]:
 
 def doc(name: str, *workers: str, state: WorkerState = WorkerState.MEMBER, **fields: object) -> NodeDoc:
     listed = tuple(NodeWorker(one, slot, state, "h:1") for slot, one in enumerate(workers))
-    made = NodeDoc(name, name, 2, listed, elastic=True, took_part=True, epoch=5, order=ord(name))
+    made = NodeDoc(name, name, 2, listed, elastic=True, took_part=True, generation=5, order=ord(name))
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ class TestTheCount:
         assert follow(generation(streak=streak), [doc("a", committed=5)], reset=True) == Streak(1, 1, 4)
 
     def test_a_commit_counts_in_planned_generations_after_the_urgent_one_too(self) -> None:
-        later = generation(epoch=7, streak=Streak(3, 3))
+        later = generation(number=7, streak=Streak(3, 3))
         assert follow(later, [doc("a", committed=6)], reset=True).urgent == 1
 
     def test_while_the_job_holds_nothing_could_commit(self) -> None:
@@ -115,7 +115,7 @@ class TestWhoIsReplaced:
 
 class TestTheLeadersRule:
     def docs(self, **fields: object) -> tuple[NodeDoc, NodeDoc]:
-        first = doc("a", *MEMBERS[:2], reset_epoch=5, broken=links("a/1#0 a/0#0"))
+        first = doc("a", *MEMBERS[:2], reset_generation=5, broken=links("a/1#0 a/0#0"))
         return replace(first, **fields), doc("b", *MEMBERS[2:])  # type: ignore[arg-type]
 
     def test_the_third_reset_in_a_row_goes_on_without_the_suspect(self) -> None:
@@ -123,7 +123,7 @@ class TestTheLeadersRule:
         after = decided(present, *self.docs()).generation
         assert after is not None
         assert after.ids == MEMBERS[1:]
-        assert after.urgent == after.epoch
+        assert after.aborts_step_before == after.number
         assert after.streak.replaced == ("a/0#0",)
         assert after.cause == (
             "links to worker a/0#0 failed 3 times in a row, and no step has committed: it is replaced"
@@ -143,7 +143,7 @@ class TestTheLeadersRule:
 
     def test_without_the_suspect_the_job_may_have_to_wait_for_nodes(self) -> None:
         present = generation("a/0#0", "b/0#0", streak=Streak(2, 2, 2))
-        docs = doc("a", "a/0#0", reset_epoch=5, broken=links("a/0#0 b/0#0")), doc("b", "b/0#0")
+        docs = doc("a", "a/0#0", reset_generation=5, broken=links("a/0#0 b/0#0")), doc("b", "b/0#0")
         after = decided(present, *docs, min_nodes=2).generation
         assert after is not None
         assert (after.ids, after.hold) == (("a/0#0",), True)

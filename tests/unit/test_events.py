@@ -22,7 +22,7 @@ def test_an_event_has_the_common_fields_and_its_own(tmp_path: Path) -> None:
     log.write("generation", 3, 12.5, workers=["a/0#0"], cause="start")
     log.close()
     assert read(path) == [
-        {"t": 12.5, "kind": "generation", "node": "a", "epoch": 3, "workers": ["a/0#0"], "cause": "start"}
+        {"v": 2, "t": 12.5, "kind": "generation", "node": "a", "generation": 3, "workers": ["a/0#0"], "cause": "start"}
     ]
 
 
@@ -105,5 +105,5 @@ def test_on_request_events_go_to_standard_error_with_or_without_a_file(capsys: p
     log.write("slow", 3, 1.5, worker="a/0#0")
     log.close()
     written = capsys.readouterr().err
-    assert json.loads(written) == {"t": 1.5, "kind": "slow", "node": "a", "epoch": 3, "worker": "a/0#0"}
+    assert json.loads(written) == {"v": 2, "t": 1.5, "kind": "slow", "node": "a", "generation": 3, "worker": "a/0#0"}
     assert written.endswith("}\n")

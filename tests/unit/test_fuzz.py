@@ -24,7 +24,6 @@ from elaunch.agent.node_check import Figures
 from elaunch.detect import heartbeat, watchdog
 from elaunch.detect.devices import parse_npu_smi
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
-from elaunch.plan.shares import DataParallelPlan
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
@@ -53,7 +52,7 @@ from elaunch.workers.comm.link import Link
 from tests.helpers import scaled
 from tests.hostile import KINDS, PIECES, Mutation, hostile, mutated
 from tests.unit.comm_crew import connect_all, crew
-from tests.unit.test_comm_fabric import say_to, swap
+from tests.unit.test_comm_transport import say_to, swap
 
 INPUTS = scaled(20_000, 100_000)
 A_BATCH = 50
@@ -136,7 +135,7 @@ NODE = NodeDoc(
     "10.0.0.1",
     2,
     (NodeWorker("a/0#0", 0, WorkerState.MEMBER, "10.0.0.1:4711"), NodeWorker("a/1#3", 1, WorkerState.READY)),
-    epoch=7,
+    generation=7,
     cause="worker a/1#2 was killed by SIGKILL",
     cause_t=1.7e9,
     cut=(Cut("b", "10.0.0.2"),),
@@ -148,16 +147,16 @@ GENERATION = Generation(
     (Worker("a/0#0", "a", 0, "10.0.0.1:4711"), Worker("b/0#0", "b", 0, "10.0.0.2:4712")),
     cause="start",
     cause_t=1.7e9,
-    urgent=7,
+    aborts_step_before=7,
     streak=STREAK,
 )
 MESSAGES: list[wire.Message] = [
     wire.Attach("a/0#0", 4711),
     wire.Ready("10.0.0.1:4711", True),
-    wire.Settled(7),
+    wire.Joined(7),
     wire.Report("step", {"step": 3, "loss": 0.5, "digest": "00ff"}),
     wire.Unreachable(7, "b/0#0", gone=False),
-    wire.Excused(True, "it is slow"),
+    wire.Evict(True, "it is slow"),
     wire.Announce(to_json(GENERATION).decode()),
 ]
 FRAME = link_wire.pack_header(link_wire.Header(link_wire.LAST, 0, 3, 7, 5)) + b"12345"
@@ -172,7 +171,7 @@ PLAN = b"""plan layers 4 batch 8 micro-batch 2 zero interleaved
 layers 0:4 slots 0:2 2:8 workers a/0#0,a/1#0
 costs 2*3 1 1
 """
-SHARES = b"batch 8 micro-batch 2\nlayers 0:1 slots 0:8 worker a/0#0"
+SHARES = b"plan layers 1 batch 7 micro-batch 2 zero interleaved\nlayers 0:1 slots 0:6/2 6:7 workers a/0#0\nidle b"
 LAYER = LayerProfile(1e-3, 2e-3, 100, 200, 300, 400)
 PROFILE = Profile("net", (LAYER,) * 3, 1, 1e9, 1e-5, workers={"a/0": WorkerProfile(speed=0.9)})
 
@@ -210,8 +209,7 @@ PARSERS = [
     Parser("AWS", answered(notices._aws), (OSError, ValueError), [AWS]),
     Parser("GCP", answered(notices._gcp), (OSError, ValueError), [b"TRUE"]),
     Parser("Azure", answered(notices._azure), (OSError, ValueError), [AZURE]),
-    Parser("a plan", text_of(Plan.parse), ValueError, [PLAN]),
-    Parser("shares", text_of(DataParallelPlan.parse), ValueError, [SHARES]),
+    Parser("a plan", text_of(Plan.parse), ValueError, [PLAN, SHARES]),
     Parser("a profile", text_of(Profile.from_json), ProtocolError, [PROFILE.to_json().encode()]),
     Parser("the planning process", Answer.from_json, ProtocolError, [Answer(1, 2, None, "no").to_json().encode()]),
     Parser("an address", text_of(split_address), ValueError, [b"10.0.0.1:4711", b"[::1]:80"]),
@@ -264,6 +262,6 @@ def test_the_thread_that_makes_links_outlives_whatever_is_said_to_it(capfd: pyte
         for line in hostile(1, [HELLO, HELLO + link_wire.go_line() + FRAME, FRAME], scaled(1000, 3000)):
             say_to(a.address, line, patience_s=0.02)  # some are links: nobody ends these
         a.retain(())
-        connect_all([a, b], epoch=2)
+        connect_all([a, b], generation=2)
         swap(a, b, 2, 1)
     assert capfd.readouterr().err == ""

@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.rendezvous.membership import Generation, Stage, Worker
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Left, Recovery
 from tests.unit.comm_crew import crew
@@ -35,11 +35,11 @@ class Agent:
     def newest(self) -> Generation | None:
         return self._newest
 
-    def wait_beyond(self, epoch: int, timeout_s: float | None) -> Generation | None:
-        if self._newest is None or self._newest.epoch <= epoch:
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        if self._newest is None or self._newest.number <= generation:
             self.when_waited()
         newest = self._newest
-        return newest if newest is not None and newest.epoch > epoch else None
+        return newest if newest is not None and newest.number > generation else None
 
     def send(self, message: object) -> None:
         pass
@@ -77,34 +77,40 @@ class Runtime:
         return 0
 
     def resume(self, generation: Generation, group: Any, verdict: Verdict) -> None:
-        self.entered.append(generation.epoch)
+        self.entered.append(generation.number)
         self.at_the_end()
 
 
 @pytest.fixture
 def job() -> Iterator[SimpleNamespace]:
-    with crew(1) as fabrics:
-        yield _job(fabrics[0])
+    with crew(1) as transports:
+        yield _job(transports[0])
 
 
-def _job(fabric: Fabric) -> SimpleNamespace:
+def _job(transport: Transport) -> SimpleNamespace:
     agent, runtime = Agent(), Runtime()
-    here = Worker(ME, "a", 0, fabric.address)
+    here = Worker(ME, "a", 0, transport.address)
 
-    def tell(epoch: int, *workers: Worker, urgent: int = 2, hold: bool = False) -> None:
+    def tell(generation: int, *workers: Worker, urgent: int = 2, hold: bool = False) -> None:
         leaving = tuple(one.id for one in (here, OTHER) if one not in workers)
-        agent.tells(Generation(epoch, Stage.TRAIN, workers, urgent=urgent, begun=True, leaving=leaving, hold=hold))
+        agent.tells(
+            Generation(
+                generation, Stage.TRAIN, workers, aborts_step_before=urgent, begun=True, leaving=leaving, hold=hold
+            )
+        )
 
-    membership = Recovery(agent, fabric, runtime)  # type: ignore[arg-type]
+    membership = Recovery(agent, transport, runtime)  # type: ignore[arg-type]
     tell(2, here)
     membership.settle()
     assert runtime.entered == [2]
-    return SimpleNamespace(tell=tell, here=here, membership=membership, runtime=runtime, agent=agent, fabric=fabric)
+    return SimpleNamespace(
+        tell=tell, here=here, membership=membership, runtime=runtime, agent=agent, transport=transport
+    )
 
 
 def at_a_boundary(membership: Recovery) -> bool:
     """Whether a planned change is due."""
-    return membership.all_know([membership.newest_epoch()])
+    return membership.all_know([membership.newest_generation()])
 
 
 def test_told_after_the_boundary_it_enters_the_generation_of_those_who_stay(job: SimpleNamespace) -> None:
@@ -120,7 +126,7 @@ def test_told_after_the_boundary_it_enters_the_generation_of_those_who_stay(job:
     assert membership.all_leave, "now the state is saved"
     with pytest.raises(Left) as left:
         membership.agree()
-    assert left.value.generation.epoch == 4
+    assert left.value.generation.number == 4
 
 
 def test_told_while_it_enters_it_goes_on(job: SimpleNamespace) -> None:
@@ -181,7 +187,7 @@ def test_told_after_the_boundary_that_the_others_go_on_without_it_it_enters_firs
     assert at_a_boundary(membership)
     with pytest.raises(Left) as left:
         membership.agree()
-    assert left.value.generation.epoch == 6
+    assert left.value.generation.number == 6
 
 
 def test_told_while_it_goes_over_to_another_plan_it_does_so_first(job: SimpleNamespace) -> None:
@@ -199,7 +205,7 @@ def test_told_when_the_state_has_moved_it_goes_on(job: SimpleNamespace) -> None:
     job.membership.agree()
     job.membership.settle()
     assert job.runtime.entered == [2, 3]
-    job.fabric.exchange(3, 0, [], [])  # nothing has interrupted it
+    job.transport.exchange(3, 0, [], [])  # nothing has interrupted it
 
 
 def test_with_a_joiner_it_follows_the_newest(job: SimpleNamespace) -> None:

@@ -39,18 +39,18 @@ class Node:
     ) -> None:
         settings = NodeSettings("a", "host-a", slots, 1, max_nodes, max_restarts, 30.0, warm_start=warm_start)
         self.life = Lifecycle(settings, port=4000)
-        self.epoch = 0
+        self.number = 0
         self.actions: list[Action] = []
         self.now_s = NOW_S
 
     def generation(self, stage: Stage, *ids: str, **fields: Any) -> list[Action]:
-        self.epoch = fields.pop("epoch", self.epoch + 1)
+        self.number = fields.pop("generation", self.number + 1)
         workers = tuple(
             Worker(identity, identity.partition("/")[0], int(identity.partition("/")[2].partition("#")[0]))
             for identity in ids
         )
         values: dict[str, Any] = {"attempt": self.life.wanted_attempt, "cause": "start", **fields}
-        news = Generation(self.epoch, stage, workers, **values)
+        news = Generation(self.number, stage, workers, **values)
         return self.does(self.life.on_generation(news, self.now_s))
 
     def start(self, *places: str, **fields: Any) -> list[Action]:
@@ -73,7 +73,7 @@ class Node:
 
     def settled(self, *workers: str) -> None:
         for worker in workers:
-            self.life.on_joined(worker, self.epoch)
+            self.life.on_joined(worker, self.number)
 
     def dies(self, worker: str, number: int = signal.SIGKILL, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
@@ -107,12 +107,12 @@ def said(actions: list[Action]) -> str:
 
 
 def member_node(slots: int = 1, others: tuple[str, ...] = ("b/0#0",), **settings: Any) -> Node:
-    """A node whose workers are settled members of epoch 2, together with others."""
+    """A node whose workers are settled members of generation 2, together with others."""
     node = Node(slots, **settings)
     node.start(*(f"a/{slot}" for slot in range(slots)), *(other.partition("#")[0] for other in others))
     mine = [f"a/{slot}#0" for slot in range(slots)]
     node.ready(*mine)
-    node.train(*mine, *others, urgent=2)
+    node.train(*mine, *others, aborts_step_before=2)
     node.settled(*mine)
     return node
 
@@ -145,14 +145,14 @@ class TestStart:
 
     def test_an_old_generation_is_ignored(self) -> None:
         node = member_node()
-        assert node.train("b/0#0", epoch=2) == []
-        assert node.train("b/0#0", epoch=1) == []
+        assert node.train("b/0#0", generation=2) == []
+        assert node.train("b/0#0", generation=1) == []
         assert node.life.generation is not None
-        assert node.life.generation.epoch == 2
+        assert node.life.generation.number == 2
 
     def test_the_first_report_names_the_node(self) -> None:
         doc = Node(slots=2).life.doc()
-        assert (doc.node, doc.host, doc.slots, doc.port, doc.workers, doc.epoch) == ("a", "host-a", 2, 4000, (), 0)
+        assert (doc.node, doc.host, doc.slots, doc.port, doc.workers, doc.generation) == ("a", "host-a", 2, 4000, (), 0)
         assert not doc.elastic
         assert not doc.finished
 
@@ -221,7 +221,7 @@ class TestProgressOfAWorker:
     def test_to_settle_an_older_generation_does_not_count(self) -> None:
         node = member_node()
         node.train("a/0#0", plan="plan layers 4", plan_request="r1")
-        node.life.on_joined("a/0#0", node.epoch - 1)
+        node.life.on_joined("a/0#0", node.number - 1)
         assert node.life.doc().plan_request == ""
         # The next generation carries the request on, and is the one that is settled.
         node.train("a/0#0", plan="plan layers 4", plan_request="r1")
@@ -236,7 +236,7 @@ class TestProgressOfAWorker:
     def test_messages_of_workers_that_are_gone_are_ignored(self) -> None:
         node = member_node()
         before = node.life.doc()
-        progress = partial(node.life.on_progress, epoch=2)
+        progress = partial(node.life.on_progress, number=2)
         for report in (node.settled, progress, node.life.on_finished, node.life.on_leaving):
             report("a/0#9")
         node.life.on_ready("a/0#9", "x")
@@ -247,7 +247,7 @@ class TestProgressOfAWorker:
     def test_attached_workers_are_told_each_training_generation(self) -> None:
         node = member_node()
         tells = only(Tell, node.train("a/0#0", "b/0#0", "c/0#3", cause="c/0#3 joins"))
-        assert [(tell.worker, tell.generation.epoch) for tell in tells] == [("a/0#0", 3)]
+        assert [(tell.worker, tell.generation.number) for tell in tells] == [("a/0#0", 3)]
         assert said(node.actions) == "c/0#3 joins; 3 workers go on"
 
     def test_one_that_attaches_later_is_told_the_present_one(self) -> None:
@@ -255,7 +255,7 @@ class TestProgressOfAWorker:
         node.life.on_progress("a/0#0", 2)
         node.dies("a/0#0")
         tells = only(Tell, node.life.on_attach("a/0#1"))
-        assert [(tell.worker, tell.generation.epoch) for tell in tells] == [("a/0#1", 2)]
+        assert [(tell.worker, tell.generation.number) for tell in tells] == [("a/0#1", 2)]
 
     def test_a_worker_that_has_not_attached_is_told_nothing(self) -> None:
         node = member_node()
@@ -348,7 +348,7 @@ class TestReplacement:
 
     def test_a_node_that_comes_to_a_training_job_fills_its_slots(self) -> None:
         node = Node(slots=2)
-        starts = only(Start, node.train("b/0#0", epoch=9))
+        starts = only(Start, node.train("b/0#0", generation=9))
         assert [(one.worker, one.warm) for one in starts] == [("a/0#8", True), ("a/1#8", True)]
 
     def test_unless_the_job_has_all_its_nodes(self) -> None:
@@ -381,7 +381,7 @@ class TestReplacement:
         first.life.on_progress("a/0#0", 2)
         assert started(first.dies("a/0#0")) == ["a/0#1"]
         # The death, the join of a/0#1 and its loss with the first agent are a generation each.
-        assert started(Node().train("b/0#0", epoch=5)) == ["a/0#4"]
+        assert started(Node().train("b/0#0", generation=5)) == ["a/0#4"]
 
 
 class TestBeforeTheFirstStep:
@@ -507,7 +507,7 @@ class TestAttempts:
 
     def test_an_agent_that_follows_a_lost_one_of_the_same_name_never_uses_its_workers_names(self) -> None:
         node = Node()
-        actions = node.train("a/0#8", "b/0#0", epoch=5)
+        actions = node.train("a/0#8", "b/0#0", generation=5)
         assert [action.worker for action in actions if isinstance(action, Start)] == ["a/0#9"]
         assert not node.life.doc().took_part
 
@@ -571,19 +571,19 @@ class TestUnreachablePeers:
         node = member_node()
         node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.gone, doc.reset_epoch) == ((), 2)
+        assert (doc.gone, doc.reset_generation) == ((), 2)
 
     def test_reports_that_an_urgent_generation_has_settled_are_ignored(self) -> None:
         node = member_node(others=("b/0#0", "c/0#0"), max_nodes=3)
-        node.train("a/0#0", "b/0#0", urgent=3)
+        node.train("a/0#0", "b/0#0", aborts_step_before=3)
         node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
         node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.gone, doc.reset_epoch) == ((), 0)
+        assert (doc.gone, doc.reset_generation) == ((), 0)
 
     def test_reports_of_an_older_generation_count_while_changes_are_planned(self) -> None:
         node = member_node()
-        node.train("a/0#0", "b/0#0", "c/0#2", urgent=2)
+        node.train("a/0#0", "b/0#0", "c/0#2", aborts_step_before=2)
         node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
         assert node.life.doc().gone == ("b/0#0",)
 
@@ -622,14 +622,14 @@ class TestUnreachablePeers:
             node.life.on_broken(2, worker, peer)
         node.life.on_broken(1, "a/1#0", "a/0#0")
         assert node.life.doc().broken == (BrokenLink("a/0#0", "b/0#0"), BrokenLink("a/1#0", "b/0#0"))
-        node.train("a/0#0", "a/1#0", "b/0#0", urgent=3)
+        node.train("a/0#0", "a/1#0", "b/0#0", aborts_step_before=3)
         assert node.life.doc().broken == ()
 
     def test_commits_are_told_by_the_first_member_while_a_streak_lasts(self) -> None:
         node = member_node(slots=2)
         node.life.on_progress("a/0#0", 2)
         assert node.life.doc().committed == 0
-        node.train("a/0#0", "a/1#0", urgent=3, streak=Streak(1))
+        node.train("a/0#0", "a/1#0", aborts_step_before=3, streak=Streak(1))
         node.life.on_progress("a/1#0", 3)
         assert node.life.doc().committed == 0
         node.life.on_progress("a/0#0", 3)
@@ -656,7 +656,7 @@ class TestWhatIsNamedAsTheCause:
     def test_a_death_after_the_generation_that_answers_the_first_is_a_cause_of_its_own(self) -> None:
         node = member_node(slots=3)
         node.life.on_exit("a/1#0", None, signal.SIGKILL, T, NOW_S)
-        node.train("a/0#0", "a/2#0", cause="worker a/1#0 was killed by SIGKILL", urgent=node.epoch + 1)
+        node.train("a/0#0", "a/2#0", cause="worker a/1#0 was killed by SIGKILL", aborts_step_before=node.number + 1)
         node.life.on_exit("a/2#0", None, signal.SIGKILL, T + 0.9, NOW_S)
         second = "worker a/2#0 was killed by SIGKILL"
         assert (node.life.doc().cause, node.life.doc().cause_t) == (second, T + 0.9)
@@ -689,12 +689,12 @@ class TestNodesOutOfReach:
         assert node.life.on_reach(cut, frozenset()) == []
         (say,) = only(Say, node.life.on_reach((), frozenset()))
         assert say.text == "b (10.0.0.2) can be reached again from here"
-        assert (node.life.doc().cut, node.life.doc().reset_epoch) == ((), 0)
+        assert (node.life.doc().cut, node.life.doc().reset_generation) == ((), 0)
 
     def test_one_that_answers_after_all_needs_a_new_link(self) -> None:
         node = member_node()
         assert node.life.on_reach((), frozenset({"b"})) == []
-        assert node.life.doc().reset_epoch == 2
+        assert node.life.doc().reset_generation == 2
 
     @pytest.mark.parametrize("settled", [False, True])
     def test_a_worker_whom_the_others_left_out_is_ended_and_another_takes_its_place(self, settled: bool) -> None:
@@ -914,9 +914,9 @@ class TestDraining:
         node = member_node(slots=2)
         assert node.life.doc().settled == 0
         node.life.drain("x", NOW_S)
-        entered = node.epoch
+        entered = node.number
         assert node.life.doc().settled == entered
-        node.train("a/0#0", "a/1#0", "b/0#0", urgent=entered + 1)
+        node.train("a/0#0", "a/1#0", "b/0#0", aborts_step_before=entered + 1)
         node.settled("a/0#0")
         assert node.life.doc().settled == entered
         node.settled("a/1#0")
@@ -925,7 +925,7 @@ class TestDraining:
     def test_so_does_one_with_a_worker_that_is_excused(self) -> None:
         node = member_node(slots=2)
         node.life.evict("a/1#0", replace=False, why="x")
-        assert node.life.doc().settled == node.epoch
+        assert node.life.doc().settled == node.number
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
         node = member_node()
@@ -987,10 +987,10 @@ class TestDraining:
         assert started(node.does(node.life.on_resized(1, 2, NOW_S))) == ["a/0#0"]
 
 
-def test_the_report_carries_the_epoch_that_the_node_remembers() -> None:
+def test_the_report_carries_the_generation_that_the_node_remembers() -> None:
     node = member_node()
-    node.train("a/0#0", "b/0#0", epoch=17)
-    assert node.life.doc().epoch == 17
+    node.train("a/0#0", "b/0#0", generation=17)
+    assert node.life.doc().generation == 17
 
 
 def test_a_report_stays_the_same_while_nothing_happens() -> None:
@@ -1097,7 +1097,7 @@ def test_a_slot_that_was_given_up_is_used_as_any_other_once_the_job_starts_anew(
     node.life.workers.max_restarts = None
     node.ready("a/0#1")
     node.train("a/0#1")
-    node.life.on_progress("a/0#1", node.epoch)
+    node.life.on_progress("a/0#1", node.number)
     assert started(node.dies("a/0#1")) == ["a/0#2"]
 
 
@@ -1105,7 +1105,7 @@ def test_a_worker_that_has_ended_is_told_nothing() -> None:
     node = member_node(slots=2)
     node.life.on_finished("a/0#0")
     node.exits("a/0#0", 0)
-    assert [tell.worker for tell in only(Tell, node.train("a/1#0", "b/0#0", urgent=3))] == ["a/1#0"]
+    assert [tell.worker for tell in only(Tell, node.train("a/1#0", "b/0#0", aborts_step_before=3))] == ["a/1#0"]
 
 
 def test_who_has_no_part_in_the_job_neither_finishes_nor_leaves_it() -> None:

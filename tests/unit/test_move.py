@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.state.codec import describe, restore
 from elaunch.workers.state.objects import allocate, move_objects
@@ -39,8 +39,8 @@ class Model(nn.Module):
 class Counted(Group):
     """Counts the bytes of tensors that it sends to each member."""
 
-    def __init__(self, fabric: Fabric, n_members: int) -> None:
-        super().__init__(fabric, 1, [f"a/{member}#0" for member in range(n_members)])
+    def __init__(self, transport: Transport, n_members: int) -> None:
+        super().__init__(transport, 1, [f"a/{member}#0" for member in range(n_members)])
         self.sent_bytes = [0] * n_members
 
     def stream(self, outgoing: Flows, incoming: Flows) -> None:
@@ -58,8 +58,8 @@ def moved(n_sources: int, n_receivers: int, rows: int = WEIGHT[0]) -> list[list[
     verdict = Verdict(7, (), tuple(range(n_sources)), tuple(range(n_sources, size)))
     expected = Model(0, rows).state_dict()
 
-    def work(fabric: Fabric) -> list[int]:
-        group = Counted(fabric, size)
+    def work(transport: Transport) -> list[int]:
+        group = Counted(transport, size)
         model = Model(int(group.rank >= n_sources), rows)
         received_bytes, step = move_objects(group, verdict, {"model": model}, 7 if group.rank < n_sources else 0)
         assert step == 7
@@ -67,8 +67,8 @@ def moved(n_sources: int, n_receivers: int, rows: int = WEIGHT[0]) -> list[list[
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
         return group.sent_bytes
 
-    with crew(size) as fabrics:
-        return each(work, fabrics)
+    with crew(size) as transports:
+        return each(work, transports)
 
 
 def test_who_has_the_state_sends_it_once_and_those_who_come_pass_it_on() -> None:
@@ -114,12 +114,12 @@ def test_what_is_damaged_where_it_is_passed_on_is_noticed() -> None:
                 break
             yield from messages
 
-    def work(fabric: Fabric) -> object:
-        group = Damaging(fabric, 3)
+    def work(transport: Transport) -> object:
+        group = Damaging(transport, 3)
         return move_objects(group, verdict, {"model": Model(group.rank, WEIGHT[0])}, 7)
 
-    with crew(3) as fabrics:
-        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    with crew(3) as transports:
+        ends = outcomes([partial(work, transport) for transport in transports])
     assert isinstance(ends[2], StateError)
     assert "tensors of shape [600, 1000] [(300, 600), (0, 1000)] arrived damaged from a/1#0" in str(ends[2])
 
@@ -131,28 +131,28 @@ def test_a_receiver_that_is_lost_while_it_passes_on_interrupts_the_others_who_th
     class Dying(Counted):
         def stream(self, outgoing: Flows, incoming: Flows) -> None:
             if self.rank == 1 and outgoing:
-                self.fabric.close()
+                self.transport.close()
             super().stream(outgoing, incoming)
 
-    def work(fabric: Fabric) -> object:
-        group = Dying(fabric, 3)
+    def work(transport: Transport) -> object:
+        group = Dying(transport, 3)
         return move_objects(group, verdict, {"model": models[group.rank]}, 7)
 
-    def again(fabric: Fabric) -> object:
-        group = Group(fabric, 2, ["a/0#0", "a/2#0"])
+    def again(transport: Transport) -> object:
+        group = Group(transport, 2, ["a/0#0", "a/2#0"])
         return move_objects(group, Verdict(7, (), (0,), (1,)), {"model": models[2 * group.rank]}, 7)
 
-    with crew(3) as fabrics:
-        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    with crew(3) as transports:
+        ends = outcomes([partial(work, transport) for transport in transports])
         assert ends[0] == (0, 7)
         assert isinstance(ends[2], StepInterrupted)
         expected = Model(0, WEIGHT[0]).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in models[0].state_dict().items())
-        left = [fabrics[0], fabrics[2]]
-        for fabric in left:
-            fabric.interrupt(2)
-            fabric.retain([one.worker for one in left])
-        each(lambda fabric: fabric.connect(addresses(left), epoch=2, timeout_s=20), left)
+        left = [transports[0], transports[2]]
+        for transport in left:
+            transport.interrupt(2)
+            transport.retain([one.worker for one in left])
+        each(lambda transport: transport.connect(addresses(left), generation=2, timeout_s=20), left)
         assert each(again, left) == [(0, 7), (STATE_BYTES, 7)]
     assert all(torch.equal(value, expected[name]) for name, value in models[2].state_dict().items())
 
@@ -161,16 +161,16 @@ def test_a_receiver_that_is_lost_while_it_passes_on_interrupts_the_others_who_th
 def test_sources_that_differ_are_refused_by_all(odd: str) -> None:
     verdict = Verdict(7, (), (0, 1), (2,))
 
-    def work(fabric: Fabric) -> object:
-        group = Counted(fabric, 3)
+    def work(transport: Transport) -> object:
+        group = Counted(transport, 3)
         differs = group.rank == 1
         model = Model(0, WEIGHT[0] + 1 if odd == "shape" and differs else WEIGHT[0])
         if odd == "dtype" and differs:
             model.half()
         return move_objects(group, verdict, {"model": model}, 6 if odd == "step" and differs else 7)
 
-    with crew(3) as fabrics:
-        for end in outcomes([partial(work, fabric) for fabric in fabrics]):
+    with crew(3) as transports:
+        for end in outcomes([partial(work, transport) for transport in transports]):
             assert isinstance(end, StateError)
             assert "the members that hold the state differ in it" in str(end)
 
@@ -218,8 +218,8 @@ def test_tensors_of_any_kind_come_as_they_are(n_sources: int, n_receivers: int) 
     verdict = Verdict(3, (), tuple(range(n_sources)), tuple(range(n_sources, size)))
     expected = assorted()
 
-    def work(fabric: Fabric) -> None:
-        group = Counted(fabric, size)
+    def work(transport: Transport) -> None:
+        group = Counted(transport, size)
         holder = Holder({"tensors": expected, "more": {"lr": 0.5}} if group.rank < n_sources else None)
         move_objects(group, verdict, {"it": holder}, 3)
         assert holder.state["more"] == {"lr": 0.5}
@@ -228,8 +228,8 @@ def test_tensors_of_any_kind_come_as_they_are(n_sources: int, n_receivers: int) 
             assert mine.stride() == torch.empty_like(wanted).stride()
             assert torch.equal(mine, wanted)
 
-    with crew(size) as fabrics:
-        each(work, fabrics)
+    with crew(size) as transports:
+        each(work, transports)
 
 
 class Trained:
@@ -262,12 +262,12 @@ def test_a_joiner_receives_from_several_sources_what_they_have_whatever_its_orde
     restore(other := Trained(1, 0).parts(), *describe(Trained(0, 3).parts()))
     objects = [workers[0].parts(), other, workers[2].parts(), workers[3].parts()]
 
-    def work(fabric: Fabric) -> None:
-        group = Counted(fabric, 4)
+    def work(transport: Transport) -> None:
+        group = Counted(transport, 4)
         move_objects(group, Verdict(3, (), (0, 1, 2), (3,)), objects[group.rank], 3)
 
-    with crew(4) as fabrics:
-        each(work, fabrics)
+    with crew(4) as transports:
+        each(work, transports)
     workers[3].check(Trained(0, 3))
 
 

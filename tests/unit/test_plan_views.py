@@ -246,7 +246,8 @@ def test_parts_of_units_say_of_each_row_which_unit_it_is_of(plan: Plan) -> None:
         assert [first for _, _, first in parts] == [
             sum(len(rows) for _, rows, _ in parts[:i]) for i in range(len(parts))
         ]
-        whole = [unit for unit in range(plan.n_units) if slots == list(range(unit * size, (unit + 1) * size))]
+        ends = [*range(0, plan.global_batch_size, size), plan.global_batch_size]
+        whole = [unit for unit, pair in enumerate(pairwise(ends)) if slots == list(range(*pair))]
         assert unit_of(plan, micro_batch) == (whole[0] if whole else None)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan import Plan, symmetric
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.regions import Region, holdings_of
@@ -43,15 +43,15 @@ Regions = dict[str, list[Region]]
 
 
 @contextmanager
-def fabrics_of(workers: list[str]) -> Iterator[list[Fabric]]:
-    fabrics = [Fabric(worker, "secret") for worker in workers]
+def transports_of(workers: list[str]) -> Iterator[list[Transport]]:
+    transports = [Transport(worker, "secret") for worker in workers]
     try:
-        connect_all(fabrics)
-        yield fabrics
+        connect_all(transports)
+        yield transports
     finally:
-        for fabric in fabrics:
-            fabric.interrupt(1 << 60)
-            fabric.close()
+        for transport in transports:
+            transport.interrupt(1 << 60)
+            transport.close()
 
 
 class Truth:
@@ -129,9 +129,9 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
     checksum = data.draw(st.booleans())
     members = list(dict.fromkeys((*before, *after)))
 
-    def work(fabric: Fabric) -> Moved:
-        worker = fabric.worker
-        group = Group(fabric, 1, members)
+    def work(transport: Transport) -> Moved:
+        worker = transport.worker
+        group = Group(transport, 1, members)
         state = TRUTH.state(before.get(worker, {}))
         snapshots = TRUTH.state(hosts.get(worker, {}))
         found, moved = reshard(
@@ -148,8 +148,8 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             TRUTH.check(state, before.get(worker, {}))
         return moved
 
-    with fabrics_of(members) as fabrics:
-        moved = each(partial(_stopping_all, fabrics, work), fabrics)
+    with transports_of(members) as transports:
+        moved = each(partial(_stopping_all, transports, work), transports)
     routes = [router.of(worker) for worker in members]
     for one, mine in zip(moved, routes, strict=True):
         net = sum(n_elements(piece.box) * ITEMS[piece.item].element_bytes for piece in mine.receive)
@@ -158,23 +158,23 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             assert one.peak_extra_bytes <= bound
 
 
-def going_on(fabrics: list[Fabric], victim: str) -> tuple[list[Fabric], list[str]]:
-    """All but the victim, with new links in epoch 2, and their names."""
-    left = [fabric for fabric in fabrics if fabric.worker != victim]
-    survivors = [fabric.worker for fabric in left]
-    for fabric in left:
-        fabric.interrupt(2)
-        fabric.retain(survivors)
-    each(lambda f: f.connect(addresses(left), epoch=2, timeout_s=20), left)
+def going_on(transports: list[Transport], victim: str) -> tuple[list[Transport], list[str]]:
+    """All but the victim, with new links in generation 2, and their names."""
+    left = [transport for transport in transports if transport.worker != victim]
+    survivors = [transport.worker for transport in left]
+    for transport in left:
+        transport.interrupt(2)
+        transport.retain(survivors)
+    each(lambda f: f.connect(addresses(left), generation=2, timeout_s=20), left)
     return left, survivors
 
 
-def _stopping_all(fabrics: list[Fabric], work: Any, fabric: Fabric) -> Any:
+def _stopping_all(transports: list[Transport], work: Any, transport: Transport) -> Any:
     """An error of one ends all, who would wait for it."""
     try:
-        return work(fabric)
+        return work(transport)
     except BaseException:
-        for one in fabrics:
+        for one in transports:
             one.interrupt(1 << 60)
         raise
 
@@ -199,26 +199,26 @@ def test_a_worker_that_dies_half_way_leaves_the_others_with_a_whole_state(bound:
     router = Router(items, rows, columns, hosts)
     victim = "b/0#0"
 
-    def first(fabric: Fabric) -> object:
-        group = Group(fabric, 1, workers)
-        if fabric.worker == victim:
+    def first(transport: Transport) -> object:
+        group = Group(transport, 1, workers)
+        if transport.worker == victim:
             _die_in_message(group, 1 if bound is None else 4)
         moved = reshard(
             group,
             router,
-            states[fabric.worker],
+            states[transport.worker],
             allocator(items),
-            snapshots=snapshots[fabric.worker],
+            snapshots=snapshots[transport.worker],
             max_extra_bytes=bound,
         )
         group.barrier()
         return moved
 
-    with fabrics_of(workers) as fabrics:
-        ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
+    with transports_of(workers) as transports:
+        ends = outcomes([partial(_as_process, first, transport, transports) for transport in transports])
         assert isinstance(ends[2], Killed)
         assert all(isinstance(end, StepInterrupted) for place, end in enumerate(ends) if place != 2), ends
-        left, survivors = going_on(fabrics, victim)
+        left, survivors = going_on(transports, victim)
         # What each has now is what the next attempt starts from. The thirds are new boxes for everybody.
         before = {worker: holdings_of(states[worker]) for worker in survivors}
         layouts = {
@@ -231,16 +231,16 @@ def test_a_worker_that_dies_half_way_leaves_the_others_with_a_whole_state(bound:
         }
         again = Router(items, before, thirds, {worker: holdings_of(snapshots[worker]) for worker in survivors})
 
-        def second(fabric: Fabric) -> None:
+        def second(transport: Transport) -> None:
             found, _ = reshard(
-                Group(fabric, 2, survivors),
+                Group(transport, 2, survivors),
                 again,
-                states[fabric.worker],
+                states[transport.worker],
                 allocator(items),
-                snapshots=snapshots[fabric.worker],
+                snapshots=snapshots[transport.worker],
                 max_extra_bytes=bound,
             )
-            truth.check(found, thirds[fabric.worker])
+            truth.check(found, thirds[transport.worker])
 
         each(second, left)
 
@@ -266,15 +266,15 @@ def test_what_many_need_leaves_who_has_it_once_and_goes_on_from_there(bound: int
     part = dict.fromkeys(WIDE, (box,))
     router = Router(WIDE, {"a/0#0": ALL_OF_WIDE}, {"a/0#0": ALL_OF_WIDE} | dict.fromkeys(ONE_TO_MANY[1:], part))
 
-    def work(fabric: Fabric) -> Moved:
-        state = truth.state(ALL_OF_WIDE if fabric.worker == "a/0#0" else {})
-        group = Group(fabric, 1, ONE_TO_MANY)
+    def work(transport: Transport) -> Moved:
+        state = truth.state(ALL_OF_WIDE if transport.worker == "a/0#0" else {})
+        group = Group(transport, 1, ONE_TO_MANY)
         found, moved = reshard(group, router, state, allocator(WIDE), max_extra_bytes=bound, checksum=True)
-        truth.check(found, ALL_OF_WIDE if fabric.worker == "a/0#0" else part)
+        truth.check(found, ALL_OF_WIDE if transport.worker == "a/0#0" else part)
         return moved
 
-    with fabrics_of(ONE_TO_MANY) as fabrics:
-        first, near, *far = each(partial(_stopping_all, fabrics, work), fabrics)
+    with transports_of(ONE_TO_MANY) as transports:
+        first, near, *far = each(partial(_stopping_all, transports, work), transports)
     share = WIDE_BYTES * n_elements(box) // (96 * 2048)
     # Once to its own node, and once to the four workers of the others.
     assert first.sent_bytes == pytest.approx(2 * share, rel=0.01)
@@ -297,27 +297,27 @@ def test_a_worker_that_dies_while_it_passes_on_leaves_the_others_with_a_whole_st
     states = {worker: truth.state(ALL_OF_WIDE if worker == "a/0#0" else {}) for worker in workers}
     snapshots: dict[str, Regions] = {worker: {} for worker in workers}
 
-    def first(fabric: Fabric) -> object:
-        group = Group(fabric, 1, workers)
-        if fabric.worker == victim:
+    def first(transport: Transport) -> object:
+        group = Group(transport, 1, workers)
+        if transport.worker == victim:
             # In the second window, if there are several: a stream for each hop of each.
             _die_in_stream(group, hop if bound is None else HOPS + hop)
         moved = reshard(
             group,
             router,
-            states[fabric.worker],
+            states[transport.worker],
             allocator(WIDE),
-            snapshots=snapshots[fabric.worker],
+            snapshots=snapshots[transport.worker],
             max_extra_bytes=bound,
         )
         group.barrier()
         return moved
 
-    with fabrics_of(workers) as fabrics:
-        ends = outcomes([partial(_as_process, first, fabric, fabrics) for fabric in fabrics])
+    with transports_of(workers) as transports:
+        ends = outcomes([partial(_as_process, first, transport, transports) for transport in transports])
         for worker, end in zip(workers, ends, strict=True):
             assert isinstance(end, Killed if worker == victim else StepInterrupted), (worker, end)
-        left, survivors = going_on(fabrics, victim)
+        left, survivors = going_on(transports, victim)
         before = {worker: holdings_of(states[worker]) for worker in survivors}
         for worker in survivors:
             truth.check(states[worker], before[worker])
@@ -330,16 +330,16 @@ def test_a_worker_that_dies_while_it_passes_on_leaves_the_others_with_a_whole_st
         hosts = {worker: holdings_of(snapshots[worker]) for worker in survivors}
         again = Router(WIDE, before, dict.fromkeys(survivors[1:], ALL_OF_WIDE), hosts)
 
-        def second(fabric: Fabric) -> None:
+        def second(transport: Transport) -> None:
             found, _ = reshard(
-                Group(fabric, 2, survivors),
+                Group(transport, 2, survivors),
                 again,
-                states[fabric.worker],
+                states[transport.worker],
                 allocator(WIDE),
-                snapshots=snapshots[fabric.worker],
+                snapshots=snapshots[transport.worker],
                 max_extra_bytes=bound,
             )
-            truth.check(found, ALL_OF_WIDE if fabric.worker != "a/0#0" else {})
+            truth.check(found, ALL_OF_WIDE if transport.worker != "a/0#0" else {})
 
         each(second, left)
 
@@ -362,15 +362,15 @@ def _die_in_stream(group: Group, number: int) -> None:
     group.stream = streamed  # type: ignore[method-assign]
 
 
-def _as_process(work: Any, fabric: Fabric, fabrics: list[Fabric]) -> object:
+def _as_process(work: Any, transport: Transport, transports: list[Transport]) -> object:
     try:
-        return work(fabric)
+        return work(transport)
     except Killed:
-        fabric.close()
+        transport.close()
         raise
     except StepInterrupted:
         # As the agents do when the news goes round.
-        for one in fabrics:
+        for one in transports:
             one.interrupt(2)
         raise
 
@@ -406,17 +406,17 @@ def test_what_arrives_damaged_is_named() -> None:
             break
         yield from messages
 
-    def work(fabric: Fabric) -> object:
-        group = Group(fabric, 1, workers)
+    def work(transport: Transport) -> object:
+        group = Group(transport, 1, workers)
         if group.rank == 0:
             stream = group.stream
             group.stream = lambda outgoing, incoming: stream(  # type: ignore[method-assign]
                 {peer: damaging(messages) for peer, messages in outgoing.items()}, incoming
             )
-        return reshard(group, router, truth.state(before.get(fabric.worker, {})), allocator(items), checksum=True)
+        return reshard(group, router, truth.state(before.get(transport.worker, {})), allocator(items), checksum=True)
 
-    with fabrics_of(workers) as fabrics:
-        ends = outcomes([partial(work, fabric) for fabric in fabrics])
+    with transports_of(workers) as transports:
+        ends = outcomes([partial(work, transport) for transport in transports])
     assert isinstance(ends[1], StateError)
     assert "w [(0, 4), (0, 8)] arrived damaged from a/0#0" in str(ends[1])
 
@@ -452,14 +452,14 @@ def test_nothing_is_moved_where_nothing_changes() -> None:
     held = holdings_of_plan(plan, LAYERS)
     router = Router(ITEMS, held, held)
 
-    def work(fabric: Fabric) -> None:
-        state = TRUTH.state(held[fabric.worker])
-        found, moved = reshard(Group(fabric, 1, plan.workers), router, state, allocator(ITEMS))
+    def work(transport: Transport) -> None:
+        state = TRUTH.state(held[transport.worker])
+        found, moved = reshard(Group(transport, 1, plan.workers), router, state, allocator(ITEMS))
         assert moved.received_bytes == moved.peak_extra_bytes == 0
         assert all(mine is before for name in found for mine, before in zip(found[name], state[name], strict=True))
 
-    with fabrics_of(list(plan.workers)) as fabrics:
-        together([partial(work, fabric) for fabric in fabrics])
+    with transports_of(list(plan.workers)) as transports:
+        together([partial(work, transport) for transport in transports])
 
 
 def kinds_of_memory() -> list[Tensor]:

@@ -12,10 +12,9 @@ from typing import Any, cast
 import pytest
 
 from elaunch.errors import StateError, UsageError
-from elaunch.plan import Plan, symmetric
-from elaunch.plan.shares import DataParallelPlan
+from elaunch.plan import Plan, data_parallel, even_shares, symmetric
 from elaunch.policy import selector as selector_module
-from elaunch.policy.data_parallel import shares, tiling
+from elaunch.policy.balance import shares_by_speed
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
@@ -30,7 +29,7 @@ from elaunch.policy.selector import (
     Selector,
     make_selector,
 )
-from elaunch.policy.settings import SlowPolicy, Wishes, from_environment, parse
+from elaunch.policy.settings import PolicyConfig, SlowPolicy, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
 from elaunch.policy.structure import NotPossible
 from tests.unit.test_measure import Took
@@ -282,10 +281,15 @@ def test_who_joins_takes_over_the_history() -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
+def test_policy_config_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
-    for wishes in (Wishes(), Wishes("resize", "bitwise", True, file), Wishes(dp=(1, 3), pp=(2, 2)), Wishes(tp=(2, 4))):
-        assert from_environment(wishes.variables()) == wishes
+    for policy_config in (
+        PolicyConfig(),
+        PolicyConfig("resize", "bitwise", True, file),
+        PolicyConfig(dp=(1, 3), pp=(2, 2)),
+        PolicyConfig(tp=(2, 4)),
+    ):
+        assert from_environment(policy_config.variables()) == policy_config
     with pytest.raises(UsageError, match="--policy=best: expected one of auto, reroute, resize, reparallelize"):
         parse("best", "", False, "")
     with pytest.raises(UsageError, match="ELAUNCH_CONSISTENCY=exact: expected one of bitwise, fast"):
@@ -302,7 +306,7 @@ def test_wishes_reach_the_workers_by_the_environment(tmp_path: Path) -> None:
 def test_pipelines_are_made_as_the_user_wants_them(
     dp: tuple[int, int] | None, pp: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in Wishes("reparallelize", dp=dp, pp=pp).variables().items():
+    for name, value in PolicyConfig("reparallelize", dp=dp, pp=pp).variables().items():
         monkeypatch.setenv(name, value)
     one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
     for left in (W[:3], W[:2]):
@@ -318,7 +322,7 @@ def test_pipelines_are_made_as_the_user_wants_them(
 
 def test_a_profile_is_read_and_kept_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "job.json"
-    for name, value in Wishes("auto", None, False, file).variables().items():
+    for name, value in PolicyConfig("auto", None, False, file).variables().items():
         monkeypatch.setenv(name, value)
     one = make_selector(W[0], [LAYER] * 4, [100] * 4, "test")
     one.entered(HOME, HOME, W[:1], None)
@@ -345,23 +349,22 @@ def test_a_profile_that_cannot_be_written_stops_nobody(tmp_path: Path, capsys: p
 
 
 def test_shares_follow_the_speeds_of_members() -> None:
-    even = DataParallelPlan.even(48, 3, W)
+    now = data_parallel(16, 1, even_shares(16, W))
     members = [*W[1:], "n2/0#0"]
-    profile = Profile("one", (LAYER.scaled(1.0),), 1, 1e9, 0.0)
     profile = Profile("one", (LayerProfile(1.0, 2.0, 4, 8, 0, 0),), 1, 1e9, 0.0)
-    chosen = choose(tiling(even), tiling(even), members, profile)
-    assert shares(chosen.plan, even, members, profile) == DataParallelPlan.even(48, 3, members)
+    chosen = choose(now, now, members, profile)
+    assert list(shares_by_speed(chosen.plan, members, profile).items()) == list(even_shares(16, members).items())
     slow = Profile("one", profile.layers, 1, 1e9, 0.0, workers={"n0/1": WorkerProfile(0.5)})
-    found = shares(choose(tiling(even), tiling(even), members, slow).plan, even, members, slow)
-    found.validate()
-    assert found.workers == tuple(members)
-    assert [len(units) for _, units in found.units] in ([2, 5, 5, 4], [2, 5, 4, 5], [2, 4, 5, 5], [3, 5, 4, 4])
+    found = shares_by_speed(choose(now, now, members, slow).plan, members, slow)
+    data_parallel(48, 3, found).validate(members)
+    assert list(found) == members
+    assert list(found.values()) in ([2, 5, 5, 4], [2, 5, 4, 5], [2, 4, 5, 5], [3, 5, 4, 4])
 
 
 def test_members_without_a_share_stay_members() -> None:
-    few = DataParallelPlan.even(2, 1, W)
-    assert tiling(few).idle == (W[2], W[3])
-    tiling(few).validate(W)
+    few = data_parallel(2, 1, even_shares(2, W))
+    assert few.idle == (W[2], W[3])
+    few.validate(W)
 
 
 # -- what the choice keeps to -----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_what_the_agent_never_makes_of_itself_is_a_defect_and_no_fall_through() 
 
 def test_what_is_ignored_changes_nothing() -> None:
     life = Lifecycle(NodeSettings("a", "h", 1, 1, 1, None), generation=Generation(1, Stage.TRAIN))
-    news = News(generation=life.generation, epoch=1, training=True)
+    news = News(generation=life.generation, number=1, training=True)
     for state, event in cells(IGNORED):
         life.slots[0].state, life.slots[0].worker = state, "a/0#0"
         before, doc = repr(life.slots), life.doc()
@@ -90,7 +90,7 @@ class Schedule:
         limit = self.rng.choice([None, None, 0, 2])
         self.life = Lifecycle(NodeSettings("a", "h", slots, 1, nodes, limit))
         self.now_s = 100.0
-        self.epoch = self.attempt = 0
+        self.number = self.attempt = 0
         self.fruitless = self.rng.random() < 0.3  # no step commits
 
     def run(self, length: int) -> None:
@@ -106,8 +106,8 @@ class Schedule:
 
     def generation(self) -> None:
         rng = self.rng
-        self.epoch += 1
-        stage = rng.choices((Stage.TRAIN, Stage.START), (9, 1 if self.epoch > 1 else 9))[0]
+        self.number += 1
+        stage = rng.choices((Stage.TRAIN, Stage.START), (9, 1 if self.number > 1 else 9))[0]
         if rng.random() < 0.06:
             self.attempt, stage = self.attempt + 1, rng.choice(list(Stage))
         ids, leaving = [one for one in OTHERS if rng.random() < 0.5], list[str]()
@@ -117,7 +117,7 @@ class Schedule:
             elif slot.worker:
                 rng.choices((ids, leaving, []), (8, 1, 1))[0].append(slot.worker)
         workers = tuple(Worker(one, one[0], int(one[2])) for one in ids)
-        news = Generation(self.epoch, stage, workers, attempt=self.attempt, leaving=tuple(leaving))
+        news = Generation(self.number, stage, workers, attempt=self.attempt, leaving=tuple(leaving))
         self.life.on_generation(news, self.now_s)
 
     def message(self) -> None:
@@ -127,8 +127,8 @@ class Schedule:
         says: dict[Event, Callable[[], object]] = {
             Event.ATTACH: lambda: life.on_attach(slot.worker),
             Event.REGISTER: lambda: life.on_ready(slot.worker, "h:1"),
-            Event.JOIN: lambda: life.on_joined(slot.worker, self.epoch),
-            Event.COMMIT: lambda: life.on_progress(slot.worker, self.epoch),
+            Event.JOIN: lambda: life.on_joined(slot.worker, self.number),
+            Event.COMMIT: lambda: life.on_progress(slot.worker, self.number),
             Event.EVICT: lambda: life.evict(slot.worker, False, "x"),
             Event.REPLACE: lambda: life.evict(slot.worker, True, "x"),
             Event.LEAVE: lambda: life.on_leaving(slot.worker),
@@ -146,7 +146,7 @@ class Schedule:
 
     def peer(self) -> None:
         worker = self.rng.choice(self.life.slots).worker
-        self.life.on_unreachable(self.epoch, worker, self.rng.random() < 0.9, self.now_s)
+        self.life.on_unreachable(self.number, worker, self.rng.random() < 0.9, self.now_s)
 
     def end(self) -> None:
         ends: tuple[Callable[[], object], ...] = (

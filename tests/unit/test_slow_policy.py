@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import UsageError
-from elaunch.policy.settings import SLOW_POLICIES, SLOW_POLICY, SlowPolicy, Wishes, from_environment
+from elaunch.policy.settings import SLOW_POLICIES, SLOW_POLICY, PolicyConfig, SlowPolicy, from_environment
 from elaunch.policy.slow import Excuse, Remedies
 from elaunch.policy.stragglers.track import Change
 
@@ -100,7 +100,7 @@ def test_a_change_of_members_ends_the_weighing() -> None:
 
 
 def test_the_wish_goes_to_the_workers_by_their_environment() -> None:
-    assert from_environment(Wishes(slow_policy="exclude").variables()) == Wishes(slow_policy="exclude")
+    assert from_environment(PolicyConfig(slow_policy="exclude").variables()) == PolicyConfig(slow_policy="exclude")
     assert from_environment({}).slow_policy == "rebalance"
     with pytest.raises(UsageError, match="ELAUNCH_SLOW_POLICY=ignore: expected one of rebalance, replace, exclude"):
         from_environment({SLOW_POLICY: "ignore"})

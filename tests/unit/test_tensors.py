@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from elaunch.errors import GenerationChanged, StateError, StepInterrupted
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
 from elaunch.workers.state.tensors import Layout, TensorSpace
 from tests.unit.comm_crew import crew, each, outcomes
@@ -86,8 +86,10 @@ def layouts(draw: DrawFn, truth: Truth, workers: Sequence[str]) -> Layout:
     return Layout(mesh, members, placements)
 
 
-def spaces_of(fabrics: Sequence[Fabric], layout: Layout, truth: Truth, bound: int | None = None) -> list[TensorSpace]:
-    spaces = [TensorSpace(fabric.worker, max_extra_bytes=bound) for fabric in fabrics]
+def spaces_of(
+    transports: Sequence[Transport], layout: Layout, truth: Truth, bound: int | None = None
+) -> list[TensorSpace]:
+    spaces = [TensorSpace(transport.worker, max_extra_bytes=bound) for transport in transports]
     hold(spaces, layout, truth)
     return spaces
 
@@ -111,20 +113,20 @@ def check(spaces: Sequence[TensorSpace], layout: Layout, truth: Truth) -> None:
             assert torch.equal(space.local(name), tensor), name
 
 
-def groups_of(fabrics: Sequence[Fabric], epoch: int = 1) -> list[Group]:
-    return [Group(fabric, epoch, [one.worker for one in fabrics]) for fabric in fabrics]
+def groups_of(transports: Sequence[Transport], generation: int = 1) -> list[Group]:
+    return [Group(transport, generation, [one.worker for one in transports]) for transport in transports]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_move_is_the_same_as_distributing_anew(data: st.DataObject) -> None:
-    with crew(4) as fabrics:
-        workers = [fabric.worker for fabric in fabrics]
+    with crew(4) as transports:
+        workers = [transport.worker for transport in transports]
         truth = data.draw(truths())
         bound = data.draw(st.sampled_from([None, 1 << 18]))
         before = data.draw(layouts(truth, workers))
-        spaces = spaces_of(fabrics, before, truth, bound)
-        groups = groups_of(fabrics)
+        spaces = spaces_of(transports, before, truth, bound)
+        groups = groups_of(transports)
         for _ in range(2):
             after = data.draw(layouts(truth, workers))
             # Who has no place in the new layout hears of it.
@@ -136,16 +138,16 @@ def test_a_move_is_the_same_as_distributing_anew(data: st.DataObject) -> None:
 
 def test_what_has_moved_and_was_not_installed_counts_in_the_next_move() -> None:
     truth: Truth = {"w": torch.arange(12.0).view(6, 2)}
-    with crew(3) as fabrics:
-        a, b, c = (fabric.worker for fabric in fabrics)
+    with crew(3) as transports:
+        a, b, c = (transport.worker for transport in transports)
         cut = {"w": (Shard(0),)}
         swapped = Layout((2,), (b, a), cut)
-        spaces = spaces_of(fabrics, Layout((2,), (a, b), cut), truth)
-        each(lambda s, g: s.move(g, swapped), spaces, groups_of(fabrics))
+        spaces = spaces_of(transports, Layout((2,), (a, b), cut), truth)
+        each(lambda s, g: s.move(g, swapped), spaces, groups_of(transports))
         # The first goes on in the new layout; the second does not hear of it, and the third dies.
         spaces[0].install()
         hold(spaces[1:2], Layout((2,), (a, b), cut), {"w": torch.zeros(6, 2)})
-        rest, whole = fabrics[:2], Layout((1,), (a,))
+        rest, whole = transports[:2], Layout((1,), (a,))
         each(lambda s, g: s.move(g, whole), spaces[:2], groups_of(rest, 2))
         for space in spaces[:2]:
             space.install()
@@ -156,21 +158,21 @@ def test_what_has_moved_and_was_not_installed_counts_in_the_next_move() -> None:
 @pytest.mark.parametrize("bound", [None, 1 << 18])
 def test_an_interrupted_move_is_done_again_by_those_who_are_left(bound: int | None) -> None:
     truth = {f"w{number}": torch.arange(90_000.0).view(300, 300) + number for number in range(4)}
-    with crew(4) as fabrics:
-        workers = [fabric.worker for fabric in fabrics]
+    with crew(4) as transports:
+        workers = [transport.worker for transport in transports]
         twice = Layout((2, 2), tuple(workers), dict.fromkeys(truth, (Replicate(), Shard(0))))
-        spaces = spaces_of(fabrics, twice, truth, bound)
+        spaces = spaces_of(transports, twice, truth, bound)
 
         def move(space: TensorSpace, group: Group) -> object:
             if group.rank == 3:
-                group.fabric.interrupt(2)
-                group.fabric.close()
+                group.transport.interrupt(2)
+                group.transport.close()
                 raise GenerationChanged(2)
             return space.move(group, Layout((4,), tuple(workers), dict.fromkeys(truth, (Shard(1),))))
 
-        found = outcomes([partial(move, s, g) for s, g in zip(spaces, groups_of(fabrics), strict=True)])
+        found = outcomes([partial(move, s, g) for s, g in zip(spaces, groups_of(transports), strict=True)])
         assert all(isinstance(one, StepInterrupted) for one in found)
-        rest, after = fabrics[:3], Layout((3,), tuple(workers[:3]), dict.fromkeys(truth, (Shard(0),)))
+        rest, after = transports[:3], Layout((3,), tuple(workers[:3]), dict.fromkeys(truth, (Shard(0),)))
         each(lambda s, g: s.move(g, after), spaces[:3], groups_of(rest, 2))
         for space in spaces[:3]:
             space.install()
@@ -179,11 +181,11 @@ def test_an_interrupted_move_is_done_again_by_those_who_are_left(bound: int | No
 
 def test_what_nobody_has_any_more_is_named() -> None:
     truth: Truth = {"w": torch.arange(4.0), "b": torch.arange(3.0)}
-    with crew(2) as fabrics:
-        a, b = (fabric.worker for fabric in fabrics)
-        spaces = spaces_of(fabrics, Layout((2,), (a, b), {"w": (Shard(0),)}), truth)
+    with crew(2) as transports:
+        a, b = (transport.worker for transport in transports)
+        spaces = spaces_of(transports, Layout((2,), (a, b), {"w": (Shard(0),)}), truth)
         with pytest.raises(StateError, match="no surviving worker has all of w; go on from the last checkpoint"):
-            spaces[0].move(Group(fabrics[0], 2, [a]), Layout((1,), (a,)))
+            spaces[0].move(Group(transports[0], 2, [a]), Layout((1,), (a,)))
 
 
 def test_mistakes_are_refused() -> None:
@@ -196,14 +198,16 @@ def test_mistakes_are_refused() -> None:
         space.hold(Layout((2,), ("a", "b"), {"w": (Shard(0),)}), {"w": torch.zeros(3)}, shapes={"w": (4,)})
     with pytest.raises(StateError, match="nothing has moved"):
         space.install()
-    with crew(2) as fabrics:
-        spaces = [TensorSpace(fabric.worker) for fabric in fabrics]
-        whole = [Layout((1,), (fabric.worker,)) for fabric in fabrics]
-        for error in outcomes([partial(s.move, g, whole[0]) for s, g in zip(spaces, groups_of(fabrics), strict=True)]):
+    with crew(2) as transports:
+        spaces = [TensorSpace(transport.worker) for transport in transports]
+        whole = [Layout((1,), (transport.worker,)) for transport in transports]
+        for error in outcomes(
+            [partial(s.move, g, whole[0]) for s, g in zip(spaces, groups_of(transports), strict=True)]
+        ):
             assert "no member holds any tensor" in str(error)
         spaces[0].hold(whole[0], {"w": torch.zeros(3)})
         for error in outcomes(
-            [partial(s.move, g, w) for s, g, w in zip(spaces, groups_of(fabrics, 2), whole, strict=True)]
+            [partial(s.move, g, w) for s, g, w in zip(spaces, groups_of(transports, 2), whole, strict=True)]
         ):
             assert "the members move to 2 different layouts" in str(error)
 

@@ -14,8 +14,9 @@ from elaunch.errors import ProtocolError
 from elaunch.wire import (
     Announce,
     Attach,
-    Excused,
+    Evict,
     Finished,
+    Joined,
     Leaving,
     LineBuffer,
     Message,
@@ -24,7 +25,6 @@ from elaunch.wire import (
     Ready,
     Report,
     Saved,
-    Settled,
     Unreachable,
     Welcome,
     decode,
@@ -35,9 +35,9 @@ from tests.helpers import scaled
 KINDS: tuple[type[Message], ...] = (
     Attach,
     Welcome,
-    Excused,
+    Evict,
     Ready,
-    Settled,
+    Joined,
     Progress,
     Saved,
     Profiled,
@@ -119,9 +119,9 @@ def test_a_cut_line_is_no_message(message: Message, data: st.DataObject) -> None
         decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
-@pytest.mark.parametrize("version", [0, 1, "2", None, [2]])
+@pytest.mark.parametrize("version", [0, 2, "3", None, [3]])
 def test_another_version_is_refused_and_both_versions_are_named(version: Any) -> None:
-    with pytest.raises(ProtocolError, match="expected 2: worker and agent run different elaunch"):
+    with pytest.raises(ProtocolError, match="expected 3: worker and agent run different elaunch"):
         decode(line({**body_of(Ready("a:1")), "v": version}))
 
 
@@ -143,14 +143,14 @@ def test_a_message_without_one_of_its_parts_is_refused(missing: str) -> None:
     "fields",
     [
         {},
-        {"epoch": 1, "peer": "a"},
-        {"epoch": 1, "peer": "a", "gone": True, "more": 1},
-        {"epoch": "1", "peer": "a", "gone": True},
-        {"epoch": 1.0, "peer": "a", "gone": True},
-        {"epoch": True, "peer": "a", "gone": True},
-        {"epoch": 1, "peer": None, "gone": True},
-        {"epoch": 1, "peer": "a", "gone": 1},
-        {"epoch": 1, "peer": ["a"], "gone": True},
+        {"generation": 1, "peer": "a"},
+        {"generation": 1, "peer": "a", "gone": True, "more": 1},
+        {"generation": "1", "peer": "a", "gone": True},
+        {"generation": 1.0, "peer": "a", "gone": True},
+        {"generation": True, "peer": "a", "gone": True},
+        {"generation": 1, "peer": None, "gone": True},
+        {"generation": 1, "peer": "a", "gone": 1},
+        {"generation": 1, "peer": ["a"], "gone": True},
     ],
 )
 def test_missing_unknown_and_mistyped_fields_are_refused(fields: dict[str, Any]) -> None:

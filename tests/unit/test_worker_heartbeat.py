@@ -103,7 +103,7 @@ def test_what_is_read_is_whole_while_it_is_written(spawn: Spawner, readers: list
         assert heartbeat.steps_here == heartbeat.step or heartbeat.step == 3
         if heartbeat.waits:
             assert heartbeat.waits_for == (f"a/{heartbeat.operation}#0", f"b/{heartbeat.operation}#0")
-            assert heartbeat.epoch == heartbeat.operation == heartbeat.step
+            assert heartbeat.generation == heartbeat.operation == heartbeat.step
     assert len(seen) > 20, worker.tail()
 
 

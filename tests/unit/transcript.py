@@ -101,8 +101,8 @@ def report_text(before: NodeDoc | None, after: NodeDoc) -> str:
         parts.append(f'cause "{after.cause}"')
     parts += [f"{worker} is dead" for worker in after.gone if worker not in before.gone]
     parts += [f"the link of {link.worker} to {link.peer} failed" for link in after.broken if link not in before.broken]
-    if after.reset_epoch > before.reset_epoch:
-        parts.append(f"links of generation {after.reset_epoch} have to be made anew")
+    if after.reset_generation > before.reset_generation:
+        parts.append(f"links of generation {after.reset_generation} have to be made anew")
     if after.cut != before.cut:
         cut = ", ".join(one.node for one in after.cut)
         parts.append(f"nothing passes between it and {cut}" if cut else "it reaches all nodes again")
@@ -123,7 +123,7 @@ def generation_text(before: Generation | None, after: Generation) -> str:
     """Returns a generation in two lines: what it is, and what led to it."""
     kind = [after.stage.value]
     if after.stage is Stage.TRAIN:
-        kind.append("urgent" if after.urgent == after.epoch else "planned")
+        kind.append("urgent" if after.aborts_step_before == after.number else "planned")
     if after.hold:
         kind.append("hold")
     if after.attempt:
@@ -137,7 +137,7 @@ def generation_text(before: Generation | None, after: Generation) -> str:
         changes += [f"{what} {', '.join(ids)}" for what, ids in (("without", lost), ("joiners", joiners)) if ids]
     if after.leaving:
         changes.append(f"leaving {', '.join(after.leaving)}")
-    if after.streak.resets and after.urgent == after.epoch:
+    if after.streak.resets and after.aborts_step_before == after.number:
         changes.append(f"resets in a row {after.streak.resets}")
     if after.plan_request:
         changes.append(f"plan {after.plan_request}")
@@ -145,7 +145,7 @@ def generation_text(before: Generation | None, after: Generation) -> str:
         changes.append(f'cause "{after.cause}"')
     members = f": {' '.join(after.ids)}" if after.ids else ""
     return "\n".join(
-        [f"generation {after.epoch} ({', '.join(kind)}){members}", *(["; ".join(changes)] if changes else [])]
+        [f"generation {after.number} ({', '.join(kind)}){members}", *(["; ".join(changes)] if changes else [])]
     )
 
 
@@ -177,13 +177,13 @@ def _with_whole_commits(events: Iterable[Event]) -> list[Event | list[Committed]
     steps = dict[tuple[int, int], list[Committed]]()
     for event in events:
         if isinstance(event, Committed):
-            steps.setdefault((event.generation.epoch, event.step), []).append(event)
+            steps.setdefault((event.generation.number, event.step), []).append(event)
     whole = list[Event | list[Committed]]()
     for event in events:
         if not isinstance(event, Committed):
             whole.append(event)
         else:
-            commits = steps[event.generation.epoch, event.step]
+            commits = steps[event.generation.number, event.step]
             if event is commits[0 if len(commits) == len(event.generation.ids) else -1]:
                 whole.append(commits)
     return whole
@@ -197,7 +197,7 @@ def _append(lines: list[_Line], event: Event | list[Committed]) -> None:
             lines.append(_Line(end_s, [], f"step {one.step} commits on {who} only"))
             return
         before = lines[-1].run if lines else None
-        if before is not None and before[0].epoch == one.generation.epoch and before[2] + 1 == one.step:
+        if before is not None and before[0].number == one.generation.number and before[2] + 1 == one.step:
             lines[-1].run, lines[-1].end_s = (before[0], before[1], one.step), end_s
         else:
             lines.append(_Line(one.t_s, [], "", run=(one.generation, one.step, one.step), end_s=end_s))

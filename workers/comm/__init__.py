@@ -7,12 +7,12 @@ A *link* is one TCP connection to one peer. It is keyed by the peer's identity a
     drive           the loop that moves an operation's bytes over links, in whichever thread runs it
     door            the thread that accepts and dials connections
     traffic         an operation that stays open: messages are posted over time, a thread moves them
-    fabric          all links of this worker, and the operations on them (`Fabric.exchange`, `Fabric.open`)
+    transport          all links of this worker, and the operations on them (`Transport.exchange`, `Transport.open`)
     group           collectives of one generation, written over `exchange`, and `Group.open`
     process_group   a `torch.distributed.ProcessGroup` over whatever group is current
 
-Use `Fabric`, `Group`, their `Traffic` and `ElasticProcessGroup`; the rest is theirs. Only `group` and `process_group`
-import torch.
+Use `Transport`, `Group`, their `Traffic` and `ElasticProcessGroup`; the rest is theirs. Only `group` and
+`process_group` import torch.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from elaunch.workers.comm.fabric import Fabric, Receive, Send
 from elaunch.workers.comm.link import Destination
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.comm.transport import Receive, Send, Transport
 
 DIRECT_MEMBERS = 16
 """Up to this many members use `direct`: its n-1 links each are still few, its two rounds beat 2(n-1) ring steps."""
@@ -81,20 +81,20 @@ def even_counts(elements: int, members: int) -> list[int]:
 
 
 class Group:
-    """The ordered `members` of generation `epoch`; every member calls the collectives in the same order.
+    """The ordered `members` of generation `generation`; every member calls the collectives in the same order.
 
     A member is named by its position. All methods block, and raise `LinkLost` or `GenerationChanged`; then the contents
-    of the tensors passed are unspecified, and the group is of no more use: make one for the next epoch.
+    of the tensors passed are unspecified, and the group is of no more use: make one for the next generation.
 
     Groups of one generation that have two members in common, and take turns, need different `number`s.
     """
 
-    def __init__(self, fabric: Fabric, epoch: int, members: Sequence[str], number: int = 0) -> None:
-        self.fabric = fabric
-        self.epoch = epoch
+    def __init__(self, transport: Transport, generation: int, members: Sequence[str], number: int = 0) -> None:
+        self.transport = transport
+        self.generation = generation
         self.members = tuple(members)
         self.size = len(self.members)
-        self.rank = self.members.index(fabric.worker)
+        self.rank = self.members.index(transport.worker)
         self._direct = self.size <= DIRECT_MEMBERS
         self._first_op = number << 32
         self._others = [member for member in range(self.size) if member != self.rank]
@@ -105,7 +105,7 @@ class Group:
 
     def neighbours(self) -> tuple[str, ...]:
         """The members to which the collectives have links from the start."""
-        return neighbours(self.members, self.fabric.worker)
+        return neighbours(self.members, self.transport.worker)
 
     def all_reduce(self, tensor: Tensor, scale: float | None = None, reduction: Reduction = "sum") -> None:
         """Replaces the 1-D contiguous `tensor` by the sum over all members, multiplied once by `scale`."""
@@ -209,13 +209,13 @@ class Group:
         """Goes up (part 0), each member with what it combines of all below it; the whole goes down again (part 1)."""
         op, children = self._next_op(), [self.members[child] for child in _children(self.rank, self.size)]
         below = [bytearray() for _ in children]
-        self.fabric.exchange(self.epoch, op, [], [(child, 0, part) for child, part in zip(children, below)])
+        self.transport.exchange(self.generation, op, [], [(child, 0, part) for child, part in zip(children, below)])
         found = combine([payload, *map(bytes, below)])
         if self.rank:
             parent, whole = self.members[_parent(self.rank)], bytearray()
-            self.fabric.exchange(self.epoch, op, [(parent, 0, memoryview(found))], [(parent, 1, whole)])
+            self.transport.exchange(self.generation, op, [(parent, 0, memoryview(found))], [(parent, 1, whole)])
             found = bytes(whole)
-        self.fabric.exchange(self.epoch, op, [(child, 1, memoryview(found)) for child in children], [])
+        self.transport.exchange(self.generation, op, [(child, 1, memoryview(found)) for child in children], [])
         return found
 
     def barrier(self) -> None:
@@ -280,7 +280,7 @@ class Group:
             incoming.append((self.members[peer], self._received[peer], destination))
             self._received[peer] += 1
         # Odd numbers lie between the collectives before and after.
-        self.fabric.exchange(self.epoch, self._first_op + 2 * self._collectives + 1, outgoing, incoming)
+        self.transport.exchange(self.generation, self._first_op + 2 * self._collectives + 1, outgoing, incoming)
         for device, host in staged:
             device.copy_(host)
 
@@ -290,8 +290,8 @@ class Group:
         Every member calls it, also those that exchange nothing. Both ends agree on the sizes of the messages.
         """
         members = self.members
-        self.fabric.stream(
-            self.epoch,
+        self.transport.stream(
+            self.generation,
             self._next_op(),
             {members[peer]: messages for peer, messages in outgoing.items()},
             {members[peer]: messages for peer, messages in incoming.items()},
@@ -299,18 +299,18 @@ class Group:
 
     def link_up(self, members: Collection[str]) -> None:
         """Makes the links that an open operation will need to some members (by identity), who call it as well."""
-        self.fabric.link_up(set(members) - {self.fabric.worker}, self.epoch)
+        self.transport.link_up(set(members) - {self.transport.worker}, self.generation)
 
     def open(self) -> Traffic:
         """An operation to which messages are added over time, between any members with a link (named by identity).
 
         All members open it, in the same order as the collectives, also those that exchange nothing. Until it is closed
-        the fabric's other operations wait, those of this thread as well. Of several groups with the same members in one
-        generation, only one may do this.
+        the transport's other operations wait, those of this thread as well. Of several groups with the same members in
+        one generation, only one may do this.
         """
         # It listens to peers that may already be in an operation of another group, which must not have its number.
         kin = zlib.crc32("\0".join(self.members).encode())
-        return self.fabric.open(self.epoch, kin << 32 | self._next_op(), self.members)
+        return self.transport.open(self.generation, kin << 32 | self._next_op(), self.members)
 
     def _reduce_whole(self, tensor: Tensor, scale: float | None, reduction: Reduction) -> None:
         if self.size > 1:
@@ -341,18 +341,18 @@ class Group:
         for turn in range(len(chunks) + 1):
             sends = [(right, turn - 1, chunks[turn - 1])] if turn > 0 and distance < self.size - 1 else []
             receives = [(left, turn, chunks[turn])] if turn < len(chunks) and distance > 0 else []
-            self.fabric.exchange(self.epoch, op, sends, receives)
+            self.transport.exchange(self.generation, op, sends, receives)
 
     def _pass_on(self, op: int, part: int, outgoing: memoryview, incoming: Destination) -> None:
         left, right = self.members[self.rank - 1], self.members[(self.rank + 1) % self.size]
-        self.fabric.exchange(self.epoch, op, [(right, part, outgoing)], [(left, part, incoming)])
+        self.transport.exchange(self.generation, op, [(right, part, outgoing)], [(left, part, incoming)])
 
     def _collective(
         self, sends: Sequence[tuple[int, int, memoryview]], receives: Sequence[tuple[int, int, Destination]]
     ) -> None:
         members = self.members
-        self.fabric.exchange(
-            self.epoch,
+        self.transport.exchange(
+            self.generation,
             self._next_op(),
             [(members[peer], part, body) for peer, part, body in sends],
             [(members[peer], part, destination) for peer, part, destination in receives],

@@ -92,10 +92,10 @@ class Link:
         self._early: dict[int, bytearray] = {}
         self._late: dict[int, Destination] = {}
 
-    def open(self, epoch: int, op: int, arrived: Callable[[int], None]) -> None:
+    def open(self, generation: int, op: int, arrived: Callable[[int], None]) -> None:
         """Begins an open operation: the link is read from now on. `arrived` gets the number of each complete part."""
         self._check()
-        self._position = (epoch, op)
+        self._position = (generation, op)
         self._parked = False
         self._open, self._arrived = True, arrived
 
@@ -108,7 +108,7 @@ class Link:
             raise self.fail(f"protocol: parts {unposted} of operation {self._position[1]} came, but were never posted")
 
     def post_send(
-        self, epoch: int, op: int, part: int, body: memoryview, left: Callable[[], None] | None = None
+        self, generation: int, op: int, part: int, body: memoryview, left: Callable[[], None] | None = None
     ) -> None:
         """Queues `body`, cut into frames, and calls `left` when the kernel has all of it.
 
@@ -119,10 +119,10 @@ class Link:
         for lo in range(0, max(total, 1), wire.SEGMENT_BYTES):
             hi = min(lo + wire.SEGMENT_BYTES, total)
             kind = wire.LAST if hi == total else wire.MORE
-            header = wire.pack_header(wire.Header(kind, part, epoch, op, hi - lo))
+            header = wire.pack_header(wire.Header(kind, part, generation, op, hi - lo))
             self._frames.append((header, body[lo:hi], left if hi == total else None))
 
-    def post_receive(self, epoch: int, op: int, part: int, destination: Destination) -> None:
+    def post_receive(self, generation: int, op: int, part: int, destination: Destination) -> None:
         """Says where the bytes of this part go when they come."""
         self._check()
         if part in self._early:
@@ -131,7 +131,7 @@ class Link:
                 self._hand_over(part)
             return
         assert part not in self._wanted, f"part {part} from {self.peer} is posted twice"
-        self._position = (epoch, op)
+        self._position = (generation, op)
         self._wanted[part] = destination
         self._parked = False
 
@@ -317,22 +317,22 @@ class Link:
 
     def _aim(self, frame: wire.Header) -> None:
         """Decides where the body of a frame goes."""
-        epoch, op = self._position
-        if frame.epoch < epoch:
+        generation, op = self._position
+        if frame.generation < generation:
             self._target, self._aimed = None, True
             return
         # In an open operation the peer may be done, and be in one whose number, from another group, is any.
-        if (frame.epoch, frame.op) > (epoch, op) or (self._open and frame.op != op):
+        if (frame.generation, frame.op) > (generation, op) or (self._open and frame.op != op):
             self._parked = True
-            if frame.epoch > epoch:
+            if frame.generation > generation:
                 # The peer has gone on to a newer generation: what is awaited here of the older one never comes.
-                raise GenerationChanged(frame.epoch)
+                raise GenerationChanged(frame.generation)
             return
         destination = self._wanted.get(frame.part) if frame.op == op else None
         if destination is None and self._open:
             destination = self._early[frame.part] = self._wanted[frame.part] = bytearray()
         if destination is None:
-            have = f"operation {frame.op} part {frame.part} of epoch {frame.epoch}"
+            have = f"operation {frame.op} part {frame.part} of generation {frame.generation}"
             raise self.fail(f"protocol: got {have}, expected operation {op} parts {sorted(self._wanted)}")
         if isinstance(destination, bytearray):
             size = len(destination)

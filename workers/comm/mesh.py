@@ -67,7 +67,7 @@ class Meshes:
 
     def __init__(self) -> None:
         self._made: list[AxisGroup] = []
-        self._epoch = 0
+        self._generation = 0
         self._number = 0
 
     def make(
@@ -97,7 +97,7 @@ class Meshes:
         free = [rank for rank, member in enumerate(group.members) if member not in without]
         if not shape or len(names) != len(shape) or not 0 < places <= len(free):
             raise ValueError(f"a mesh of {tuple(shape)} named {tuple(names)} cannot be made of {len(free)} members")
-        self.forget_before(group.epoch)
+        self.forget_before(group.generation)
         ranks = torch.tensor(free[:places]).view(*shape)
         axes: list[AxisGroup] = []
         for axis in range(len(shape)):
@@ -105,8 +105,8 @@ class Meshes:
             for row in ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist():
                 if group.rank in row:
                     members = [group.members[rank] for rank in row]
-                    along = Group(group.fabric, group.epoch, members, self._number)
-                    axes.append(AxisGroup(along, f"{NAME}/{group.epoch}/{self._number}/{names[axis]}", row))
+                    along = Group(group.transport, group.generation, members, self._number)
+                    axes.append(AxisGroup(along, f"{NAME}/{group.generation}/{self._number}/{names[axis]}", row))
         if not axes:
             return None
         _forget_equal_meshes()
@@ -117,11 +117,11 @@ class Meshes:
             return DeviceMesh.from_group(list(axes), device_type, ranks, mesh_dim_names=tuple(names))
         return DeviceMesh.from_group(axes[0], device_type, mesh_dim_names=tuple(names))
 
-    def forget_before(self, epoch: int) -> None:
+    def forget_before(self, generation: int) -> None:
         """Take the groups of older generations out of torch's tables."""
-        if epoch == self._epoch:
+        if generation == self._generation:
             return
-        self._epoch = epoch
+        self._generation = generation
         self._number = 0
         for one in self._made:
             if one in distributed_c10d._world.pg_map:

@@ -142,7 +142,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         return NAME
 
     def shutdown(self) -> None:
-        """Does nothing: the links belong to the fabric."""
+        """Does nothing: the links belong to the transport."""
 
     abort = shutdown
 

@@ -23,9 +23,9 @@ Messages = Iterator[memoryview]
 class Flow:
     """What a link carries in a transfer: see `drive`."""
 
-    def __init__(self, link: Link, epoch: int, op: int, outgoing: Messages, incoming: Messages) -> None:
+    def __init__(self, link: Link, generation: int, op: int, outgoing: Messages, incoming: Messages) -> None:
         self.peer, self.socket = link.peer, link.socket
-        self._link, self._epoch, self._op = link, epoch, op
+        self._link, self._generation, self._op = link, generation, op
         self._outgoing: Messages | None = outgoing
         self._incoming: Messages | None = incoming
         self._sent = self._received = 0
@@ -39,7 +39,7 @@ class Flow:
                 self._outgoing = None
             else:
                 self._sending = True
-                self._link.post_send(self._epoch, self._op, self._sent, body, self._has_left)
+                self._link.post_send(self._generation, self._op, self._sent, body, self._has_left)
                 self._sent += 1
                 self._link.push()
         if self._incoming is not None and not self._link.receiving:
@@ -47,7 +47,7 @@ class Flow:
             if place is None:
                 self._incoming = None
             else:
-                self._link.post_receive(self._epoch, self._op, self._received, place)
+                self._link.post_receive(self._generation, self._op, self._received, place)
                 self._received += 1
 
     def wants(self) -> int:

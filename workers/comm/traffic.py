@@ -1,6 +1,6 @@
 """Messages inside one operation: posted over time by the threads that compute, moved by a thread that does not.
 
-    with fabric.open(epoch=1, op=4, peers=["a/1#0"]) as traffic:
+    with transport.open(generation=1, op=4, peers=["a/1#0"]) as traffic:
         traffic.post("a/1#0", 7, writable)      # its part 7 goes here, whether it has come already or not
         traffic.send("a/1#0", 3, view)          # on its way; nothing waits
         traffic.feed("a/1#0", parts)            # an iterator: each leaves when nothing else does
@@ -35,11 +35,11 @@ class _Line:
     No other lock is taken while its own is held: `news`, which tells of parts that came or left, is called without.
     """
 
-    def __init__(self, link: Link, epoch: int, op: int, news: Callable[[], None]) -> None:
+    def __init__(self, link: Link, generation: int, op: int, news: Callable[[], None]) -> None:
         self.peer, self.socket = link.peer, link.socket
         self.arrived: set[int] = set()
         self.n_left = 0
-        self._link, self._epoch, self._op, self._news = link, epoch, op, news
+        self._link, self._generation, self._op, self._news = link, generation, op, news
         self._lock = threading.Lock()
         self._background: deque[Iterator[tuple[int, memoryview]]] = deque()
         self._moved = False
@@ -48,11 +48,11 @@ class _Line:
 
     def post(self, part: int, destination: memoryview) -> None:
         with self._lock:
-            self._link.post_receive(self._epoch, self._op, part, destination)
+            self._link.post_receive(self._generation, self._op, part, destination)
 
     def queue(self, part: int, body: memoryview, keep: object) -> None:
         with self._lock:
-            self._link.post_send(self._epoch, self._op, part, body, partial(self._has_left, keep))
+            self._link.post_send(self._generation, self._op, part, body, partial(self._has_left, keep))
 
     def feed(self, parts: Iterator[tuple[int, memoryview]]) -> None:
         with self._lock:
@@ -81,7 +81,7 @@ class _Line:
         with self._lock:
             if not self._admitted:
                 self._admitted = True
-                self._link.open(self._epoch, self._op, self._has_arrived)
+                self._link.open(self._generation, self._op, self._has_arrived)
 
     def advance(self, events: int = 0) -> None:
         with self._lock:
@@ -114,7 +114,7 @@ class _Line:
             if found is None:
                 self._background.popleft()
             else:
-                self._link.post_send(self._epoch, self._op, *found)
+                self._link.post_send(self._generation, self._op, *found)
 
     def _has_arrived(self, part: int) -> None:
         self.arrived.add(part)
@@ -126,27 +126,27 @@ class _Line:
 
 
 class Traffic:
-    """An open operation: (`epoch`, `op`) on some links of a fabric. Made by `Fabric.open` and `Group.open`.
+    """An open operation: (`generation`, `op`) on some links of a transport. Made by `Transport.open` and `Group.open`.
 
     A part is named by a number below 2**32, used once per peer and direction. Sending and posting may happen in any
     order, before or after the bytes come: a part that comes before it was posted is kept in memory of its own and
     copied when it is. Parts to one peer leave in the order in which they were sent.
 
-    The first broken link, and `Fabric.interrupt`, end the traffic as a whole: from then on everything but `arrived`
+    The first broken link, and `Transport.interrupt`, end the traffic as a whole: from then on everything but `arrived`
     raises that `LinkLost` or `GenerationChanged`, and what waits wakes up with it. The links that still work stay
-    usable, for the next epoch. All methods may be called from any thread.
+    usable, for the next generation. All methods may be called from any thread.
     """
 
     def __init__(
         self,
-        epoch: int,
+        generation: int,
         op: int,
         links: Collection[Link],
         find: Callable[[str], Link],
         wake: int,
         check: Callable[[], object],
     ) -> None:
-        self._epoch, self._op = epoch, op
+        self._generation, self._op = generation, op
         self._find, self._wake, self._check = find, wake, check
         # Under this condition: what was sent and posted, where the driving thread has to look, and how it ended.
         self._changed = threading.Condition(threading.Lock())
@@ -241,7 +241,7 @@ class Traffic:
             self._abandon()
 
     def run(self) -> None:
-        """Drives the links until the traffic is closed or fails; the fabric's thread calls it, once."""
+        """Drives the links until the traffic is closed or fails; the transport's thread calls it, once."""
         failure: BaseException | None = None
         try:
             lines = self._all()
@@ -261,7 +261,7 @@ class Traffic:
                 self._changed.notify_all()
 
     def _line(self, link: Link) -> _Line:
-        return _Line(link, self._epoch, self._op, self._news)
+        return _Line(link, self._generation, self._op, self._news)
 
     def _all(self) -> list[_Line]:
         with self._changed:
@@ -288,7 +288,7 @@ class Traffic:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if self._closing:
-            raise RuntimeError(f"operation {self._op} of epoch {self._epoch} is closed: open another one")
+            raise RuntimeError(f"operation {self._op} of generation {self._generation} is closed: open another one")
         line = self._lines.get(peer)
         if line is None:
             line = self._lines[peer] = self._line(self._find(peer))
@@ -307,7 +307,7 @@ class Traffic:
 
     def _until(self, reached: Callable[[], bool], peers: Collection[str] | None = None) -> None:
         """Waits; `peers` are those for whom, all that take part if not given."""
-        with heartbeat.waiting(self._lines if peers is None else peers, self._epoch, self._op), self._changed:
+        with heartbeat.waiting(self._lines if peers is None else peers, self._generation, self._op), self._changed:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: self._ended or reached())
@@ -333,7 +333,7 @@ class Traffic:
         self._check()
         with self._changed:
             if self._abandoned:
-                raise RuntimeError(f"operation {self._op} of epoch {self._epoch} was given up after an error")
+                raise RuntimeError(f"operation {self._op} of generation {self._generation} was given up after an error")
             touched, self._touched = self._touched, {}
             closing = self._closing and self._open
         for line in touched:

@@ -40,11 +40,11 @@ Purpose = Literal["link", "probe"]
 
 
 class Header(NamedTuple):
-    """Announces `nbytes` of body that belong to (`epoch`, `op`, `part`)."""
+    """Announces `nbytes` of body that belong to (`generation`, `op`, `part`)."""
 
     kind: int
     part: int
-    epoch: int
+    generation: int
     op: int
     nbytes: int
 
@@ -64,10 +64,10 @@ def pack_header(header: Header) -> bytes:
 
 def unpack_header(data: bytes | bytearray) -> Header:
     """Reads a header; raises `ProtocolError` when the bytes are not one."""
-    magic, version, kind, part, epoch, op, nbytes = _HEADER.unpack(data)
+    magic, version, kind, part, generation, op, nbytes = _HEADER.unpack(data)
     if magic != _MAGIC or version != VERSION or kind not in (MORE, LAST) or nbytes > SEGMENT_BYTES:
         raise ProtocolError(f"not a frame of version {VERSION}: {bytes(data).hex()}")
-    return Header(kind, part, epoch, op, nbytes)
+    return Header(kind, part, generation, op, nbytes)
 
 
 def hello_line(token: str, hello: Hello) -> bytes:

@@ -11,7 +11,7 @@ import functools
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ from torch import nn
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.plan.shares import DataParallelPlan, micro_batches
-from elaunch.policy.data_parallel import shares as as_shares
-from elaunch.policy.data_parallel import tiling
+from elaunch.plan.build import data_parallel
+from elaunch.plan.shares import even_shares
+from elaunch.plan.tiling import Plan, count_units, n_rows, size_findings
+from elaunch.plan.views import shares_of, units_of
+from elaunch.policy.balance import shares_by_speed
 from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import History, make_selector
@@ -69,6 +71,19 @@ class _Layout:
     def code(self) -> int:
         return zlib.crc32(repr(self).encode())
 
+    def plan(self, shares: Mapping[str, int]) -> Plan:
+        """Returns the plan of a step by which each member does so many units."""
+        return data_parallel(self.global_batch_size, self.micro_batch_size, shares, whole_shares=self.whole_shares)
+
+    def fits(self, plan: Plan) -> bool:
+        """Returns whether a plan is of such steps."""
+        sizes = plan.global_batch_size, plan.micro_batch_size
+        if self.whole_shares:
+            cut_so = all(len(tile.micro_batches) == 1 for tile in plan.tiles)
+        else:
+            cut_so = all(n_rows(tile.micro_batches[0]) <= self.micro_batch_size for tile in plan.tiles)
+        return cut_so and sizes == (self.global_batch_size, self.micro_batch_size)
+
 
 class Job:
     """A training job, seen from one of its workers.
@@ -89,13 +104,13 @@ class Job:
         self._objects: dict[str, Any] = {}
         self._holds = False
         self._layout: _Layout | None = None
-        self._plan: DataParallelPlan | None = None
+        self._plan: Plan | None = None
         self._order: data.SampleOrder | None = None
         self._in_micro_batch = False
         self._last_micro_batch = False
         self._outcome: bool | None = None
         self._committed: StepRecord | None = None  # of all members; None where a recovery has committed the step
-        self._selected_for: DataParallelPlan | None = None
+        self._selected_for: Plan | None = None
         self._history: History | None = None
         self._waited_s = 0.0
         self._loss = NOTHING
@@ -123,9 +138,9 @@ class Job:
         return self._member.size
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the present generation."""
-        return self._member.generation.epoch if self._member.joined else 0
+        return self._member.generation.number if self._member.joined else 0
 
     @property
     def last_micro_batch(self) -> bool:
@@ -222,7 +237,8 @@ class Job:
         """
         n_samples = data.count_samples(dataset)
         unit = micro_batch_size or 1
-        ranges = micro_batches(global_batch_size, unit)
+        if wrong := size_findings(1, global_batch_size, unit):
+            raise ValueError(wrong[0])
         if steps < 0:
             raise ValueError(f"steps must be 0 or more, got {steps}")
         self._layout = _Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
@@ -233,7 +249,7 @@ class Job:
             self._member.settle()
             if self.step < steps:
                 self._member.begin_step()
-                yield from self._attempt(dataset, ranges, collate_fn)
+                yield from self._attempt(dataset, collate_fn)
             elif self._member.finish():
                 break
 
@@ -250,26 +266,25 @@ class Job:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, dataset: Any, ranges: tuple[range, ...], collate_fn: data.Collate | None) -> Iterator[Any]:
+    def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
         """Yield the micro-batches of the step in flight; it ends committed, or dropped."""
         layout, order = self._layout, self._order
         assert layout is not None
         assert order is not None
-        self._begin_step(layout)
+        plan = self._begin_step(layout)
         start = self.step * layout.global_batch_size
         # A worker without a share computes a micro-batch that does not count, so that the script's own code between
         # backward and step (clipping, logging) runs alike on all members.
         counts = bool(self._units)
-        shares = [ranges[index] for index in self._units] or [ranges[0]]
-        if layout.whole_shares:
-            shares = [range(shares[0].start, shares[-1].stop)]
+        own = [run for tile in plan.tiles_of(self.worker) for (run,) in plan.tiles[tile].micro_batches]
+        micro_batches = own or [plan.unit(0)]
         # Gradients are weighted relative to the usual micro-batch, so that most of them need no multiplication.
         usual = -(-layout.global_batch_size // self._member.size) if layout.whole_shares else layout.micro_batch_size
         self._reducer.begin(self._member.group, usual / layout.global_batch_size)
         selector = self._member.selector
         measured = selector is not None and selector.measures()
         own_s = 0.0
-        for place, slots in enumerate(shares):
+        for place, slots in enumerate(micro_batches):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
@@ -278,7 +293,7 @@ class Job:
             begin_s = self._now_s(measured) - self._waited_s
             batch = data.load(dataset, order.ids(start + slots.start, len(slots)), collate_fn)
             self._micro_samples = len(slots) if counts else 0
-            self._last_micro_batch = place == len(shares) - 1
+            self._last_micro_batch = place == len(micro_batches) - 1
             if self._buckets is not None:
                 self._buckets.weight = self._micro_samples / usual
                 if self._last_micro_batch:
@@ -289,17 +304,17 @@ class Job:
             # What it waited for others is in both.
             own_s += self._now_s(measured) - self._waited_s - begin_s
         if measured and counts and selector is not None:
-            step = Step.of(own_s, len(self._units)) if layout.whole_shares else Step.of(own_s / len(shares), 1)
-            selector.add([step], {}, 0.0, 0)
+            n_turns = len(micro_batches)
+            selector.add([Step.of(own_s / n_turns, len(self._units) // n_turns)], {}, 0.0, 0)
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
             self._tell()
 
-    def _begin_step(self, layout: _Layout) -> None:
+    def _begin_step(self, layout: _Layout) -> Plan:
         member = self._member
-        sizes = layout.global_batch_size, layout.micro_batch_size
         plan, members = self._plan, member.generation.ids
-        if plan is None or plan.workers != members or (plan.global_batch_size, plan.micro_batch_size) != sizes:
-            plan = self._plan = DataParallelPlan.even(*sizes, members)
+        if plan is None or set(plan.workers) != set(members) or not layout.fits(plan):
+            n_units = count_units(layout.global_batch_size, layout.micro_batch_size)
+            plan = self._plan = layout.plan(even_shares(n_units, members))
             if member.rank == 0:
                 reason = f"the {plan.n_units} micro-batches are shared out evenly over {len(plan.workers)} members"
                 member.send("decision", {"policy": "given", "reason": reason, "candidates": [], "plan": str(plan)})
@@ -310,10 +325,10 @@ class Job:
             )
         if self._selected_for != plan:
             self._selected_for = plan
-            self._units = plan.units_of(self.worker)
+            self._units = units_of(plan, self.worker)
             self._coverage, self._whole_coverage = coverage_of(self._units), coverage_of(range(plan.n_units))
             if member.selector is not None:
-                now = tiling(plan)
+                now = _by_unit(plan)
                 member.selector.entered(now, now, members, self._history)
         self._outcome = self._committed = None
         self._loss, self._loss_samples = NOTHING, 0
@@ -321,6 +336,7 @@ class Job:
             self._buckets.zero()
         if self._model_buffers is not None:
             self._model_buffers.begin()
+        return plan
 
     def _whole_model(self) -> LayerProfile:
         """As one layer, whose rows are micro-batches; of the optimizer, two states as large as the parameters."""
@@ -495,15 +511,17 @@ class Job:
         self._history = history_of(verdict)
         if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        mine, before, selector = b"", self._plan, self._member.selector
-        if group.rank == verdict.passed and before is not None and selector is not None:
-            now = tiling(before)
+        mine, before, layout, selector = b"", self._plan, self._layout, self._member.selector
+        decides = group.rank == verdict.passed
+        # A script may call `batches` again with other sizes; then the plan before is of no use.
+        if decides and selector is not None and layout is not None and before is not None and layout.fits(before):
+            now = _by_unit(before)
             choice = selector.decide(now, now, group.members)
-            plan = as_shares(choice.plan, before, group.members, selector.profile())
+            plan = layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
             mine = json.dumps({**choice.event(), "plan": str(plan)}).encode()
         said = group.all_gather_bytes(mine)[verdict.passed]
         event: dict[str, Any] = json.loads(said) if said else {}
-        self._plan = DataParallelPlan.parse(event["plan"]) if event else None
+        self._plan = Plan.parse(event["plan"]) if event else None
         return event
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
@@ -517,6 +535,11 @@ class Job:
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         self._holds = True
+
+
+def _by_unit(plan: Plan) -> Plan:
+    """Returns a plan with a slot for each unit: policies are not to cut units, and a unit is what is measured."""
+    return data_parallel(plan.n_units, 1, shares_of(plan))
 
 
 def init() -> Job:

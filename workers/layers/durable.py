@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.workers.layers.held_state import forms_from_json, forms_to_json
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
-from elaunch.workers.layers.standing import forms_from_json, forms_to_json
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.checkpoint import Part, Pieces, Saved
 from elaunch.workers.state.layout import Piece, StateLayout

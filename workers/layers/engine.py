@@ -19,18 +19,18 @@ from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
 from elaunch.workers import data
 from elaunch.workers.barrier import StepRecord, reduce
-from elaunch.workers.comm.fabric import Fabric
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.layers.assembly import Assembly
 from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, Outcome, TupleSum
+from elaunch.workers.layers.held_state import Commit, HeldState
 from elaunch.workers.layers.migration import Migration, Under, keys_of
+from elaunch.workers.layers.migration_plan import MigrationPlan
 from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.layers.snapshots import Snapshots, links
-from elaunch.workers.layers.standing import Commit, Standing
-from elaunch.workers.layers.survey import Survey
 from elaunch.workers.layers.tensor_parallel import Membership
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
@@ -189,9 +189,9 @@ class Engine:
         # The copies that were there before the last change, of use until the first commit after it makes them old.
         self._hosted: _Hosted | None = None
         self._next_hosted: _Hosted | None = None
-        self._own_fabric = None if group is not None or joining else Fabric(plan.workers[0], "")
+        self._own_transport = None if group is not None or joining else Transport(plan.workers[0], "")
         if not joining:
-            group = group or Group(self._own_fabric, 1, plan.workers[:1])  # type: ignore[arg-type]
+            group = group or Group(self._own_transport, 1, plan.workers[:1])  # type: ignore[arg-type]
             plan.validate(group.members)
             self._part = self._begun(plan, group)
             self._check_same(plan, group)
@@ -300,16 +300,16 @@ class Engine:
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
-    def standing(self) -> Standing:
+    def standing(self) -> HeldState:
         """What the others must know of this worker's state for a change."""
         settings = f"{zlib.crc32(repr(self._settings['layers']).encode()):08x} {self._settings['settings']}"
         if self._part is None:
-            return Standing(settings=settings)
+            return HeldState(settings=settings)
         shards, copies, hosted = self._part.zero.shards, self._part.snapshots, self._hosted
         schedule = shards.schedule()
         if schedule is None:
             schedule = copies.schedule() if hosted is None else hosted.schedule
-        return Standing(
+        return HeldState(
             plan=str(self._part.plan),
             stale=self._stale,
             boxes=None if self._mixed is None else holdings_of(self._mixed),
@@ -345,7 +345,7 @@ class Engine:
         worker = group.members[group.rank]
         plan.validate(group.members)
         said = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
-        standings = {who: Standing.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
+        standings = {who: HeldState.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
         self._next_migration, self._next_step = None, step
         if not any(one.plan for one in standings.values()):
             if step:
@@ -353,7 +353,7 @@ class Engine:
             self._next = self._begun(plan, group)
             self._check_same(plan, group)
             return 0
-        survey = Survey(plan, standings, self.specs)
+        survey = MigrationPlan(plan, standings, self.specs)
         layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
         layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
         for key in keys_of(layout, worker):
@@ -413,7 +413,7 @@ class Engine:
         self._hosted, self._next_hosted = self._next_hosted, None
 
     def _migration_to(
-        self, between: Plan, survey: Survey, old: Under, layers: Mapping[LayerKey, Layer], group: Group
+        self, between: Plan, survey: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
     ) -> Migration:
         worker = group.members[group.rank]
         part = self._part
@@ -433,7 +433,7 @@ class Engine:
             partial(self._executor, worker),
         )
 
-    def _moved(self, group: Group, survey: Survey, pieces: Sequence[Piece]) -> tuple[Shards, int]:
+    def _moved(self, group: Group, survey: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
         router, forms, schedule = survey.router(), survey.forms, survey.schedule
         mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
@@ -640,8 +640,8 @@ class Engine:
         """Let go of what the engine made itself."""
         if self._part is not None:
             self._part.snapshots.close()
-        if self._own_fabric is not None:
-            self._own_fabric.close()
+        if self._own_transport is not None:
+            self._own_transport.close()
 
     def _check_same(self, plan: Plan, group: Group) -> None:
         """That all workers were given the same; also, nobody begins before all have got this far."""

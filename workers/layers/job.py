@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,27 +22,23 @@ from elaunch.detect.devices import Clocks
 from elaunch.detect.heartbeat import Phase
 from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
-from elaunch.plan.tiling import Plan, PlanError
+from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.selector import Decision, make_selector
+from elaunch.policy.selector import Decision
 from elaunch.policy.settings import from_environment
-from elaunch.policy.structure import NotPossible
-from elaunch.rendezvous.membership import Generation, names_text
+from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
+from elaunch.workers.layers.held_state import Commit
 from elaunch.workers.layers.model import Factory
 from elaunch.workers.layers.shards import MakeOptimizer
-from elaunch.workers.layers.standing import Commit
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
-from elaunch.workers.runtime import Member, history_of
-
-_REFUSED = b"refused "
-"""Before the reasons why there is no plan."""
+from elaunch.workers.runtime import Member
 
 
 class HybridJob:
@@ -56,10 +52,7 @@ class HybridJob:
         self._governor: Governor | None = None
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.slot)
         self._engine: Engine | None = None
-        self._given: Plan | None = None
-        self._home: Plan | None = None
         self._next: Decision | None = None
-        self._request = ""
         self._holds = False
         self._member = Member(
             client,
@@ -86,9 +79,9 @@ class HybridJob:
         return self._member.size
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the present generation."""
-        return self._member.generation.epoch if self._member.joined else 0
+        return self._member.generation.number if self._member.joined else 0
 
     @property
     def step(self) -> int:
@@ -127,24 +120,19 @@ class HybridJob:
         if self._engine is not None:
             raise StateError("engine() was called twice; a job trains one model")
         plan.validate()
-        self._given = plan
         if not self._member.elastic:
             settings = {"snapshots": 0, **settings}
-        wishes = from_environment(os.environ)
-        if wishes.consistency is not None:
-            settings["consistency"] = wishes.consistency
-        if wishes.allow_dvfs and self._member.elastic:
+        policy_config = from_environment(os.environ)
+        if policy_config.consistency is not None:
+            settings["consistency"] = policy_config.consistency
+        if policy_config.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
         self._engine = Engine(layers, loss_fn, optimizer, plan, device=self.device, joining=True, **settings)
         if self._member.elastic:
             self._member.memory_bytes = _memory_bytes(self.device)
-            self._engine.check_widths(wishes.tp)
-            widths = {len(tile.workers) for tile in plan.tiles}.union(wishes.tp) if wishes.tp else ()
-            described, least = self._engine.described(), self._member.min_nodes
-            self._member.selector = make_selector(
-                self.worker, *described, "this job", min_nodes=least, widths=tuple(sorted(widths))
-            )
+            self._engine.check_widths(policy_config.tp)
             self._member.clocks = self._clocks
+        self._member.use_plans(plan, *self._engine.described())
         self._member.join(takes_plans=True)
         return self._engine
 
@@ -240,11 +228,7 @@ class HybridJob:
     def vote(self) -> Vote:
         engine = self._made
         commit = engine.last_commit
-        facts = {
-            "commit": asdict(commit) if commit is not None else None,
-            "home": str(self._home) if self._home is not None else "",
-            "request": self._request,
-        }
+        facts = {"commit": asdict(commit) if commit is not None else None}
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
@@ -258,7 +242,7 @@ class HybridJob:
             engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        self._next = self._chosen(generation, group, verdict)
+        self._next = self._member.choose(generation, group, verdict)
         return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
@@ -278,102 +262,9 @@ class HybridJob:
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         assert self._next is not None
         self._made.install()
-        self._home, self._request, self._holds = self._next.home, generation.plan_request, True
+        self._holds = True
         if self._governor is not None:
             self._governor.hold(self._next.clock_mhz(self.worker))
-        if self._member.selector is not None:
-            self._member.selector.entered(self._next.plan, self._next.home, group.members, history_of(verdict))
-
-    def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
-        """The next plan; the same on all members."""
-        assert self._given is not None
-        members = generation.ids
-        if verdict.fresh:
-            if len(self._given.workers) == len(members):
-                here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
-                return Decision.given(here, "given", "the script gave the plan")
-            if verdict.saved is None:
-                raise StateError(
-                    f"the plan is for {len(self._given.workers)} workers and the job has {len(members)} "
-                    f"({', '.join(members)}); start as many workers as the plan has, or give another plan"
-                )
-            return self._told(group, 0, self._given, self._given)
-        said = verdict.facts[verdict.passed]
-        refused = ""
-        home = Plan.parse(said["home"])
-        if generation.plan_request != said["request"] and generation.plan:
-            asked = Plan.parse(generation.plan)
-            refused = _unfit(asked, home, members)
-            if not refused:
-                return Decision.given(asked, "asked", "the plan was asked for")
-            refused = f"; the plan asked for {refused}"
-        now = self._made.plan if group.rank == verdict.passed else None
-        return self._told(group, verdict.passed, now, home, refused, verdict.leaving)
-
-    def _told(
-        self,
-        group: Group,
-        who: int,
-        now: Plan | None,
-        home: Plan,
-        more: str = "",
-        leaving: Sequence[str] = (),
-    ) -> Decision:
-        """What one member chooses: what was measured and planned ahead differs between members.
-
-        Args:
-            group: of all members.
-            who: chooses.
-            now: the plan by which the state is distributed; there, it must be given.
-            home: with all places filled.
-            more: for the reason.
-            leaving: members that are to have nothing.
-
-        Raises:
-            StateError: there is no plan for these members.
-        """
-        mine = b""
-        if group.rank == who:
-            assert now is not None
-            mine = self._decided(now, home, group.members, more, leaving)
-        found = group.all_gather_bytes(mine)[who]
-        if found.startswith(_REFUSED):
-            saved = self._member.checkpoints.newest()
-            where = f"from its checkpoint after {saved} steps" if saved is not None else "from the start"
-            raise StateError(
-                f"{found.removeprefix(_REFUSED).decode()}; start the job with more workers or memory, and it goes on "
-                f"{where}"
-            )
-        return Decision.from_bytes(found)
-
-    def _decided(self, now: Plan, home: Plan, members: Sequence[str], more: str, leaving: Sequence[str]) -> bytes:
-        selector = self._member.selector
-        assert selector is not None, "a membership that changes without an agent"
-        gone = [worker for worker in now.idle if worker not in members]
-        if gone and set(members) == set(now.workers) - set(gone):
-            plan = replace(now, idle=tuple(worker for worker in now.idle if worker in members))
-            reason = f"{names_text(gone)} left, and had nothing any more{more}"
-            return replace(Decision.given(plan, "stay", reason), home=home).to_bytes()
-        try:
-            choice = selector.decide(now, home, [worker for worker in members if worker not in leaving])
-            chosen = Decision.of(choice, selector.clocking(choice.plan), more)
-            return chosen.with_idle(leaving).to_bytes()
-        except NotPossible as error:
-            return _REFUSED + str(error).encode()
-
-
-def _unfit(asked: Plan, home: Plan, members: Sequence[str]) -> str:
-    """Why a plan that was asked for cannot be done; empty if it can."""
-    sizes, ours = ((plan.n_layers, plan.global_batch_size, plan.micro_batch_size) for plan in (asked, home))
-    if sizes != ours:
-        return f"has (layers, batch, micro-batch) {sizes}, and the job has {ours}"
-    if set(asked.workers) != set(members):
-        return f"is for {', '.join(asked.workers)}, and the members are {', '.join(members)}"
-    try:
-        asked.validate(members)
-    except PlanError as error:
-        return str(error)
-    return ""
 
 
 def _own_clocks(slot: int) -> Clocks:

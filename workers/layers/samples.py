@@ -56,7 +56,7 @@ class Samples:
         parts = []
         for unit, rows, _ in rows_by_unit(plan, slots):
             pair = self._unit(plan, step, unit)
-            whole = len(rows) == plan.micro_batch_size
+            whole = len(rows) == len(plan.unit(unit))
             parts.append(pair if whole else pytree.tree_map(lambda one, rows=rows: _rows(one, rows), pair))
         if len(parts) > 1:
             parts = [pytree.tree_map(lambda *ones: torch.cat(ones) if isinstance(ones[0], Tensor) else ones[0], *parts)]
@@ -67,11 +67,11 @@ class Samples:
         """A logical micro-batch; the parts of one are loaded in turn, so the last is kept."""
         found = self._units.get((step, unit))
         if found is None:
-            size = plan.micro_batch_size
+            slots = plan.unit(unit)
             with GENERATORS:
                 seed_micro_batch(self._seed, step, unit)
-                start = step * plan.global_batch_size + unit * size
-                found = self._pair(data.load(self._dataset, self.order.ids(start, size), self._collate), size)
+                ids = self.order.ids(step * plan.global_batch_size + slots.start, len(slots))
+                found = self._pair(data.load(self._dataset, ids, self._collate), len(slots))
             self._units = {(step, unit): found}
         pair: tuple[Tensor, Any] = found
         return pair

@@ -25,9 +25,9 @@ from elaunch.plan.tiling import Plan
 from elaunch.rendezvous.membership import by_node, node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.layers.held_state import forms_from_json, forms_to_json
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
-from elaunch.workers.layers.standing import forms_from_json, forms_to_json
 from elaunch.workers.state.layout import Owned, Piece, StateLayout
 from elaunch.workers.state.regions import Region
 

@@ -16,8 +16,8 @@ import pytest
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
-from elaunch.workers.comm import door, wire
-from elaunch.workers.comm.fabric import Fabric
+from elaunch.workers.comm import listener, wire
+from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
 
@@ -51,9 +51,9 @@ def test_a_bytearray_grows_to_whatever_comes() -> None:
 
 
 def test_every_worker_gets_a_link_to_every_other() -> None:
-    with crew(6) as fabrics:
-        for fabric in fabrics:
-            assert set(fabric.peers) == {other.worker for other in fabrics} - {fabric.worker}
+    with crew(6) as transports:
+        for transport in transports:
+            assert set(transport.peers) == {other.worker for other in transports} - {transport.worker}
 
 
 def test_connect_raises_for_an_address_where_nobody_listens() -> None:
@@ -61,43 +61,43 @@ def test_connect_raises_for_an_address_where_nobody_listens() -> None:
         with socket.create_server(("127.0.0.1", 0)) as gone:
             address = f"127.0.0.1:{gone.getsockname()[1]}"
         with pytest.raises(LinkLost, match=r"gone/0#0.*refused"):
-            a.connect({"gone/0#0": address, a.worker: a.address}, epoch=1, timeout_s=PATIENCE_S)
+            a.connect({"gone/0#0": address, a.worker: a.address}, generation=1, timeout_s=PATIENCE_S)
 
 
 def test_a_machine_that_does_not_answer_is_not_waited_for_like_a_worker_that_comes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listener, "ANSWER_TIMEOUT_S", 0.1)
     with crew(1) as (a,), mute_address() as address, pytest.raises(LinkLost, match="did not answer in time"):
-        a.connect({"far/0#0": address, a.worker: a.address}, epoch=1, timeout_s=PATIENCE_S)
+        a.connect({"far/0#0": address, a.worker: a.address}, generation=1, timeout_s=PATIENCE_S)
 
 
 def test_connect_raises_for_a_member_that_does_not_dial_in() -> None:
     with crew(1) as (a,), pytest.raises(LinkLost, match="no connection"):
-        a.connect({a.worker: a.address, "late/0#0": "127.0.0.1:1"}, epoch=1, timeout_s=0.01)
+        a.connect({a.worker: a.address, "late/0#0": "127.0.0.1:1"}, generation=1, timeout_s=0.01)
 
 
 def test_connect_is_interrupted_by_a_newer_generation() -> None:
     with crew(1) as (a,):
         members = {a.worker: a.address, "late/0#0": "127.0.0.1:1"}
-        task = Task(lambda: a.connect(members, epoch=1, timeout_s=PATIENCE_S))
+        task = Task(lambda: a.connect(members, generation=1, timeout_s=PATIENCE_S))
         a.interrupt(2)
         with pytest.raises(GenerationChanged) as caught:
             task.result()
-        assert caught.value.epoch == 2
+        assert caught.value.generation == 2
 
 
 def test_connect_refuses_a_worker_that_answers_under_another_name() -> None:
     with crew(2, connected=False) as (a, b), pytest.raises(LinkLost, match="answered at this address"):
-        b.connect({"other/0#0": a.address, b.worker: b.address}, epoch=1, timeout_s=PATIENCE_S)
+        b.connect({"other/0#0": a.address, b.worker: b.address}, generation=1, timeout_s=PATIENCE_S)
 
 
 def test_a_wrong_token_is_refused_with_a_reason() -> None:
     with crew(1) as (a,):
-        stranger = Fabric("b/0#0", "guess")
+        stranger = Transport("b/0#0", "guess")
         try:
             with pytest.raises(LinkLost, match="wrong token"):
-                stranger.connect(addresses([a, stranger]), epoch=1, timeout_s=PATIENCE_S)
+                stranger.connect(addresses([a, stranger]), generation=1, timeout_s=PATIENCE_S)
             assert a.peers == ()
         finally:
             stranger.close()
@@ -131,7 +131,7 @@ def say_to(address: str, line: bytes, patience_s: float = PATIENCE_S) -> bytes:
 
 
 @pytest.mark.parametrize("line", HOSTILE)
-def test_the_door_survives_strangers(line: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_listener_survives_strangers(line: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with crew(2, connected=False) as (a, b):
         say_to(a.address, line)
         connect_all([a, b])
@@ -166,22 +166,22 @@ def test_a_defect_in_a_handshake_ends_that_connection_alone(
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
-def test_a_door_that_dies_all_the_same_ends_its_worker(
+def test_a_listener_that_dies_all_the_same_ends_its_worker(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(fatal, "end_process", lambda what, error: ended.append((what, error)))
-    monkeypatch.setattr(door.Door, "_take_orders", lambda _: 1 // 0)
+    monkeypatch.setattr(listener.Listener, "_take_orders", lambda _: 1 // 0)
     with crew(1) as (a,):
         a.prepare({"b/0#0": a.address, a.worker: a.address})
-        wait_until(lambda: ended, PATIENCE_S, "the end of the door")
+        wait_until(lambda: ended, PATIENCE_S, "the end of the listener")
     assert ended[0][0] == "thread that makes its links"
     assert isinstance(ended[0][1], ZeroDivisionError)
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_of_connections_that_say_nothing_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "most_strangers", lambda _: 8)
+    monkeypatch.setattr(listener, "most_strangers", lambda _: 8)
     with crew(2, connected=False) as (a, b), contextlib.ExitStack() as stack:
         where = split_address(a.address)
         silent = [stack.enter_context(socket.create_connection(where, PATIENCE_S)) for _ in range(40)]
@@ -197,8 +197,8 @@ def test_of_connections_that_say_nothing_the_oldest_goes_first(monkeypatch: pyte
 
 def test_peers_get_their_links_while_strangers_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dial that was dropped for a stranger's is repeated, and no live worker counts as dead by that."""
-    monkeypatch.setattr(door, "most_strangers", lambda _: 1)
-    with crew(4, connected=False) as fabrics, contextlib.ExitStack() as stack:
+    monkeypatch.setattr(listener, "most_strangers", lambda _: 1)
+    with crew(4, connected=False) as transports, contextlib.ExitStack() as stack:
         stop = threading.Event()
         stack.callback(stop.set)
         answers: list[str] = []
@@ -206,21 +206,21 @@ def test_peers_get_their_links_while_strangers_keep_coming(monkeypatch: pytest.M
 
         def flood() -> None:
             while not stop.is_set():
-                for fabric in fabrics:
+                for transport in transports:
                     with contextlib.suppress(OSError):
-                        silent.append(socket.create_connection(split_address(fabric.address), PATIENCE_S))
+                        silent.append(socket.create_connection(split_address(transport.address), PATIENCE_S))
                 while len(silent) > 100:
                     silent.popleft().close()
                 if len(answers) < 20:
-                    answers.append(fabrics[0].probe(fabrics[1].address, PATIENCE_S, fabrics[1].worker))
+                    answers.append(transports[0].probe(transports[1].address, PATIENCE_S, transports[1].worker))
                 time.sleep(1e-3)
 
         flooding = Task(flood)
-        for epoch in range(1, 11):
-            connect_all(fabrics, epoch=epoch)
-            for fabric in fabrics:
-                assert len(fabric.peers) == 3
-                fabric.retain(())
+        for generation in range(1, 11):
+            connect_all(transports, generation=generation)
+            for transport in transports:
+                assert len(transport.peers) == 3
+                transport.retain(())
         stop.set()
         flooding.result()
         for stranger in silent:
@@ -249,20 +249,20 @@ def test_workers_that_dial_each_other_end_up_with_one_working_link() -> None:
         with crew(2, connected=False) as (a, b):
             # Each is the later one in the order that it was told.
             orders = {a: addresses([b, a]), b: addresses([a, b])}
-            for fabric, members in orders.items():
-                fabric.prepare(members)
-            each(lambda f, m: f.connect(m, epoch=1, timeout_s=PATIENCE_S), list(orders), list(orders.values()))
+            for transport, members in orders.items():
+                transport.prepare(members)
+            each(lambda f, m: f.connect(m, generation=1, timeout_s=PATIENCE_S), list(orders), list(orders.values()))
             swap(a, b, 1, 1)
 
 
-def swap(a: Fabric, b: Fabric, epoch: int, op: int, size: int = 100_000) -> None:
+def swap(a: Transport, b: Transport, generation: int, op: int, size: int = 100_000) -> None:
     """Both send to each other at once, and each gets the other's bytes."""
     bodies, got = [os.urandom(size), os.urandom(size)], [bytearray(size), bytearray(size)]
     pair = ((a, b), (b, a))
 
     def half(i: int) -> None:
         me, peer = pair[i]
-        me.exchange(epoch, op, [(peer.worker, 0, memoryview(bodies[i]))], [(peer.worker, 0, memoryview(got[i]))])
+        me.exchange(generation, op, [(peer.worker, 0, memoryview(bodies[i]))], [(peer.worker, 0, memoryview(got[i]))])
 
     together([lambda: half(0), lambda: half(1)])
     assert [bytes(got[1]), bytes(got[0])] == bodies
@@ -293,28 +293,28 @@ def test_an_exchange_with_a_worker_without_a_link_is_lost() -> None:
         a.exchange(1, 1, receives=[("z/0#0", 0, bytearray())])
 
 
-def test_interrupt_wakes_an_operation_of_an_older_epoch() -> None:
+def test_interrupt_wakes_an_operation_of_an_older_generation() -> None:
     with crew(2) as (a, b):
         task = Task(lambda: a.exchange(1, 1, receives=[(b.worker, 0, bytearray())]))
         a.interrupt(5)
         with pytest.raises(GenerationChanged) as caught:
             task.result()
-        assert caught.value.epoch == 5
+        assert caught.value.generation == 5
 
 
-def test_interrupt_stops_operations_of_older_epochs_that_start_later() -> None:
+def test_interrupt_stops_operations_of_older_generations_that_start_later() -> None:
     with crew(2) as (a, b):
         a.interrupt(2)
         with pytest.raises(GenerationChanged):
             a.exchange(1, 1, sends=[(b.worker, 0, memoryview(b"x"))])
 
 
-def test_interrupt_never_touches_the_announced_epoch() -> None:
+def test_interrupt_never_touches_the_announced_generation() -> None:
     with crew(2) as (a, b):
         got = bytearray()
         task = Task(lambda: a.exchange(3, 1, receives=[(b.worker, 0, got)]))
-        for epoch in (1, 2, 3):
-            a.interrupt(epoch)
+        for generation in (1, 2, 3):
+            a.interrupt(generation)
         b.exchange(3, 1, sends=[(a.worker, 0, memoryview(b"still there"))])
         task.result()
         assert got == b"still there"
@@ -325,17 +325,17 @@ def test_a_deadline_ends_the_wait_for_a_silent_peer() -> None:
         a.exchange(1, 1, receives=[(b.worker, 0, bytearray())], deadline_s=0.0)
 
 
-def test_frames_of_later_operations_and_epochs_wait_until_they_are_wanted() -> None:
+def test_frames_of_later_operations_and_generations_wait_until_they_are_wanted() -> None:
     with crew(2) as (a, b):
-        for epoch, op in ((1, 7), (2, 1)):
-            b.exchange(epoch, op, sends=[(a.worker, 0, memoryview(f"{epoch}.{op}".encode()))])
+        for generation, op in ((1, 7), (2, 1)):
+            b.exchange(generation, op, sends=[(a.worker, 0, memoryview(f"{generation}.{op}".encode()))])
         task = Task(lambda: a.exchange(1, 6, receives=[(b.worker, 0, bytearray())], deadline_s=0.0))
         with pytest.raises(LinkLost, match="deadline"):
             task.result()
-        for epoch, op in ((1, 7), (2, 1)):
+        for generation, op in ((1, 7), (2, 1)):
             got = bytearray()
-            a.exchange(epoch, op, receives=[(b.worker, 0, got)])
-            assert got == f"{epoch}.{op}".encode()
+            a.exchange(generation, op, receives=[(b.worker, 0, got)])
+            assert got == f"{generation}.{op}".encode()
 
 
 def test_a_wait_on_a_parked_frame_ends_with_an_interruption() -> None:
@@ -350,7 +350,7 @@ def test_a_wait_on_a_parked_frame_ends_with_an_interruption() -> None:
         assert got == b"new"
 
 
-def test_frames_of_older_epochs_are_discarded() -> None:
+def test_frames_of_older_generations_are_discarded() -> None:
     with crew(2) as (a, b):
         b.exchange(1, 1, sends=[(a.worker, 0, memoryview(bytes(50_000)))])
         b.exchange(2, 1, sends=[(a.worker, 0, memoryview(b"wanted"))])
@@ -398,23 +398,23 @@ def test_a_link_that_was_reset_is_made_again() -> None:
         swap(a, b, 1, 1)
         a.retain([])
         wait_until(lambda: b._links[a.worker].hung_up(), PATIENCE_S, "the end of the old link")
-        connect_all([a, b], epoch=2)
+        connect_all([a, b], generation=2)
         swap(a, b, 2, 1)
 
 
 def test_a_joiner_is_linked_in_the_background_while_the_others_work() -> None:
-    with crew(3) as fabrics:
-        joiner = Fabric("b/0#0", "secret")
+    with crew(3) as transports:
+        joiner = Transport("b/0#0", "secret")
         try:
-            members = addresses([*fabrics, joiner])
+            members = addresses([*transports, joiner])
             joiner.prepare(members)
-            for fabric in fabrics:
-                fabric.prepare(members)
+            for transport in transports:
+                transport.prepare(members)
             op = 0
-            while len(joiner.peers) < 3 or any(joiner.worker not in fabric.peers for fabric in fabrics):
+            while len(joiner.peers) < 3 or any(joiner.worker not in transport.peers for transport in transports):
                 op += 1
-                swap(fabrics[0], fabrics[1], 1, op)
-            swap(fabrics[0], joiner, 2, 1)
+                swap(transports[0], transports[1], 1, op)
+            swap(transports[0], joiner, 2, 1)
         finally:
             joiner.close()
 
@@ -447,19 +447,19 @@ def test_a_forked_child_does_not_keep_links_alive() -> None:
 
 def test_links_stay_usable_however_an_operation_was_interrupted() -> None:
     chance = random.Random(11)
-    with crew(3) as fabrics:
+    with crew(3) as transports:
         checked = 0
-        for epoch in range(1, 301):
+        for generation in range(1, 301):
             size = chance.choice([100, 70_000, 1_000_000, wire.SEGMENT_BYTES + 3])
-            absent = chance.choice([None, *fabrics])
-            bodies = {fabric.worker: chance.randbytes(size) for fabric in fabrics}
-            tasks = [Task(partial(all_to_all, f, epoch, bodies)) for f in fabrics if f is not absent]
+            absent = chance.choice([None, *transports])
+            bodies = {transport.worker: chance.randbytes(size) for transport in transports}
+            tasks = [Task(partial(all_to_all, f, generation, bodies)) for f in transports if f is not absent]
             interrupted = absent is not None or chance.random() < 0.5
             if interrupted:
                 for _ in range(chance.randrange(4000)):
                     pass
-                for fabric in chance.sample(fabrics, 3):
-                    fabric.interrupt(epoch + 1)
+                for transport in chance.sample(transports, 3):
+                    transport.interrupt(generation + 1)
             for task in tasks:
                 try:
                     assert task.result() == [body for _, body in sorted(bodies.items())]
@@ -469,11 +469,11 @@ def test_links_stay_usable_however_an_operation_was_interrupted() -> None:
         assert checked > 100
 
 
-def all_to_all(me: Fabric, epoch: int, bodies: dict[str, bytes]) -> list[bytes]:
+def all_to_all(me: Transport, generation: int, bodies: dict[str, bytes]) -> list[bytes]:
     """Everybody's body, in the order of the names, as they came to `me`."""
     got = {name: bytearray(len(body)) for name, body in bodies.items() if name != me.worker}
     sends = [(peer, 0, memoryview(bodies[me.worker])) for peer in got]
-    me.exchange(epoch, 1, sends, [(peer, 0, memoryview(into)) for peer, into in got.items()])
+    me.exchange(generation, 1, sends, [(peer, 0, memoryview(into)) for peer, into in got.items()])
     arrived = {name: bytes(into) for name, into in got.items()}
     return [body for _, body in sorted({**arrived, me.worker: bodies[me.worker]}.items())]
 
@@ -496,8 +496,8 @@ def test_handshake_lines_are_checked() -> None:
 
 
 def test_errors_of_several_workers_name_the_one_that_left() -> None:
-    with crew(4) as fabrics:
-        *rest, leaver = fabrics
+    with crew(4) as transports:
+        *rest, leaver = transports
         calls = [lambda f=f: f.exchange(1, 1, receives=[(leaver.worker, 0, bytearray())]) for f in rest]
         leaver.close()
         assert [getattr(error, "peer", error) for error in outcomes(calls)] == [leaver.worker] * 3

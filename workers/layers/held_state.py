@@ -28,7 +28,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Standing:
+class HeldState:
     """One worker's state.
 
     Attributes:
@@ -57,7 +57,7 @@ class Standing:
         return {**asdict(self), "forms": forms_to_json(self.forms)}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Standing:
+    def from_json(cls, said: Mapping[str, Any]) -> HeldState:
         read = {
             "forms": forms_from_json(said["forms"]),
             "boxes": _boxes_from_json(said["boxes"]),

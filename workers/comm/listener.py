@@ -78,10 +78,10 @@ def _end_worker(error: BaseException) -> None:
     fatal.end_process("thread that makes its links", error)
 
 
-class Door:
+class Listener:
     """Listens on (`host`, a free port).
 
-    `joined(peer, socket)` is called, on the door's thread, for each connection that passed the handshake in either
+    `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
     reach must be replaced.
@@ -100,8 +100,8 @@ class Door:
         self._worker, self._token = worker, token
         self._linked, self._joined, self._failed = linked, joined, failed
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        port = self._listener.getsockname()[1]
+        self._server = socket.create_server((host, 0), family=family, backlog=1024)
+        port = self._server.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders: deque[_Order] = deque()
@@ -111,10 +111,10 @@ class Door:
         self._most_strangers = most_strangers(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._told_defect = False
         self._selector = selectors.DefaultSelector()
-        self._accepting = Accepting(self._selector, self._listener, None, self._say)
+        self._accepting = Accepting(self._selector, self._server, None, self._say)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._closing = False
-        self._thread = threads.start(f"elaunch-door {worker}", self._run, died)
+        self._thread = threads.start(f"elaunch-listener {worker}", self._run, died)
 
     def dial(self, peer: str, address: str, timeout_s: float) -> None:
         """Starts to connect to `peer` in the background, unless there is a link or one on its way."""
@@ -130,14 +130,14 @@ class Door:
 
     def close_in_child(self) -> None:
         """After a fork: drops the child's copies, so that the port dies with the parent."""
-        for sock in (self._listener, *(handshake.socket for handshake in self._handshakes)):
+        for sock in (self._server, *(handshake.socket for handshake in self._handshakes)):
             sock.close()
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(self._wait_s()):
-                    if key.fileobj is self._listener:
+                    if key.fileobj is self._server:
                         self._accept()
                     elif key.fd == self._wake:
                         self._take_orders()

@@ -9,9 +9,9 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.plan.transition import transitional
 from elaunch.workers.layers.executor import LayerKey
+from elaunch.workers.layers.held_state import HeldState
 from elaunch.workers.layers.migration import Under, keys_of, shapes_of
 from elaunch.workers.layers.shards import Form
-from elaunch.workers.layers.standing import Standing
 from elaunch.workers.state.boxes import n_elements
 from elaunch.workers.state.layout import StateLayout
 from elaunch.workers.state.routes import Router
@@ -19,7 +19,7 @@ from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_box
 from elaunch.workers.state.spec import LayerSpec
 
 
-class Survey:
+class MigrationPlan:
     """Who has what, and who needs what under the next plan.
 
     Args:
@@ -40,7 +40,7 @@ class Survey:
         StateError: a worker was given other layers or settings.
     """
 
-    def __init__(self, plan: Plan, standings: Mapping[str, Standing], specs: Sequence[LayerSpec]) -> None:
+    def __init__(self, plan: Plan, standings: Mapping[str, HeldState], specs: Sequence[LayerSpec]) -> None:
         _check_alike(standings)
         self._standings, self._specs = standings, specs
         self._holding = {who: one for who, one in standings.items() if one.plan}
@@ -121,7 +121,7 @@ class Survey:
         return found
 
 
-def _check_alike(standings: Mapping[str, Standing]) -> None:
+def _check_alike(standings: Mapping[str, HeldState]) -> None:
     (first, settings), *others = ((worker, one.settings) for worker, one in standings.items())
     for worker, theirs in others:
         if theirs != settings:
@@ -132,12 +132,12 @@ def _check_alike(standings: Mapping[str, Standing]) -> None:
             )
 
 
-def _held(worker: str, standing: Standing, layout: StateLayout) -> Holdings:
+def _held(worker: str, standing: HeldState, layout: StateLayout) -> Holdings:
     """What a worker has of its own optimizer state."""
     return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
 
 
-def _hosted(standing: Standing, layout: StateLayout) -> Holdings:
+def _hosted(standing: HeldState, layout: StateLayout) -> Holdings:
     """What a worker has in host memory of others' states, under its plan."""
     if standing.hosted is not None:
         return standing.hosted

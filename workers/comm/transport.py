@@ -1,12 +1,12 @@
 """All links of one worker, and the operations on them.
 
-    fabric = Fabric("a/0#0", token)
-    fabric.connect({"a/0#0": fabric.address, "a/1#0": "127.0.0.1:4711"}, epoch=1, timeout_s=10)
-    fabric.exchange(1, 0, sends=[("a/1#0", 0, view)], receives=[("a/1#0", 0, writable)])
-    with fabric.open(1, 1, peers=["a/1#0"]) as traffic:    # messages posted over time
+    transport = Transport("a/0#0", token)
+    transport.connect({"a/0#0": transport.address, "a/1#0": "127.0.0.1:4711"}, generation=1, timeout_s=10)
+    transport.exchange(1, 0, sends=[("a/1#0", 0, view)], receives=[("a/1#0", 0, writable)])
+    with transport.open(1, 1, peers=["a/1#0"]) as traffic:    # messages posted over time
         traffic.send("a/1#0", 7, view)
-    fabric.interrupt(2)      # from any thread: whatever runs for an epoch below 2 raises GenerationChanged(2)
-    fabric.retain(survivors)
+    transport.interrupt(2)      # from any thread: whatever runs for a generation below 2 raises GenerationChanged(2)
+    transport.retain(survivors)
 
 Links belong to workers, not to generations: an interrupted operation leaves them usable, so that a generation change
 costs only the links it adds. Between workers that were introduced to each other an `exchange` makes the links it lacks.
@@ -31,9 +31,9 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
-from elaunch.workers.comm.door import REDIAL_S, Door, HungUp, read_line
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Destination, Link
+from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
 
@@ -48,7 +48,7 @@ Receive = tuple[str, int, Destination]
 """Peer, part, where the bytes go: a view that is filled exactly, or a bytearray that grows to whatever comes."""
 
 
-class Fabric:
+class Transport:
     """The links of the worker `worker`, keyed by the peer's identity.
 
     `exchange` and `open` may be called from any thread; one operation runs at a time, an open one until it is closed or
@@ -73,8 +73,8 @@ class Fabric:
         self._opened: queue.SimpleQueue[Traffic | None] = queue.SimpleQueue()
         self._driver: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._door = Door(worker, token, host, self._has, self._joined, self._failed)
-        self.address = self._door.address
+        self._listener = Listener(worker, token, host, self._has, self._joined, self._failed)
+        self.address = self._listener.address
         _FABRICS.add(self)
 
     @property
@@ -97,23 +97,23 @@ class Fabric:
         found = {peer.partition("#")[0]: link.carried() for peer, link in links}
         return {slot: carried for slot, carried in found.items() if carried is not None}
 
-    def connect(self, members: Mapping[str, str], *, epoch: int, timeout_s: float) -> None:
+    def connect(self, members: Mapping[str, str], *, generation: int, timeout_s: float) -> None:
         """Returns once there is a working link to every member.
 
         `members` maps identities to addresses in the order of the generation, this worker included. Of two workers
         the later one in that order dials. Raises `LinkLost` for the first member that refuses or does not come within
-        `timeout_s`, and `GenerationChanged` when `interrupt` announces an epoch above `epoch`.
+        `timeout_s`, and `GenerationChanged` when `interrupt` announces a generation above `generation`.
         """
         deadline_s = time.monotonic() + timeout_s
-        with heartbeat.waiting(sorted(members.keys() - {self.worker}), epoch), self._changed:
+        with heartbeat.waiting(sorted(members.keys() - {self.worker}), generation), self._changed:
             if self._closing:
-                raise RuntimeError(f"the fabric of {self.worker} is closed")
+                raise RuntimeError(f"the transport of {self.worker} is closed")
             for link in self._links.values():
                 if link.peer in members and link.hung_up():
                     link.fail("closed by the peer")
             self._dial_missing(members, timeout_s)
             while True:
-                if self._floor > epoch:
+                if self._floor > generation:
                     raise GenerationChanged(self._floor)
                 missing = [peer for peer in members if peer != self.worker and not self._has(peer)]
                 if not missing:
@@ -153,18 +153,18 @@ class Fabric:
             for link in closing:
                 link.close()
 
-    def interrupt(self, epoch: int) -> None:
-        """From any thread: operations of epochs below `epoch`, under way or to come, raise `GenerationChanged`."""
+    def interrupt(self, generation: int) -> None:
+        """Makes operations of older generations, now and later, raise `GenerationChanged`. Any thread may call it."""
         with self._changed:
-            if epoch <= self._floor or self._closed:
+            if generation <= self._floor or self._closed:
                 return
-            self._floor = epoch
+            self._floor = generation
             self._changed.notify_all()
             os.eventfd_write(self._wake, 1)
 
     def exchange(
         self,
-        epoch: int,
+        generation: int,
         op: int,
         sends: Sequence[Send] = (),
         receives: Sequence[Receive] = (),
@@ -172,62 +172,64 @@ class Fabric:
     ) -> None:
         """Moves all parts and returns when the last byte has left for, or arrived from, the kernel.
 
-        A peer's part is matched by (epoch, op, part). What it sends for older epochs is discarded, what it sends for
-        later operations waits. `deadline_s` is a time of `time.monotonic`. Raises `GenerationChanged` when interrupted,
-        `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
+        A peer's part is matched by (generation, op, part). What it sends for older generations is discarded, what it
+        sends for later operations waits. `deadline_s` is a time of `time.monotonic`. Raises `GenerationChanged` when
+        interrupted, `LinkLost` when a link that has something left to do breaks, cannot be made or passes the deadline.
         """
-        self.link_up({peer for peer, _, _ in (*sends, *receives)}, epoch)
-        with heartbeat.waiting([peer for peer, _, _ in receives or sends], epoch, op), self._running:
-            self._begin(epoch)
+        self.link_up({peer for peer, _, _ in (*sends, *receives)}, generation)
+        with heartbeat.waiting([peer for peer, _, _ in receives or sends], generation, op), self._running:
+            self._begin(generation)
             links: dict[str, Link] = {}
             try:
                 for peer, part, body in sends:
-                    self._link(peer, links).post_send(epoch, op, part, body)
+                    self._link(peer, links).post_send(generation, op, part, body)
                 for peer, part, destination in receives:
-                    self._link(peer, links).post_receive(epoch, op, part, destination)
-                drive(links.values(), self._wake, lambda: self._check(epoch), deadline_s=deadline_s)
+                    self._link(peer, links).post_receive(generation, op, part, destination)
+                drive(links.values(), self._wake, lambda: self._check(generation), deadline_s=deadline_s)
             finally:
                 for link in links.values():
                     link.finish()
 
-    def stream(self, epoch: int, op: int, outgoing: Mapping[str, Messages], incoming: Mapping[str, Messages]) -> None:
+    def stream(
+        self, generation: int, op: int, outgoing: Mapping[str, Messages], incoming: Mapping[str, Messages]
+    ) -> None:
         """Moves long sequences of messages, by peer, each made and taken in when its turn comes.
 
         Both ends of a link must agree on the sizes of its messages. Returns when the last one has left or come; raises
         like `exchange`.
         """
         peers = list(dict.fromkeys((*outgoing, *incoming)))
-        self.link_up(set(peers), epoch)
-        with heartbeat.waiting(peers, epoch, op), self._running:
-            self._begin(epoch)
+        self.link_up(set(peers), generation)
+        with heartbeat.waiting(peers, generation, op), self._running:
+            self._begin(generation)
             flows: list[Flow] = []
             try:
                 for peer in peers:
                     ends = outgoing.get(peer, iter(())), incoming.get(peer, iter(()))
-                    flows.append(Flow(self._find(peer), epoch, op, *ends))
-                drive(flows, self._wake, lambda: self._check(epoch))
+                    flows.append(Flow(self._find(peer), generation, op, *ends))
+                drive(flows, self._wake, lambda: self._check(generation))
             finally:
                 for flow in flows:
                     flow.finish()
 
-    def open(self, epoch: int, op: int, peers: Collection[str] = ()) -> Traffic:
-        """Begins an operation to which parts are added while it runs; a thread of the fabric drives it.
+    def open(self, generation: int, op: int, peers: Collection[str] = ()) -> Traffic:
+        """Begins an operation to which parts are added while it runs; a thread of the transport drives it.
 
         It ends when the traffic is closed or fails; until then every `exchange` waits, also one of the same thread.
         The links to those of `peers` that there are take part from the start: what they send is read, and their end is
-        seen at once. Other links do when the first part is sent or posted. No other operation of this epoch on these
-        links may have the number `op`: what comes for it is accepted whether anything was posted or not.
+        seen at once. Other links do when the first part is sent or posted. No other operation of this generation on
+        these links may have the number `op`: what comes for it is accepted whether anything was posted or not.
         Raises `GenerationChanged` when interrupted before.
         """
-        with heartbeat.waiting(peers, epoch, op):
+        with heartbeat.waiting(peers, generation, op):
             self._running.acquire()
         try:
-            self._begin(epoch)
+            self._begin(generation)
             with self._changed:
                 links = [self._links[peer] for peer in peers if peer in self._links]
             if self._driver is None:
                 self._driver = threads.start("elaunch-traffic", self._drive_traffic, _end_worker)
-            traffic = Traffic(epoch, op, links, self._find, self._wake, lambda: self._check(epoch))
+            traffic = Traffic(generation, op, links, self._find, self._wake, lambda: self._check(generation))
         except BaseException:
             self._running.release()
             raise
@@ -274,12 +276,12 @@ class Fabric:
         return wire.read_ack(line)
 
     def close(self) -> None:
-        """Closes the door and all links, in order: peers still get all that was sent. Waits until no operation runs."""
+        """Closes listener and links, in order: peers still get all that was sent. Waits until no operation runs."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
-        self._door.close()
+        self._listener.close()
         self.retain(())
         with self._running, self._changed:
             self._closed = True
@@ -288,27 +290,27 @@ class Fabric:
         if self._driver is not None:
             self._driver.join()
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, generation: int) -> None:
         if self._closed:
-            raise RuntimeError(f"the fabric of {self.worker} is closed")
+            raise RuntimeError(f"the transport of {self.worker} is closed")
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self._check(epoch)
+        self._check(generation)
 
-    def _check(self, epoch: int) -> Collection[Link]:
+    def _check(self, generation: int) -> Collection[Link]:
         """Raises when interrupted; the links that got something to do by that: none."""
-        if self._floor > epoch:
+        if self._floor > generation:
             raise GenerationChanged(self._floor)
         return ()
 
-    def link_up(self, peers: Collection[str], epoch: int) -> None:
+    def link_up(self, peers: Collection[str], generation: int) -> None:
         """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here."""
-        self._check(epoch)
+        self._check(generation)
         if all(peer in self._links or peer not in self._known for peer in peers):
             return
         with self._changed:
             members = {who: where for who, where in self._known.items() if who in peers or who == self.worker}
-        self.connect(members, epoch=epoch, timeout_s=PATIENCE_S)
+        self.connect(members, generation=generation, timeout_s=PATIENCE_S)
 
     def _link(self, peer: str, links: dict[str, Link]) -> Link:
         link = links.get(peer)
@@ -340,7 +342,7 @@ class Fabric:
             # A later member dials by itself, unless its link broke: then it may be dead, and only dialling shows that.
             if place != me and not self._has(peer) and (place < me or peer in self._links):
                 self._failures.pop(peer, None)
-                self._door.dial(peer, members[peer], timeout_s)
+                self._listener.dial(peer, members[peer], timeout_s)
 
     def _joined(self, peer: str, sock: socket.socket) -> None:
         with self._changed:
@@ -358,7 +360,7 @@ class Fabric:
             self._changed.notify_all()
 
     def _close_in_child(self) -> None:
-        self._door.close_in_child()
+        self._listener.close_in_child()
         for link in (*self._links.values(), *self._replaced):
             link.socket.close()
 
@@ -367,12 +369,12 @@ def _end_worker(error: BaseException) -> None:
     fatal.end_process("thread that drives its links", error)
 
 
-_FABRICS: weakref.WeakSet[Fabric] = weakref.WeakSet()
+_FABRICS: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def _close_all_in_child() -> None:
-    for fabric in list(_FABRICS):
-        fabric._close_in_child()
+    for transport in list(_FABRICS):
+        transport._close_in_child()
 
 
 # A forked child (a data loader's worker, say) would keep the connections open after its parent was killed, and peers

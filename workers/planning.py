@@ -1,0 +1,168 @@
+"""How the members go on: one of them asks its policy selector, and all get the same decision.
+
+The runtime has a `Planner` for a job whose work is described by a `Plan`: of `elaunch.hybrid()`, or of a framework that
+calls `Member.use_plans`. It keeps the plan by which the state is distributed and the one the job prefers, carries both
+to workers that join, and takes the plans that `elaunch ctl plan --set` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elaunch.errors import StateError
+from elaunch.plan.tiling import Plan, PlanError
+from elaunch.policy.selector import Decision, Selector
+from elaunch.policy.structure import NotPossible
+from elaunch.rendezvous.membership import Generation, names_text
+from elaunch.workers.comm.group import Group
+from elaunch.workers.hooks import Verdict
+
+_REFUSED = b"refused "
+"""Before the reasons why there is no plan."""
+
+
+class Planner:
+    """The plans of a job, as one of its workers knows them.
+
+    Args:
+        given: the plan with which the script begins; any names of workers will do.
+        selector: of this worker; None where the membership cannot change.
+        saved: returns the number of steps in the newest checkpoint; None: there is none.
+
+    Attributes:
+        decision: the newest one, which the members are going over to or follow.
+        preferred: the plan to which the job returns when all its places are filled.
+    """
+
+    def __init__(self, given: Plan, selector: Selector | None, saved: Callable[[], int | None]) -> None:
+        self.decision: Decision | None = None
+        self.preferred: Plan | None = None
+        self._given, self._selector, self._saved = given, selector, saved
+        self._present: Plan | None = None  # by which the state is distributed
+        self._request = ""
+
+    def facts(self) -> dict[str, str]:
+        """Returns what a member tells those that join, as JSON values."""
+        return {"preferred": str(self.preferred) if self.preferred is not None else "", "request": self._request}
+
+    def choose(self, generation: Generation, group: Group, verdict: Verdict, known: Mapping[str, str]) -> Decision:
+        """Chooses how the members go on; the same on all of them.
+
+        Args:
+            generation: which is being entered.
+            group: its members.
+            verdict: of their agreement.
+            known: the `facts` of a member that had committed all steps; empty where the job begins.
+
+        Raises:
+            StateError: there is no plan for these members.
+        """
+        self.decision = self._chosen(generation, group, verdict, known)
+        return self.decision
+
+    def entered(self, generation: Generation) -> Decision:
+        """Notes that the members go on by the decision, and returns it."""
+        assert self.decision is not None, "the hooks entered a generation without a plan: call choose() in plan()"
+        self._present, self.preferred = self.decision.plan, self.decision.home
+        self._request = generation.plan_request
+        return self.decision
+
+    def _chosen(self, generation: Generation, group: Group, verdict: Verdict, known: Mapping[str, str]) -> Decision:
+        members = generation.ids
+        if verdict.fresh:
+            if len(self._given.workers) == len(members):
+                here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
+                return Decision.given(here, "given", "the script gave the plan")
+            if verdict.saved is None:
+                raise StateError(
+                    f"the plan is for {len(self._given.workers)} workers and the job has {len(members)} "
+                    f"({', '.join(members)}); start as many workers as the plan has, or give another plan"
+                )
+            return self._from_one(group, 0, self._given, self._given)
+        refused, preferred = "", Plan.parse(known["preferred"])
+        if generation.plan_request != known["request"] and generation.plan:
+            requested = Plan.parse(generation.plan)
+            refused = _unfit(requested, preferred, members)
+            if not refused:
+                return Decision.given(requested, "asked", "the plan was asked for")
+            refused = f"; the plan asked for {refused}"
+        return self._from_one(group, verdict.passed, self._present, preferred, refused, verdict.leaving)
+
+    def _from_one(
+        self,
+        group: Group,
+        rank: int,
+        present: Plan | None,
+        preferred: Plan,
+        more: str = "",
+        leaving: Sequence[str] = (),
+    ) -> Decision:
+        """Returns what one member decides: what was measured and planned ahead differs between members.
+
+        Args:
+            group: of all members.
+            rank: of the one that decides.
+            present: the plan by which the state is distributed; there, it must be given.
+            preferred: the plan with all places filled.
+            more: for the reason.
+            leaving: members that are to have nothing.
+
+        Raises:
+            StateError: there is no plan for these members.
+        """
+        told = b""
+        if group.rank == rank:
+            assert present is not None
+            told = self._decided(present, preferred, group.members, more, leaving)
+        decided = group.all_gather_bytes(told)[rank]
+        if decided.startswith(_REFUSED):
+            saved = self._saved()
+            where = f"from its checkpoint after {saved} steps" if saved is not None else "from the start"
+            raise StateError(
+                f"{decided.removeprefix(_REFUSED).decode()}; start the job with more workers or memory, and it goes on "
+                f"{where}"
+            )
+        return Decision.from_bytes(decided)
+
+    def _decided(
+        self, present: Plan, preferred: Plan, members: Sequence[str], more: str, leaving: Sequence[str]
+    ) -> bytes:
+        selector = self._selector
+        assert selector is not None, "a membership that changes without an agent"
+        left = [worker for worker in present.idle if worker not in members]
+        if left and set(members) == set(present.workers) - set(left):
+            plan = replace(present, idle=tuple(worker for worker in present.idle if worker in members))
+            reason = f"{names_text(left)} left, and had nothing any more{more}"
+            return replace(Decision.given(plan, "stay", reason), home=preferred).to_bytes()
+        try:
+            choice = selector.decide(present, preferred, [worker for worker in members if worker not in leaving])
+            chosen = Decision.of(choice, selector.clocking(choice.plan), more)
+            return chosen.with_idle(leaving).to_bytes()
+        except NotPossible as error:
+            return _REFUSED + str(error).encode()
+
+
+def known_by(facts: Mapping[str, Any]) -> Mapping[str, str]:
+    """Returns a member's `Planner.facts` out of those it voted with."""
+    known: Mapping[str, str] = facts.get(FACTS, {})
+    return known
+
+
+FACTS = "elaunch.plan"
+"""Where among the facts of a vote those of the planner are."""
+
+
+def _unfit(requested: Plan, preferred: Plan, members: Sequence[str]) -> str:
+    """Returns why a plan that was asked for cannot be followed; empty if it can."""
+    sizes, ours = ((plan.n_layers, plan.global_batch_size, plan.micro_batch_size) for plan in (requested, preferred))
+    if sizes != ours:
+        return f"has (layers, batch, micro-batch) {sizes}, and the job has {ours}"
+    if set(requested.workers) != set(members):
+        return f"is for {', '.join(requested.workers)}, and the members are {', '.join(members)}"
+    try:
+        requested.validate(members)
+    except PlanError as error:
+        return str(error)
+    return ""
