@@ -19,9 +19,9 @@ from elaunch.plan import Plan, symmetric
 from elaunch.workers.random.trace import RandomTrace
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
+from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
-from elaunch.workers.state.spec import LayerSpec
 from tests.unit.plan_strategies import valid_plans
 
 SHAPES = {"rows": (8, 12), "columns": (6, 8), "bias": (8,), "norm": (70,), "scale": ()}
