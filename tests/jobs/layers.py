@@ -30,7 +30,7 @@ import os
 import resource
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.layers.engine import Engine
@@ -80,7 +79,6 @@ class LayerFaults(Faults):
             self._die_around(Transport, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
-            self._wrap(Group, "stream", self._stream_in_part)
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
             self._wrap(Engine, "apply", self._apply)
@@ -108,25 +106,6 @@ class LayerFaults(Faults):
         for message in original(*args):
             yield message
             if self.due("moving"):
-                die()
-
-    def _stream_in_part(
-        self,
-        original: Callable[..., Any],
-        group: Group,
-        outgoing: Mapping[int, Messages],
-        incoming: Mapping[int, Messages],
-    ) -> None:
-        original(
-            group,
-            {peer: self._dying(messages, "moving") for peer, messages in outgoing.items()},
-            {peer: self._dying(messages, "receive") for peer, messages in incoming.items()},
-        )
-
-    def _dying(self, messages: Messages, phase: str) -> Iterator[memoryview]:
-        for message in messages:
-            yield message
-            if self.due(phase):
                 die()
 
 

@@ -40,7 +40,7 @@ from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
 from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member, history_of
-from elaunch.workers.state.move import move_state
+from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -441,8 +441,6 @@ class Job(BaseJob):
         return self._member.group
 
     def _durable(self) -> Part:
-        from elaunch.workers.state.objects import part_of
-
         assert self._layout is not None
         return part_of(self._objects, self._layout.cursor, self._member.rank, self._member.size)
 
@@ -452,7 +450,6 @@ class Job(BaseJob):
         Whether its settings are those of this job is known when `batches` is called.
         """
         from elaunch.workers.state.checkpoint import Restored
-        from elaunch.workers.state.objects import fill, read
 
         found = self._member.checkpoints.restore(group, step, read)
         fill(self._objects, found.saved, found.state)
@@ -503,7 +500,7 @@ class Job(BaseJob):
             return 0
         if not verdict.receivers:
             return 0
-        received_bytes, self.step = move_state(group, verdict, self._objects, self.step)
+        received_bytes, self.step = move_objects(group, verdict, self._objects, self.step)
         return received_bytes
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
