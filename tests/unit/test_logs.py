@@ -725,12 +725,15 @@ def test_a_tee_whose_thread_ends_before_close_looks_at_it_is_closed(
     write(logs.stdout, b"one\n")
     requests = tee._requests
 
+    def is_over() -> bool:
+        return not thread.is_alive()
+
     class Quick:
         """The thread has taken the request, and has ended, before `put` returns."""
 
         def put(self, request: object) -> None:
             requests.put(request)  # type: ignore[arg-type]
-            thread.join(20)
+            wait_until(is_over, 20, "the end of the thread")
 
         def __getattr__(self, name: str) -> object:
             return getattr(requests, name)
