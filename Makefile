@@ -49,12 +49,11 @@ test: setup
 soak:
 	$(MAKE) test TEST_LIMIT_S=$(SOAK_LIMIT_S) PYTEST_ARGS='--soak $(PYTEST_ARGS)'
 
-# mypy has one core, the tests have the others.
 check: setup
 	$(MAKE) --jobs=2 --output-sync=target lint unit
 
 unit: setup
-	$(BIN)/python -m pytest --numprocesses=$$(nproc) --dist=worksteal -m 'not job' $(PYTEST_ARGS) tests/unit
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m 'not job' $(PYTEST_ARGS) tests/unit
 
 conformance: setup
 	$(BIN)/python -m pytest --timeout=400 $(PYTEST_ARGS) tests/conformance

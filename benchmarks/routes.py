@@ -23,9 +23,9 @@ import torch
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Layout, Plan, symmetric
 from elaunch.workers.random.trace import RandomTrace
+from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import holdings_of_plan, items_of_layers
-from elaunch.workers.state.spec import LayerSpec
 
 WIDTH, KEY_WIDTH, INNER, WORDS, BLOCKS = 8192, 1024, 28672, 32000, 80
 Parameters = dict[str, tuple[tuple[int, ...], int | None]]

@@ -58,11 +58,11 @@ from benchmarks.report import Report, add_arguments, spread
 from benchmarks.routes import Parameters, described
 from elaunch.plan import Layout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.regions import Region
 from elaunch.workers.state.reshard import plan_stages, reshard
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
-from elaunch.workers.state.spec import LayerSpec
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 WIDTH, INNER, WORDS = 1024, 2816, 8192

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nor do replacements need torch's compiler in their warm parent (tests/jobs/eager.py).
 os.environ.setdefault("ELAUNCH_PRELOAD", "torch,elaunch.workers.data_parallel.job")
 
+# Without its bytecode on the disk, elaunch is compiled again by each of the thousands of processes: 0.2 s each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A shell ignores SIGINT for what runs in its background, and tests would hand that on to what they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +45,9 @@ GRACE_S = 5.0
 
 # Looking at every process of the machine after each of thousands of tests takes a minute in all.
 CHILDREN_ARE_SHOWN = os.path.exists("/proc/thread-self/children")
+
+# Where whole jobs are tested, for seconds each.
+LONG = {"conformance", "faults", "integration"}
 
 _numbers = itertools.count(1)
 
@@ -60,6 +68,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Returns the tests so that each of pytest's processes has its share of the whole jobs, and begins with them.
+
+    pytest-xdist gives each process as many tests in a row, and later what another has not begun yet: at the end those
+    should be short.
+    """
+    jobs = [item for item in items if item.path.parent.name in LONG]
+    others = [item for item in items if item.path.parent.name not in LONG]
+    return [
+        item
+        for worker in range(workers)
+        for some in (jobs, others)
+        for item in some[len(some) * worker // workers : len(some) * (worker + 1) // workers]
+    ]
 
 
 @pytest.fixture(scope="session", autouse=True)

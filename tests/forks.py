@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import ROOT
+
 START_S = 120.0
 """Seconds that a server may take to import its modules, or to fork, on a busy machine."""
 

@@ -22,12 +22,10 @@ import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests import ROOT as ROOT
 from tests import forks
 
 T = TypeVar("T")
-
-ROOT = Path(__file__).resolve().parent.parent
-"""The top folder of the repository."""
 
 TEST_ID = "ELAUNCH_TEST_ID"
 """The environment variable that marks every process started during a test, however deep and whoever its parent is."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan, PlanError
@@ -19,6 +18,9 @@ from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict
+
+FACTS = "elaunch.plan"
+"""Where among the facts of a vote those of `Planner.facts` are."""
 
 _REFUSED = b"refused "
 """Before the reasons why there is no plan."""
@@ -34,43 +36,39 @@ class Planner:
 
     Attributes:
         decision: the newest one, which the members are going over to or follow.
-        preferred: the plan to which the job returns when all its places are filled.
     """
 
     def __init__(self, given: Plan, selector: Selector | None, saved: Callable[[], int | None]) -> None:
         self.decision: Decision | None = None
-        self.preferred: Plan | None = None
         self._given, self._selector, self._saved = given, selector, saved
-        self._present: Plan | None = None  # by which the state is distributed
+        self._followed: Decision | None = None  # the state is distributed by its plan
         self._request = ""
 
     def facts(self) -> dict[str, str]:
         """Returns what a member tells those that join, as JSON values."""
-        return {"preferred": str(self.preferred) if self.preferred is not None else "", "request": self._request}
+        return {"preferred": str(self._followed.home) if self._followed else "", "request": self._request}
 
-    def choose(self, generation: Generation, group: Group, verdict: Verdict, known: Mapping[str, str]) -> Decision:
+    def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """Chooses how the members go on; the same on all of them.
 
         Args:
             generation: which is being entered.
             group: its members.
             verdict: of their agreement.
-            known: the `facts` of a member that had committed all steps; empty where the job begins.
 
         Raises:
             StateError: there is no plan for these members.
         """
-        self.decision = self._chosen(generation, group, verdict, known)
+        self.decision = self._chosen(generation, group, verdict)
         return self.decision
 
     def entered(self, generation: Generation) -> Decision:
         """Notes that the members go on by the decision, and returns it."""
         assert self.decision is not None, "the hooks entered a generation without a plan: call choose() in plan()"
-        self._present, self.preferred = self.decision.plan, self.decision.home
-        self._request = generation.plan_request
+        self._followed, self._request = self.decision, generation.plan_request
         return self.decision
 
-    def _chosen(self, generation: Generation, group: Group, verdict: Verdict, known: Mapping[str, str]) -> Decision:
+    def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         members = generation.ids
         if verdict.fresh:
             if len(self._given.workers) == len(members):
@@ -82,6 +80,7 @@ class Planner:
                     f"({', '.join(members)}); start as many workers as the plan has, or give another plan"
                 )
             return self._from_one(group, 0, self._given, self._given)
+        known: Mapping[str, str] = verdict.facts[verdict.passed][FACTS]
         refused, preferred = "", Plan.parse(known["preferred"])
         if generation.plan_request != known["request"] and generation.plan:
             requested = Plan.parse(generation.plan)
@@ -89,7 +88,8 @@ class Planner:
             if not refused:
                 return Decision.given(requested, "asked", "the plan was asked for")
             refused = f"; the plan asked for {refused}"
-        return self._from_one(group, verdict.passed, self._present, preferred, refused, verdict.leaving)
+        present = self._followed.plan if self._followed is not None else None
+        return self._from_one(group, verdict.passed, present, preferred, refused, verdict.leaving)
 
     def _from_one(
         self,
@@ -143,16 +143,6 @@ class Planner:
             return chosen.with_idle(leaving).to_bytes()
         except NotPossible as error:
             return _REFUSED + str(error).encode()
-
-
-def known_by(facts: Mapping[str, Any]) -> Mapping[str, str]:
-    """Returns a member's `Planner.facts` out of those it voted with."""
-    known: Mapping[str, str] = facts.get(FACTS, {})
-    return known
-
-
-FACTS = "elaunch.plan"
-"""Where among the facts of a vote those of the planner are."""
 
 
 def _unfit(requested: Plan, preferred: Plan, members: Sequence[str]) -> str:

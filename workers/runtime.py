@@ -36,7 +36,6 @@ from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.selector import Selector, make_selector
-from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Evict, Finished, Leaving, Profiled, Report
 from elaunch.workers import agent_client, barrier, data, heartbeat
@@ -46,7 +45,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
-from elaunch.workers.planning import FACTS, Planner, known_by
+from elaunch.workers.planning import FACTS, Planner
 from elaunch.workers.recovery import Left, Recovery, tells_again
 
 # torch.distributed.checkpoint and meshes take a second to import, and most jobs have none.
@@ -211,11 +210,10 @@ class Member:
         if len(layers) != plan.n_layers:
             raise StateError(f"the plan has {plan.n_layers} layers, and {len(layers)} are described")
         if self.elastic:
-            asked = from_environment(os.environ).tp
-            widths = sorted({len(tile.workers) for tile in plan.tiles}.union(asked)) if asked else ()
             counts = [1] * len(layers) if elements is None else elements
+            widths = {len(tile.workers) for tile in plan.tiles}
             self.selector = make_selector(
-                self.worker, layers, counts, "this job", min_nodes=self.min_nodes, widths=tuple(widths)
+                self.worker, layers, counts, "this job", min_nodes=self.min_nodes, plan_widths=widths
             )
         self._planner = Planner(plan, self.selector, self.checkpoints.newest)
 
@@ -230,8 +228,7 @@ class Member:
         """
         if self._planner is None:
             raise StateError("call use_plans() before join(): this job has no plan to go on from")
-        known = {} if verdict.fresh else known_by(verdict.facts[verdict.passed])
-        return self._planner.choose(generation, group, verdict, known)
+        return self._planner.choose(generation, group, verdict)
 
     def took(self, seconds: float, rows: int) -> None:
         """Tells the selector what this worker's own part of the step under way took.

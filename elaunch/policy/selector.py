@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,9 +357,11 @@ def make_selector(
     name: str,
     slot_samples: float = 1.0,
     min_nodes: int = 1,
-    widths: tuple[int, ...] = (),
+    plan_widths: Collection[int] = (),
 ) -> Selector:
     """Returns a selector for a worker, with the settings of its environment; see `Measured` and `Settings`.
+
+    `plan_widths` are the widths of the tiles of the first plan. With `--tp` plans may have those and the plan's own.
 
     Raises:
         UsageError: a setting is none.
@@ -377,6 +379,7 @@ def make_selector(
                 f"--profile={policy_config.profile} has {len(prior.layers)} layers and the model {len(layers)}; "
                 "give the file of this model, or the name of a new one"
             )
+    widths = tuple(sorted({*plan_widths, *policy_config.tp})) if plan_widths and policy_config.tp else ()
     degrees = Degrees(policy_config.dp, policy_config.pp or Degrees.pp)
     settings = Settings(
         policy_config.policy, policy_config.consistency or "fast", degrees, widths, slot_samples=slot_samples

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.plan import Plan, symmetric
-from tests.helpers import ROOT, Spawner, once_a_session, soak
+from tests.helpers import ROOT, Spawner, once_a_session, scaled, soak
 from tests.jobs.watch import Node, assert_same, digests, elaunch, losses, wait_for, wait_for_members, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "layers.py"
@@ -194,9 +194,10 @@ def test_a_plan_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = ("--steps", "400")
+    steps = ("--steps", str(scaled(150, 400)))
     expected = reference(spawn, tmp_path, *steps)
-    node = run(spawn, tmp_path, *steps, policy="reroute")
+    # So that it still runs when `ctl` has started for the second time.
+    node = run(spawn, tmp_path, *steps, "--row-seconds=0.001", policy="reroute")
     names = ["a", "b", "c", "d"]
     for number, plan in enumerate((symmetric(names, 4, 24, 3, pp=4), symmetric(names, 4, 24, 3, dp=4)), 1):
         wait_for_step(node, 20 * number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -55,15 +56,21 @@ def left(node: Node, worker: str) -> bool:
 
 def kill_at_once(node: Node, pids: list[int]) -> None:
     """Let the agent hear of these deaths together, however slowly the kernel ends the processes."""
-    holders = {psutil.Process(pid).parent() for pid in pids}
+    holders = {process.pid for process in map(psutil.Process.parent, map(psutil.Process, pids)) if process}
+    idle = wait_until(lambda: waiting_in(holders), 20, "the holders of the workers to wait")
     node.agent.signal(signal.SIGSTOP)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    # Reaped, not only dead; and who reaped them waits again, so it has told the agent.
+    # Reaped, not only dead; and who reaped them waits where it did before, so it has told the agent.
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20, "the workers to be reaped")
-    waits = psutil.STATUS_SLEEPING
-    wait_until(lambda: all(one and one.status() == waits for one in holders), 20, "the agent to be told")
+    wait_until(lambda: waiting_in(holders) == idle, 20, "the agent to be told")
     node.agent.signal(signal.SIGCONT)
+
+
+def waiting_in(pids: Iterable[int]) -> dict[int, str]:
+    """The numbers of the system calls in which processes wait; empty as long as one of them runs."""
+    calls = {pid: Path(f"/proc/{pid}/syscall").read_text().split()[0] for pid in pids}
+    return {} if "running" in calls.values() else calls
 
 
 @pytest.mark.timeout(300)

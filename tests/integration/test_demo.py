@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Spawner
+from tests.helpers import ROOT, Spawner, scaled
 
 DEMO = ROOT / "examples" / "demo.py"
+STEPS = scaled(24, 36)
 
 # It trains a real model: beside many other jobs a step takes seconds.
 pytestmark = pytest.mark.timeout(330)
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(330)
 
 def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
-    demo = spawn.python(DEMO, "--steps=24", "--workers=2", f"--events={log}", name="demo")
+    demo = spawn.python(DEMO, f"--steps={STEPS}", "--workers=2", f"--events={log}", name="demo")
     assert demo.wait(280) == 0, demo.tail()
     text = demo.text()
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -29,7 +30,7 @@ def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_pat
     assert "its 1 peer had committed step" in text
     assert "Its replacement node0/0#1" in text
     assert f"pid {survivor} before, {survivor} at the end" in text
-    assert "Each of the 24 steps committed once, 1536 samples in all" in text
+    assert f"Each of the {STEPS} steps committed once, {64 * STEPS} samples in all" in text
 
 
 def test_an_interrupted_demo_ends_everything_that_it_started(spawn: Spawner) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.plan import symmetric
-from tests.helpers import ROOT, Spawned, Spawner
+from tests.helpers import ROOT, Spawned, Spawner, scaled
 from tests.jobs.watch import START_S, Node, assert_same, digests, elaunch, losses, wait_for_step
 
 EXAMPLE = ROOT / "examples" / "train_dtensor.py"
@@ -53,7 +53,7 @@ def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = ("--steps=120",)
+    steps = (f"--steps={scaled(120, 300)}",)
     alone = run(spawn, tmp_path, 1, *steps)
     assert alone.agent.wait(LIMIT_S) == 0, alone.agent.tail()
     # So that it still runs when `ctl` has started.

@@ -13,11 +13,11 @@ import pytest
 
 from elaunch import attach, hooks
 from elaunch.errors import UsageError
-from tests.helpers import ROOT, Spawner
+from tests.helpers import ROOT, Spawner, scaled
 from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
 
 PAGE = (ROOT / "docs" / "hooks.md").read_text()
-STEPS = 500
+STEPS = scaled(500, 1500)
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+
+LATE_S = 0.4
+"""How long a replacement takes on an idle machine; where several tests run at a time, longer."""
 
 
 def say(line: str) -> None:
     """Write a line whole: several workers share an output, and `print` writes text and newline by two calls."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def come_late() -> None:
+    """Let a replacement come when the others have gone on without it, as one does that has torch to import.
+
+    Forks of a warm parent are ready at once, and may find the others still on their way to the same generation.
+    """
+    if not os.environ.get("ELAUNCH_WORKER", "#0").endswith("#0"):
+        time.sleep(LATE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))

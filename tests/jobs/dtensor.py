@@ -10,8 +10,8 @@ import os
 import sys
 
 from elaunch.workers.comm.group import Group
-from tests.helpers import ROOT
-from tests.jobs import say
+from tests import ROOT
+from tests.jobs import come_late, say
 from tests.jobs.hangs import Hangs
 from tests.jobs.layers import LayerFaults
 from tests.jobs.train import Pace, die
@@ -66,6 +66,7 @@ class TensorFaults(LayerFaults):
 
 
 def main() -> None:
+    come_late()
     parser = argparse.ArgumentParser()
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")

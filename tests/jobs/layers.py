@@ -30,7 +30,7 @@ import os
 import resource
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.layers.engine import Engine
@@ -56,7 +55,7 @@ from elaunch.workers.layers.tensor_parallel import current
 from elaunch.workers.layers.zero import ZeroOptimizer
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
-from tests.jobs import say
+from tests.jobs import come_late, say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
 from tests.jobs.train import Faults, Pace, Samples, die, wait_for_save
@@ -80,7 +79,6 @@ class LayerFaults(Faults):
             self._die_around(Transport, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
-            self._wrap(Group, "stream", self._stream_in_part)
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
             self._wrap(Engine, "apply", self._apply)
@@ -108,25 +106,6 @@ class LayerFaults(Faults):
         for message in original(*args):
             yield message
             if self.due("moving"):
-                die()
-
-    def _stream_in_part(
-        self,
-        original: Callable[..., Any],
-        group: Group,
-        outgoing: Mapping[int, Messages],
-        incoming: Mapping[int, Messages],
-    ) -> None:
-        original(
-            group,
-            {peer: self._dying(messages, "moving") for peer, messages in outgoing.items()},
-            {peer: self._dying(messages, "receive") for peer, messages in incoming.items()},
-        )
-
-    def _dying(self, messages: Messages, phase: str) -> Iterator[memoryview]:
-        for message in messages:
-            yield message
-            if self.due(phase):
                 die()
 
 
@@ -189,6 +168,7 @@ def fill_disk(step: int) -> None:
 
 
 def main() -> None:
+    come_late()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)

@@ -6,4 +6,7 @@ from tests.jobs.eager import compile_nothing
 
 compile_nothing()
 
-import torch.distributed.tensor  # noqa: E402, F401
+# torch.distributed.checkpoint and torch.distributed.tensor come with these.
+import elaunch.workers.attach  # noqa: E402
+import elaunch.workers.data_parallel.job  # noqa: E402, F401
+import tests.jobs.layers  # noqa: E402, F401

@@ -11,8 +11,8 @@
 or, when that step or a later one is in flight, at
 
     vote      as it is about to agree with the others on the step in flight
-    moving    when it has sent half of what it has to send of the state
-    receive   when it has heard of the state that is coming
+    moving    when it has sent a message of the state
+    receive   when it has received one
     barrier   before the barrier that ends a transition, or the job
 
 So that no test races the end of its job, `--crew` and `--gather` slow the steps while workers are missing, and `--hold`
@@ -25,7 +25,7 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from torch import nn
 import elaunch
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.stream import Messages
 from elaunch.workers.layers.job import HybridJob
-from tests.jobs import say
+from tests.jobs import come_late, say
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
 from tests.jobs.links import Links, throttle
@@ -124,7 +125,7 @@ class Faults:
             self._die_around(Group, "barrier", before="barrier")
             self._die_around(elaunch.Job, "vote", before="vote")
             self._wrap(Group, "all_gather_bytes", self._speak_to_one)
-            self._wrap(Group, "exchange", self._move_in_part)
+            self._wrap(Group, "stream", self._stream_in_part)
 
     def due(self, phase: str) -> bool:
         step = self.steps.get(phase)
@@ -148,14 +149,24 @@ class Faults:
             die()
         return original(group, payload)
 
-    def _move_in_part(self, original: Callable[..., Any], group: Group, sends: list[Any], receives: list[Any]) -> Any:
-        if sends and self.due("moving"):
-            original(group, sends[: len(sends) // 2], [])
-            die()
-        result = original(group, sends, receives)
-        if receives and self.due("receive"):
-            die()
-        return result
+    def _stream_in_part(
+        self,
+        original: Callable[..., Any],
+        group: Group,
+        outgoing: Mapping[int, Messages],
+        incoming: Mapping[int, Messages],
+    ) -> None:
+        original(
+            group,
+            {peer: self._dying(messages, "moving") for peer, messages in outgoing.items()},
+            {peer: self._dying(messages, "receive") for peer, messages in incoming.items()},
+        )
+
+    def _dying(self, messages: Messages, phase: str) -> Iterator[memoryview]:
+        for message in messages:
+            yield message
+            if self.due(phase):
+                die()
 
     def _wrap(self, kind: type, name: str, call: Callable[..., Any]) -> None:
         original = getattr(kind, name)
@@ -163,6 +174,7 @@ class Faults:
 
 
 def main() -> None:
+    come_late()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)

@@ -59,7 +59,7 @@ class Node:
 
 _LAUNCHER = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
 _EAGER = "tests.jobs.preloaded"
-_COMPILER = "torch,torch._dynamo,torch.distributed.tensor.parallel,elaunch.workers.attach,elaunch.workers.layers.job"
+_COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
 PRELOADS = {
     "train.py": _EAGER,

@@ -10,6 +10,7 @@ import pytest
 
 from elaunch.agent.decisions.slots import State
 from elaunch.rendezvous.membership import Generation, Stage, from_json
+from tests.helpers import soak
 from tests.unit.control_faults import random_fault
 from tests.unit.control_worker import STEP_S
 from tests.unit.control_world import Case, World
@@ -87,7 +88,7 @@ def simulate(case: Case, fault: Callable[[World], None] | None = None) -> World:
     return world
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(6), *map(soak, range(6, 10))])
 def test_a_job_goes_on_or_ends_whatever_happens_to_it(block: int) -> None:
     for seed in range(block * 40, block * 40 + 40):
         simulate(make_case(seed))

@@ -29,6 +29,7 @@ from elaunch.rendezvous.rules.escalate import (
     suspect,
     why_given_up,
 )
+from tests.helpers import scaled
 from tests.unit.control_world import World
 from tests.unit.test_control_simulation import make_case, simulate
 
@@ -185,7 +186,7 @@ def cursed(kind: str, seed: int) -> World:
 
 @pytest.mark.parametrize("kind", ["sick", "deaf", "pair"])
 def test_links_that_fail_for_ever_stop_a_job_for_a_bounded_time(kind: str) -> None:
-    for seed in range(30):
+    for seed in range(scaled(15, 30)):
         world = cursed(kind, seed)
         assert world.store.result is None
         assert max(one.streak.resets for one in world.store.announced) <= 2 * REPLACE_AFTER

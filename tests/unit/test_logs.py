@@ -703,3 +703,51 @@ def test_a_tee_whose_thread_died_shows_all_at_the_next_request(
     launcher.wait_for(b"[default0]:one\n")
     tee.close()
     assert "thread elaunch-tee died: SystemExit: 1" in capfd.readouterr().err
+
+
+def test_a_tee_whose_thread_ends_before_close_looks_at_it_is_closed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tee, logs = launcher.tee(), launcher.logs("a")
+    tee.follow("w", 0, 0, logs)
+    thread = tee._thread
+    assert thread is not None
+    write(logs.stdout, b"one\n")
+    requests = tee._requests
+
+    def is_over() -> bool:
+        return not thread.is_alive()
+
+    class Quick:
+        """The thread has taken the request, and has ended, before `put` returns."""
+
+        def put(self, request: object) -> None:
+            requests.put(request)  # type: ignore[arg-type]
+            wait_until(is_over, 20, "the end of the thread")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(requests, name)
+
+    monkeypatch.setattr(tee, "_requests", Quick())
+    tee.close()
+    assert launcher.shown("stdout") == b"[default0]:one\n"
+
+
+def test_a_tee_whose_thread_dies_while_it_is_closed_shows_all(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tee, logs = launcher.tee(), launcher.logs("a")
+    deaths: list[BaseException] = [SystemExit(1)]
+    drain = tee_module._Tail.drain
+
+    def dies(tail: tee_module._Tail) -> None:
+        if deaths:
+            raise deaths.pop()
+        drain(tail)
+
+    monkeypatch.setattr(tee_module._Tail, "drain", dies)
+    tee.follow("w", 0, 0, logs)
+    write(logs.stdout, b"one\n")
+    tee.close()
+    assert launcher.shown("stdout") == b"[default0]:one\n"
+    assert "thread elaunch-tee died: SystemExit: 1" in capfd.readouterr().err

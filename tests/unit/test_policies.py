@@ -312,11 +312,15 @@ def test_newcomers_become_replicas_or_stages() -> None:
 
 def test_several_predecessors_find_what_one_at_a_time_does_not() -> None:
     """Suika fig. 9."""
-    workers = names(4)
-    plan = symmetric(workers, 4, 48, 1, dp=1, pp=4)  # no more stages than layers
-    members = [*workers, *(f"m{number}/0#0" for number in range(4))]
-    one, many = (estimate_step(expanded(plan, members, of(4), window=n), of(4)).step_s for n in (1, 8))
-    assert many <= one
+    took_s = {}
+    for n_layers, n_stages, n_more in ((6, 2, 6), (4, 4, 4)):
+        workers = names(n_stages)
+        plan = symmetric(workers, n_layers, 48, 1, dp=1, pp=n_stages)
+        members = [*workers, *(f"m{number}/0#0" for number in range(n_more))]
+        times = (estimate_step(expanded(plan, members, of(n_layers), window=n), of(n_layers)).step_s for n in (1, 8))
+        took_s[n_layers] = pytest.approx(tuple(times), rel=1e-6)
+    # In parallel without any loss it would be 108.
+    assert took_s == {6: (152, 117), 4: (81, 81)}  # there are no more than four stages for four layers
 
 
 def tuples(plan: Plan) -> set[tuple[str, ...]]:

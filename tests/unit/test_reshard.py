@@ -25,10 +25,13 @@ from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import (
     SMALLEST_MESSAGE_BYTES,
+    Buffer,
     Moved,
+    Part,
     messages_of,
     plan_stages,
     reshard,
+    view_of,
 )
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
@@ -457,3 +460,60 @@ def test_nothing_is_moved_where_nothing_changes() -> None:
 
     with transports_of(list(plan.workers)) as transports:
         together([partial(work, transport) for transport in transports])
+
+
+def kinds_of_memory() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(3, 5),
+        torch.tensor(7),
+        torch.randn(4).to(torch.bfloat16),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(10)[3:7],
+        torch.zeros(4, 4)[:, :2],
+        torch.randn(2, dtype=torch.complex64),
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, len(kinds_of_memory()) - 1), min_size=1, max_size=6))
+def test_what_one_message_takes_in_another_of_any_memory_gives_out(places: list[int]) -> None:
+    views = [kinds_of_memory()[place] for place in places]
+    sent = Buffer(views)
+    sent.pack(views)
+    dense = [torch.zeros_like(view, memory_format=torch.contiguous_format) for view in views]
+    wide = [torch.zeros(*view.shape, 2, dtype=view.dtype)[..., 0] for view in views]
+    for into in (dense, wide):
+        received = Buffer(into)
+        assert len(received.bytes) == len(sent.bytes)
+        received.bytes[:] = sent.bytes
+        received.unpack(into)
+        assert all(map(torch.equal, into, views))
+
+
+def test_the_bytes_of_one_run_of_memory_are_that_memory() -> None:
+    tensor = torch.tensor([1, 2], dtype=torch.int16)
+    buffer = Buffer([tensor])
+    assert bytes(buffer.bytes) == bytes([1, 0, 2, 0])
+    assert buffer.extra_bytes == 0
+    buffer.bytes[:] = bytes(4)
+    assert not tensor.any()
+
+
+def test_a_message_outlives_its_tensor() -> None:
+    buffer = Buffer([torch.full((1000,), 1.5)])
+    torch.zeros(1000)
+    assert bytes(buffer.bytes) == torch.full((1000,), 1.5).numpy().tobytes()
+
+
+def test_what_is_on_a_device_travels_through_host_memory() -> None:
+    buffer = Buffer([torch.zeros(2, device="meta")])
+    assert (len(buffer.bytes), buffer.extra_bytes) == (8, 8)
+
+
+@pytest.mark.parametrize("ends", [(-1, 3), (0, 9), (7, 9)])
+def test_a_part_beyond_what_a_worker_has_is_refused(ends: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError, match="is not within one of"):
+        view_of([Region(((0, 8),), (torch.zeros(8),))], Part("w", (ends,), 0, False, 0))

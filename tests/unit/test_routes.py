@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -18,9 +19,9 @@ from elaunch.plan import Plan, symmetric
 from elaunch.workers.random.trace import RandomTrace
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
+from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
-from elaunch.workers.state.spec import LayerSpec
 from tests.unit.plan_strategies import valid_plans
 
 SHAPES = {"rows": (8, 12), "columns": (6, 8), "bias": (8,), "norm": (70,), "scale": ()}
@@ -249,11 +250,30 @@ def test_a_node_that_has_a_box_serves_its_own_workers() -> None:
 
 
 def test_what_is_too_small_to_be_cut_comes_straight_from_who_has_it() -> None:
-    items = one_item(2 * (CUT_BYTES >> 10) - 1)
+    items = one_item((CUT_BYTES >> 10) - 1)
     held = {"w": [((0, items["w"].shape[0]), (0, 256))]}
     receivers = {f"n{node}/0#0": held for node in range(1, 6)}
     router = Router(items, {"n0/0#0": held}, {"n0/0#0": held, **receivers})
     assert [piece.box for piece in router.of("n0/0#0").send] == held["w"] * 5
+
+
+def test_what_is_too_small_for_two_slabs_goes_from_receiver_to_receiver_whole() -> None:
+    items = one_item(2 * (CUT_BYTES >> 10) - 1)
+    held = {"w": [((0, items["w"].shape[0]), (0, 256))]}
+    receivers = {f"n{node}/0#0": held for node in range(1, 6)}
+    router = Router(items, {"n0/0#0": held}, {"n0/0#0": held, **receivers})
+    assert [piece.box for piece in router.of("n0/0#0").send] == held["w"]
+    assert [piece.box for piece in router.of("n1/0#0").send] == held["w"] * 4
+
+
+@given(st.integers(1, 20), st.integers(1, 12))
+def test_those_who_have_a_box_send_even_parts_of_it(n_holders: int, n_receivers: int) -> None:
+    sent = Sent([f"h{node}/0#0" for node in range(n_holders)], [f"r{node}/0#0" for node in range(n_receivers)]).by
+    parts = [sent[f"h{node}/0#0"] for node in range(n_holders)]
+    assert sum(parts) == pytest.approx(1 if n_receivers > n_holders else n_receivers)
+    # Few slabs for very many would be more even, but not worth as many messages.
+    slack = 1 if math.lcm(n_holders, n_receivers) <= 4 * max(n_holders, n_receivers) else 1.5
+    assert max(parts) <= slack * min(parts) + 0.02
 
 
 def test_receivers_pass_on_in_turn() -> None:

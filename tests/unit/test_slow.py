@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LIKE_LINKS, LINK_BYTES, LinkDetector, LinkWatch, Slower
 from elaunch.policy.stragglers.track import SPAN_STEPS, Change, centre, describe, mad
-from tests.helpers import scaled
+from tests.helpers import scaled, soak
 from tests.unit.slow_series import (
     Bursts,
     Job,
@@ -49,7 +49,7 @@ CALM = ["gaussian", "heavy tails", "garbage collection", "drift"]
 repeatable = settings(deadline=None, derandomize=True, max_examples=scaled(15, 40))
 
 
-@pytest.mark.parametrize("works", WORKS)
+@pytest.mark.parametrize("works", ["replicas", soak("a stage for each"), soak("six stages"), "a stage for each node"])
 @pytest.mark.parametrize("noise", NOISES)
 def test_in_an_hour_of_noisy_steps_nobody_is_slow(works: str, noise: str) -> None:
     job = Job(W24, WORKS[works])

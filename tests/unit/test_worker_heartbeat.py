@@ -28,7 +28,7 @@ from elaunch.detect.heartbeat import (
     parse,
 )
 from elaunch.workers import heartbeat as worker_heartbeat
-from tests.helpers import Spawned, Spawner, wait_until
+from tests.helpers import Spawned, Spawner, soak, wait_until
 
 SHOWS = """
 import os, sys, time
@@ -267,10 +267,10 @@ def test_a_worker_that_does_not_go_on_is_seen_to_be_still(
     "body",
     [
         "hangs.hang('work')",
-        "while True: len(())",
+        soak("while True: len(())"),
         "import itertools\nfor number in itertools.count(): pass",
-        "while True: [0 for number in range(1000)]",
-        "while True: os.stat('/')",
+        soak("while True: [0 for number in range(1000)]"),
+        soak("while True: os.stat('/')"),
     ],
 )
 def test_a_worker_that_calls_or_iterates_spins_in_no_loop(spawn: Spawner, readers: list[Reader], body: str) -> None:

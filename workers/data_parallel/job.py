@@ -26,7 +26,6 @@ from elaunch.plan.tiling import Plan, count_units, n_rows, size_findings
 from elaunch.plan.views import shares_of, units_of
 from elaunch.policy.candidates.balance import shares_by_speed
 from elaunch.policy.decision import History
-from elaunch.policy.measure import Step
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import make_selector
 from elaunch.rendezvous.membership import Generation
@@ -39,9 +38,10 @@ from elaunch.workers.data_parallel.gradients import DataParallel, GradientBucket
 from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.job import BaseJob
 from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member, history_of
-from elaunch.workers.state.move import move_state
+from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class _Layout:
         return cut_so and sizes == (self.global_batch_size, self.micro_batch_size)
 
 
-class Job:
+class Job(BaseJob):
     """A training job, seen from one of its workers.
 
     Attributes:
@@ -95,9 +95,8 @@ class Job:
 
     def __init__(self, client: agent_client.Client) -> None:
         self._reducer = Reducer()
-        self._member = Member(
-            client, self, self._durable, lambda: self.step, state_is_whole=True, closers=[self._reducer.close]
-        )
+        closers = [self._reducer.close]
+        super().__init__(Member(client, self, self._durable, lambda: self.step, state_is_whole=True, closers=closers))
         self._went_back: Restored[None] | None = None
         self._process_group: ElasticProcessGroup | None = None
         self._buckets: GradientBuckets | None = None
@@ -124,26 +123,6 @@ class Job:
     # -- what scripts use ---------------------------------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:
-        """Where this worker computes."""
-        return self._member.device
-
-    @property
-    def rank(self) -> int:
-        """Position of this worker in the present generation; it changes with the membership."""
-        return self._member.rank
-
-    @property
-    def size(self) -> int:
-        """Number of members of the present generation."""
-        return self._member.size
-
-    @property
-    def generation(self) -> int:
-        """Number of the present generation."""
-        return self._member.generation.number if self._member.joined else 0
-
-    @property
     def last_micro_batch(self) -> bool:
         """Whether the micro-batch at hand is this worker's last one of the step: gradients are complete after it."""
         return self._last_micro_batch
@@ -160,11 +139,6 @@ class Job:
             self._process_group = ElasticProcessGroup(self._current_group, self._reducer.interrupt)
             self._process_group.register()
         return self._process_group
-
-    @property
-    def worker(self) -> str:
-        """Identity of this worker: node/slot#incarnation."""
-        return self._member.worker
 
     def wrap(self, model: nn.Module, first_bucket_bytes: int = 1 << 20, bucket_bytes: int = 25 << 20) -> DataParallel:
         """Make a model data-parallel over the members of the job, like DistributedDataParallel.
@@ -261,10 +235,6 @@ class Job:
             self._loss += ExactSum.of([value * self._micro_samples])
         self._loss_samples += self._micro_samples
 
-    def close(self) -> None:
-        """Leave the job. Called by itself at the end of the process."""
-        self._member.close()
-
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
@@ -304,9 +274,9 @@ class Job:
             self._in_micro_batch = False
             # What it waited for others is in both.
             own_s += self._now_s(measured) - self._waited_s - begin_s
-        if measured and counts and selector is not None:
+        if measured:
             n_turns = len(micro_batches)
-            selector.add([Step.of(own_s / n_turns, len(self._units) // n_turns)], {}, 0.0, 0)
+            self._member.took(own_s / n_turns, len(self._units) // n_turns)
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
             self._tell()
 
@@ -472,8 +442,6 @@ class Job:
         return self._member.group
 
     def _durable(self) -> Part:
-        from elaunch.workers.state.objects import part_of
-
         assert self._layout is not None
         return part_of(self._objects, self._layout.cursor, self._member.rank, self._member.size)
 
@@ -483,7 +451,6 @@ class Job:
         Whether its settings are those of this job is known when `batches` is called.
         """
         from elaunch.workers.state.checkpoint import Restored
-        from elaunch.workers.state.objects import fill, read
 
         found = self._member.checkpoints.restore(group, step, read)
         fill(self._objects, found.saved, found.state)
@@ -534,7 +501,7 @@ class Job:
             return 0
         if not verdict.receivers:
             return 0
-        received_bytes, self.step = move_state(group, verdict, self._objects, self.step)
+        received_bytes, self.step = move_objects(group, verdict, self._objects, self.step)
         return received_bytes
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:

@@ -16,9 +16,8 @@ from elaunch.workers.layers.change.held_state import forms_from_json, forms_to_j
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.checkpoint import Part, Pieces, Saved
-from elaunch.workers.state.layout import Piece, StateLayout
+from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
 from elaunch.workers.state.space import OPTIMIZER
-from elaunch.workers.state.spec import LayerSpec
 
 KIND = "layers"
 

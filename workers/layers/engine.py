@@ -27,10 +27,9 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import Form, MakeOptimizer, Shards
 from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
-from elaunch.workers.state.layout import Piece, StateLayout
+from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
 from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
-from elaunch.workers.state.spec import LayerSpec
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges
 from elaunch.workers.layers.model import Chain, Draw, Layer, Saved
 from elaunch.workers.layers.sums import Node, TreeSum
 from elaunch.workers.layers.timing import Stopwatch
-from elaunch.workers.state.layout import Owned, StateLayout
-from elaunch.workers.state.spec import LayerSpec
+from elaunch.workers.state.layout import LayerSpec, Owned, StateLayout
 
 LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""

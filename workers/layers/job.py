@@ -31,6 +31,7 @@ from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.job import BaseJob
 from elaunch.workers.layers.change.held_state import Commit
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.executor import LossFunction
@@ -42,7 +43,7 @@ from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.runtime import Member
 
 
-class HybridJob:
+class HybridJob(BaseJob):
     """A job whose model is cut over its workers, seen from one of them.
 
     Attributes:
@@ -55,44 +56,21 @@ class HybridJob:
         self._engine: Engine | None = None
         self._next: Decision | None = None
         self._holds = False
-        self._member = Member(
-            client,
-            self,
-            durable=lambda: self._made.durable(),
-            step=lambda: self.step,
-            complete=lambda: self._made.arrive(),
-            closers=[self._close],
+        super().__init__(
+            Member(
+                client,
+                self,
+                durable=lambda: self._made.durable(),
+                step=lambda: self.step,
+                complete=lambda: self._made.arrive(),
+                closers=[self._close],
+            )
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Where this worker computes."""
-        return self._member.device
-
-    @property
-    def rank(self) -> int:
-        """Position of this worker among the members."""
-        return self._member.rank
-
-    @property
-    def size(self) -> int:
-        """Number of members of the present generation."""
-        return self._member.size
-
-    @property
-    def generation(self) -> int:
-        """Number of the present generation."""
-        return self._member.generation.number if self._member.joined else 0
 
     @property
     def step(self) -> int:
         """Number of the step in flight, which is also the number of steps that have committed."""
         return self._engine.step if self._engine is not None else 0
-
-    @property
-    def worker(self) -> str:
-        """Identity of this worker: node/slot#incarnation."""
-        return self._member.worker
 
     def engine(
         self,
@@ -175,10 +153,6 @@ class HybridJob:
         """Waits for the other members when all steps are done, so that nobody takes an early end for a failure."""
         while not self._member.finish():
             self.train_step()
-
-    def close(self) -> None:
-        """Leave the job. Called by itself at the end of the process."""
-        self._member.close()
 
     def _close(self) -> None:
         if self._governor is not None:

@@ -18,7 +18,7 @@ from elaunch.workers.layers.timing import Span, Stopwatch
 from elaunch.workers.random.rng import layer_randomness, mix
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import GENERATORS, trace_random
-from elaunch.workers.state.spec import LayerSpec
+from elaunch.workers.state.layout import LayerSpec
 
 Factory = Callable[[], nn.Module]
 

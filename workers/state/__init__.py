@@ -1,22 +1,6 @@
-"""Training state as data: what registered objects hold, described without pickle, and moved between memories.
+"""Training state as data: every tensor lives in one space, a worker holds regions of it, and what differs moves.
 
-`codec` turns state_dicts into a manifest (JSON) and a list of tensors, and back. `transfer` sees such a list as one
-byte string, so that several sources can each send an interval of it straight from tensor memory into place.
+`codec` turns the state_dicts of registered objects into a manifest (JSON) and tensors, and back, without pickle;
+`objects` makes a space of these. Whatever a space consists of, `routes` finds who sends what to whom, and `reshard`
+moves it.
 """
-
-from __future__ import annotations
-
-from elaunch.workers.state.codec import describe, digest, restore
-from elaunch.workers.state.transfer import allocate, checksum, cut, stage, total_bytes, windows
-
-__all__ = [
-    "allocate",
-    "checksum",
-    "cut",
-    "describe",
-    "digest",
-    "restore",
-    "stage",
-    "total_bytes",
-    "windows",
-]

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from elaunch.checkpoints import ABOUT, METADATA, path_of
 from elaunch.errors import CheckpointDamaged, StateError
 from elaunch.workers.state.boxes import Box, intersect, n_elements
-from elaunch.workers.state.checksums import CheckedFile, checksum, seal, unseal
+from elaunch.workers.state.checksums import CheckedFile, checksum, seal, sync, unseal
 from elaunch.workers.state.codec import dtype_of
 
 VERSION = 2
@@ -209,10 +209,10 @@ def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
     _write(folder / ABOUT, about)
     for member in range(len(said)):
         (folder / _note(member)).unlink()
-    _sync(folder)
+    sync(folder)
     path = path_of(folder.parent, step)
     folder.rename(path)
-    _sync(folder.parent)
+    sync(folder.parent)
     return path
 
 
@@ -243,16 +243,6 @@ def _write(path: Path, said: Mapping[str, Any]) -> None:
     with CheckedFile(unnamed) as file:
         file.write(seal(said))
     unnamed.rename(path)
-
-
-def _sync(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Some file systems cannot do it for folders.
-        with contextlib.suppress(OSError):
-            os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint consists of: XXH3 with 128 bits, in hexadecimal digits.
+"""What a checkpoint consists of comes to the disk with checksums: XXH3 with 128 bits, in hexadecimal digits.
 
 They are made of the bytes that are handed to the disk, not of those that it gives back.
 """
@@ -79,6 +79,17 @@ class CheckedFile:
             if self._error is not None and error is not self._error:
                 # torch.save hides it behind one of its own.
                 raise self._error
+
+
+def sync(folder: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk, where the file system can do that."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some file systems cannot do it for folders.
+        with contextlib.suppress(OSError):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def seal(said: Mapping[str, Any]) -> bytes:

@@ -20,12 +20,35 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.plan.views import holders, optimizer_shards
+from elaunch.workers.random.trace import RandomTrace
 from elaunch.workers.state.boxes import Box, of_interval, shift
-from elaunch.workers.state.spec import LayerSpec
 
 ALIGN = 64
 COMMON = -1
 """The segment of what all members of a tuple have alike."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What every worker knows of every layer.
+
+    Attributes:
+        index: of the layer.
+        name: for messages.
+        shapes: of the parameters that are trained, whole, in registration order.
+        dtypes: of them.
+        cuts: the dimension along which tensor parallelism cuts a parameter; those that are not in it stay whole.
+        output: shape of a row of its output, and its dtype.
+        trace: the random numbers it draws.
+    """
+
+    index: int
+    name: str
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, torch.dtype]
+    cuts: Mapping[str, int]
+    output: tuple[torch.Size, torch.dtype]
+    trace: RandomTrace
 
 
 @dataclass(frozen=True)

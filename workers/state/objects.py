@@ -1,29 +1,103 @@
-"""The state of registered objects as a part of a checkpoint, and back.
+"""The state of registered objects: moved to members that lack it, and as a part of a checkpoint and back.
 
-All members hold the same state, so each writes some of its tensors; what is no tensor comes from the first one.
+All members hold the same state whole. As a space it is one item for each shape, of all tensors that have it: routes are
+then few, and small tensors are cut and passed on like large ones. What is no tensor comes from the first member.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elaunch.errors import StateError
+from elaunch.workers.comm.group import Group
+from elaunch.workers.hooks import Verdict
 from elaunch.workers.state.boxes import whole
-from elaunch.workers.state.checkpoint import Part, Pieces, Saved
-from elaunch.workers.state.codec import Manifest, describe, restore
-from elaunch.workers.state.transfer import allocate, total_bytes
+from elaunch.workers.state.codec import Manifest, describe, dtype_of, restore
+from elaunch.workers.state.regions import Region, holdings_of
+from elaunch.workers.state.reshard import reshard
+from elaunch.workers.state.routes import Router
+from elaunch.workers.state.space import Item
+
+if TYPE_CHECKING:
+    from elaunch.workers.state.checkpoint import Part, Pieces, Saved  # imported by jobs that have checkpoints only
 
 KIND = "objects"
 
 
+def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> tuple[int, int]:
+    """Take part in a move of the state of all objects from the members that hold it to those that need it.
+
+    All members of the group call it, each as what the verdict says it is.
+
+    Returns:
+        The bytes of tensors that this member received, and the step at which the state stands.
+
+    Raises:
+        StateError: the state does not fit this worker's objects, arrived damaged, or is not the same on all sources.
+        StepInterrupted: a peer was lost, or the generation changed; registered objects of a receiver may be spoilt.
+    """
+    sends = group.rank in verdict.sources
+    manifest, tensors = describe(objects) if sends else ({}, [])
+    mine = {"step": step, "tensors": zlib.crc32(repr(_forms(manifest)).encode())} if sends else None
+    told = [json.loads(one) for one in group.all_gather_bytes(json.dumps(mine).encode())]
+    heads = [told[source] for source in verdict.sources]
+    if any(head != heads[0] for head in heads):
+        raise StateError(f"the members that hold the state differ in it: {heads}; this is a bug in elaunch")
+    if group.rank == verdict.sources[0]:
+        text = memoryview(json.dumps(manifest).encode())
+        group.exchange([(to, text) for to in verdict.receivers], [])
+    elif not sends:
+        incoming = bytearray()
+        group.receive(incoming, verdict.sources[0])
+        manifest = json.loads(incoming)
+        tensors = allocate(manifest, into=objects)
+    items, regions = _space(manifest, tensors)
+    held = holdings_of(regions)
+    router = Router(
+        items,
+        {group.members[source]: held for source in verdict.sources},
+        {group.members[receiver]: held for receiver in verdict.receivers},
+    )
+    places = {name: one.tensors for name, (one,) in regions.items()}
+    reshard(group, router, regions if sends else {}, lambda name, _: places[name], checksum=True)
+    if sends:
+        return 0, step
+    restore(objects, manifest, tensors)
+    return sum(tensor.nbytes for tensor in tensors), heads[0]["step"]
+
+
+def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[Tensor]:
+    """Tensors in host memory to receive the state that `manifest` describes; their content is arbitrary.
+
+    Args:
+        into: objects that will be restored from the result. The modules among them lend their own memory where it
+            has the right form, so that parameters are received into place; they are spoilt if the move fails.
+    """
+    modules = {name: thing for name, thing in (into or {}).items() if isinstance(thing, nn.Module)}
+    described, tensors = describe(modules)
+    own = {spec["path"]: tensor for spec, tensor in zip(described["tensors"], tensors, strict=True)}
+    result = []
+    for spec in manifest["tensors"]:
+        shape, dtype, strides = spec["shape"], dtype_of(spec["dtype"]), spec.get("strides")
+        new = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+        mine = own.pop(spec["path"], None)
+        result.append(mine if mine is not None and _form(mine) == _form(new) else new)
+    return result
+
+
 def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, size: int) -> Part:
-    """What member `rank` of `size` adds to a checkpoint; the tensors are the live ones."""
+    """What member `rank` of `size` adds to a checkpoint; the tensors are the live ones. Each writes some of them."""
+    from elaunch.workers.state.checkpoint import Part
+
     manifest, tensors = describe(objects)
-    total, end = max(1, total_bytes(tensors)), 0
+    total, end = max(1, sum(tensor.nbytes for tensor in tensors)), 0
     mine = {}
     for name, tensor in zip(_names(manifest), tensors, strict=True):
         # The member in whose share of the bytes it begins.
@@ -69,7 +143,32 @@ def fill(objects: Mapping[str, Any], saved: Saved, state: State) -> None:
         raise StateError(f"the checkpoint {saved.path} is of another job: {error}") from error
 
 
+def _space(manifest: Manifest, tensors: Sequence[Tensor]) -> tuple[dict[str, Item], dict[str, list[Region]]]:
+    """An item for each shape, with the dtypes of all tensors that have it, and the region of all of these tensors."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, (shape, _) in enumerate(_forms(manifest)):
+        if 0 not in shape:
+            alike.setdefault(shape, []).append(index)
+    items, regions = {}, {}
+    for shape, indices in alike.items():
+        name = f"tensors of shape {list(shape)}"
+        items[name] = Item(name, shape, tuple(tensors[index].dtype for index in indices))
+        regions[name] = [Region(whole(shape), tuple(tensors[index] for index in indices))]
+    return items, regions
+
+
+def _forms(manifest: Manifest) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of all tensors: what the sources and receivers of a move must agree on."""
+    return [(tuple(spec["shape"]), spec["dtype"]) for spec in manifest.get("tensors", ())]
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device.type, tensor.dtype, tensor.shape
+
+
 def _pieces(tensor: Tensor) -> Pieces:
+    from elaunch.workers.state.checkpoint import Pieces
+
     return Pieces(tensor.shape, [(whole(tensor.shape), tensor)])
 
 

@@ -20,10 +20,16 @@ class Region:
 
     def part(self, box: Box) -> tuple[Tensor, ...]:
         """Views of a box inside this one."""
-        index = tuple(
-            slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, self.box, strict=True)
-        )
-        return tuple(tensor[index] for tensor in self.tensors)
+        return tuple(self.view(box, number) for number in range(len(self.tensors)))
+
+    def view(self, box: Box, number: int) -> Tensor:
+        """The same of one tensor."""
+        tensor = self.tensors[number]
+        if box == self.box:
+            return tensor
+        return tensor[
+            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, self.box, strict=True))
+        ]
 
 
 State = Mapping[str, Sequence[Region]]

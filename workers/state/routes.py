@@ -12,6 +12,7 @@ comes to a node once, to another of its workers each time, and is passed on ther
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -295,9 +296,11 @@ def _ways(
 ) -> list[_Way]:
     """How a box comes from the sources, which are on the receivers' node or on others, to all who need it."""
     crowd = _Crowd(receivers, node_of)
-    n_slabs = min(max(len(sources), len(receivers)), box_bytes // CUT_BYTES)
+    most = max(len(sources), len(receivers))
+    # So many that all sources send alike and all receivers pass on alike, unless that were far more than there are.
+    n_slabs = min(math.lcm(len(sources), len(receivers)), 4 * most, box_bytes // CUT_BYTES)
     pays = len(receivers) > len(sources) or (not near and len(receivers) > len(crowd.nodes))
-    if relays and pays and n_slabs > 1:
+    if relays and pays and n_slabs:
         return [_Way(slab, sources, crowd, number) for number, slab in enumerate(slabs(box, n_slabs))]
     parts = slabs(box, min(len(sources), box_bytes // CUT_BYTES))
     return [

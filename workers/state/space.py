@@ -16,8 +16,7 @@ import torch
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.workers.state.boxes import Box, subtract_all, whole
-from elaunch.workers.state.layout import Piece, StateLayout
-from elaunch.workers.state.spec import LayerSpec
+from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement  # takes a second to import, and most jobs have none

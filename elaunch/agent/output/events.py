@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-VERSION = 2  # of the names of events and their fields; 1 called the generation `epoch`
+VERSION = 2  # of the names of events and their fields
 
 
 class EventLog:

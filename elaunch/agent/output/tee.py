@@ -104,6 +104,7 @@ class Tee:
         self._followed: list[_Tail] = []
         self._taken = 0
         self._closing = False
+        self._closed = False  # all that the files held when it was closed has been shown
 
     def follow(self, worker: str, local_rank: int, global_rank: int, logs: WorkerLogs) -> None:
         """Show the lines of a worker that is about to start; again, with another rank, for one that runs.
@@ -128,20 +129,23 @@ class Tee:
 
     def close(self) -> None:
         """Show all that the files hold at this moment, also what came after the end of a worker, and stop."""
-        if self._thread is not None:
-            self._ask(None)
-            self._thread.join()
-            if not self._requests.empty():  # it died between the request and the question whether it lives
-                self._run()
-            self._thread = None
+        if self._thread is None:
+            return
+        self._requests.put(None)
+        self._thread.join()
+        if not self._closed:  # it had died, or died now: another one goes on where it was
+            if self._requests.empty():
+                self._requests.put(None)
+            threads.start("elaunch-tee", self._run, self._died).join()
+        self._thread = None
 
-    def _ask(self, request: _Follow | _Ended | None) -> None:
+    def _ask(self, request: _Follow | _Ended) -> None:
         self._requests.put(request)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threads.start("elaunch-tee", self._run, self._died)
 
     def _run(self) -> None:
-        self._closing = False
+        self._closing = self._closed = False
         wait_s: float | None = None
         while True:
             self._serve(wait_s)
@@ -162,6 +166,7 @@ class Tee:
         for tail in self._tails.values():
             tail.attempt(tail.drain)
         self._followed.clear()
+        self._closed = True
 
     def _died(self, error: BaseException) -> None:
         """The next request, that of the end too, starts another thread, which goes on where this one was."""

@@ -25,11 +25,10 @@ from elaunch.workers.layers.shards import Shards
 from elaunch.workers.layers.tensor_parallel import Membership
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
-from elaunch.workers.state.layout import StateLayout
+from elaunch.workers.state.layout import LayerSpec, StateLayout
 from elaunch.workers.state.regions import Region, copy_box, covering
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
-from elaunch.workers.state.spec import LayerSpec
 
 Keys = Mapping[str, Iterable[LayerKey]]
 """By worker: some of its layers."""

@@ -13,10 +13,9 @@ from elaunch.workers.layers.change.migration import Under, keys_of, shapes_of
 from elaunch.workers.layers.executor import LayerKey
 from elaunch.workers.layers.shards import Form
 from elaunch.workers.state.boxes import n_elements
-from elaunch.workers.state.layout import StateLayout
+from elaunch.workers.state.layout import LayerSpec, StateLayout
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes, parameter_boxes
-from elaunch.workers.state.spec import LayerSpec
 
 
 class MigrationPlan:

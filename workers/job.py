@@ -1,0 +1,47 @@
+"""What a training script sees of its job, whatever its kind."""
+
+from __future__ import annotations
+
+import torch
+
+from elaunch.workers.runtime import Member
+
+
+class BaseJob:
+    """A job, seen from one of its workers.
+
+    Args:
+        member: this worker's runtime.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._member.device
+
+    @property
+    def rank(self) -> int:
+        """Position of this worker in the present generation; it changes with the membership."""
+        return self._member.rank
+
+    @property
+    def size(self) -> int:
+        """Number of members of the present generation."""
+        return self._member.size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation; 0 before this worker has joined."""
+        return self._member.generation.number if self._member.joined else 0
+
+    @property
+    def worker(self) -> str:
+        """Identity of this worker: node/slot#incarnation."""
+        return self._member.worker
+
+    def close(self) -> None:
+        """Leaves the job. Called by itself at the end of the process."""
+        self._member.close()
