@@ -22,12 +22,12 @@ class Decision:
 
     Attributes:
         plan: for exactly them.
-        home: to which the job returns when everybody is back.
+        preferred_plan: to which the job returns when everybody is back.
         event: fields of the `decision` event; of `clocks_mhz`, by slot, those that devices are to be locked at.
     """
 
     plan: Plan
-    home: Plan
+    preferred_plan: Plan
     event: Mapping[str, Any]
 
     @classmethod
@@ -37,7 +37,7 @@ class Decision:
         if clocking is not None:
             more = f"; {clocking.reason}{more}"
             event["clocks_mhz"] = dict(clocking.clocks_mhz)
-        return cls(choice.plan, choice.home, {**event, "reason": event["reason"] + more})
+        return cls(choice.plan, choice.preferred_plan, {**event, "reason": event["reason"] + more})
 
     def clock_mhz(self, worker: str) -> int | None:
         """Returns the clock at which to lock a worker's device; None: the device chooses."""
@@ -58,13 +58,13 @@ class Decision:
 
     def to_bytes(self) -> bytes:
         """Returns the bytes that the other members get."""
-        return json.dumps({"home": str(self.home), "event": self.event}).encode()
+        return json.dumps({"preferred_plan": str(self.preferred_plan), "event": self.event}).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Decision:
         """Reverses `to_bytes`."""
-        said = json.loads(text)
-        return cls(Plan.parse(said["event"]["plan"]), Plan.parse(said["home"]), said["event"])
+        fields = json.loads(text)
+        return cls(Plan.parse(fields["event"]["plan"]), Plan.parse(fields["preferred_plan"]), fields["event"])
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class History:
     replaced: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any] | None) -> History | None:
+    def from_json(cls, fields: Mapping[str, Any] | None) -> History | None:
         """Reads the fields from JSON values."""
-        if said is None:
+        if fields is None:
             return None
-        since_t, changes, last_lost = said["since_t"], said["changes"], tuple(said["last_lost"])
-        return cls(since_t, changes, last_lost, said["factors"], tuple(said["replaced"]))
+        since_t, changes, last_lost = fields["since_t"], fields["changes"], tuple(fields["last_lost"])
+        return cls(since_t, changes, last_lost, fields["factors"], tuple(fields["replaced"]))
 
     def after(self, before: Sequence[str], members: Sequence[str]) -> History:
         """Returns the history with one more change, from some members to others."""

@@ -236,7 +236,7 @@ class Selector:
         if here is None or not weighed:
             return
         rest = tuple(member for member in here.members if member not in weighed)
-        with_them, without = self._ahead.find(*here), self._ahead.find(here.plan, here.home, rest)
+        with_them, without = self._ahead.find(*here), self._ahead.find(here.plan, here.preferred_plan, rest)
         if self._ahead.left and (with_them is None or without is None):
             return
         stay = None if with_them is None else _staying(with_them)
@@ -262,19 +262,19 @@ class Selector:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def decide(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice:
+    def decide(self, now: Plan, preferred_plan: Plan, members: Sequence[str]) -> Choice:
         """Decides how these members go on.
 
         Args:
             now: the plan by which the state is distributed.
-            home: the plan with all places filled.
+            preferred_plan: the plan with all places filled.
             members: of the generation.
 
         Raises:
             NotPossible: no candidate has a plan; names the reasons.
         """
-        found = self._ahead.find(now, home, members)
-        return choose(now, home, members, self.profile(), self._now()) if found is None else found
+        found = self._ahead.find(now, preferred_plan, members)
+        return choose(now, preferred_plan, members, self.profile(), self._now()) if found is None else found
 
     def clocking(self, plan: Plan) -> Clocking | None:
         """Returns the clocks at which stragglers of a plan hold nobody up; None: none are to be set."""
@@ -286,12 +286,12 @@ class Selector:
         except NotPossible:
             return None
 
-    def entered(self, plan: Plan, home: Plan, members: Sequence[str], history: History | None) -> None:
+    def entered(self, plan: Plan, preferred_plan: Plan, members: Sequence[str], history: History | None) -> None:
         """Notes the plan by which the members go on.
 
         Args:
             plan: for them.
-            home: with all places filled.
+            preferred_plan: with all places filled.
             members: of the generation.
             history: until then, as the one knew it who decided, if anybody did.
         """
@@ -303,7 +303,7 @@ class Selector:
             self.measured.adopt(history.factors)
             self._remedies.replaced |= set(history.replaced)
         self._anew = self._anew or not set(members) <= set(before)
-        self._here = _Here(plan, home, tuple(members))
+        self._here = _Here(plan, preferred_plan, tuple(members))
         self.measured.keep(members)
         self.measured.plan_changed()
         self._own_links.forget()
@@ -355,7 +355,7 @@ def make_selector(
     layers: Sequence[LayerProfile],
     elements: Sequence[int],
     name: str,
-    slot_samples: float = 1.0,
+    row_samples: float = 1.0,
     min_nodes: int = 1,
     plan_widths: Collection[int] = (),
 ) -> Selector:
@@ -382,7 +382,7 @@ def make_selector(
     widths = tuple(sorted({*plan_widths, *policy_config.tp})) if plan_widths and policy_config.tp else ()
     degrees = Degrees(policy_config.dp, policy_config.pp or Degrees.pp)
     settings = Settings(
-        policy_config.policy, policy_config.consistency or "fast", degrees, widths, slot_samples=slot_samples
+        policy_config.policy, policy_config.consistency or "fast", degrees, widths, row_samples=row_samples
     )
     measured = Measured(name, layers, elements, prior)
     return Selector(worker, measured, settings, policy_config.profile, policy_config.slow_policy, min_nodes)
@@ -403,5 +403,5 @@ class _Here(NamedTuple):
     """How the members go on."""
 
     plan: Plan
-    home: Plan
+    preferred_plan: Plan
     members: tuple[str, ...]

@@ -192,7 +192,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="SLOT:STEP:FACTOR[:END]",
-        help="from this step on, to another one, the worker of this slot, or `node/slot`, takes so many times as long",
+        help="from this step on, to another one, the worker of this slot, or `node/local_rank`, takes so many times as long",
     )
     parser.add_argument("--slow-again", action="store_true", help="--slow is of the slot: replacements are slow too")
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")

@@ -206,9 +206,9 @@ class Builder:
         Raises:
             StateError: names two workers and what differs.
         """
-        mine = {"plan": str(plan), **self._described}
-        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-        for what in mine:
+        local = {"plan": str(plan), **self._described}
+        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(local).encode())]
+        for what in local:
             for member, theirs in zip(group.members, said, strict=True):
                 if theirs[what] != said[0][what]:
                     raise StateError(

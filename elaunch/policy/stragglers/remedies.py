@@ -124,7 +124,7 @@ class Remedies:
     def heard(self, excuse: Excuse) -> None:
         """Notes that all members have heard it."""
         self._next, self._leaving = None, frozenset(excuse.workers)
-        if excuse.again:
+        if excuse.replace:
             self.replaced |= set(map(slot_of, excuse.workers))
 
     def entered(self, members: Sequence[str]) -> dict[str, Any] | None:
