@@ -221,7 +221,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="SLOT:STEP:FACTOR",
-        help="from this step on, the worker of this slot (node/slot) takes so many times as long",
+        help="from this step on, the worker of this slot (node/local_rank) takes so many times as long",
     )
     args = parser.parse_args()
     # The workers share the cores.

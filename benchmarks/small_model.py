@@ -51,9 +51,9 @@ class Samples(torch.utils.data.Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return self.rows[index]
 
-    def micro_batch(self, step: int, slot: int) -> Tensor:
+    def micro_batch(self, step: int, sample: int) -> Tensor:
         """The rows of one micro-batch (0..MICRO_BATCHES-1) of one step, shape (MICRO_BATCH, FEATURES)."""
-        first = (step * GLOBAL_BATCH + slot * MICRO_BATCH) % len(self.rows)
+        first = (step * GLOBAL_BATCH + sample * MICRO_BATCH) % len(self.rows)
         return self.rows[first : first + MICRO_BATCH]
 
 

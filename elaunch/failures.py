@@ -126,8 +126,8 @@ def summary(path: str) -> str:
     except (OSError, ValueError, RecursionError) as error:
         return f"the error file cannot be read: {_one_line(error)}"
     message = record["message"]
-    said = message if isinstance(message, str) else str(message.get("message", NOT_AVAILABLE))
-    text = " ".join(said.split())
+    reason = message if isinstance(message, str) else str(message.get("message", NOT_AVAILABLE))
+    text = " ".join(reason.split())
     text = text if len(text) <= MAX_SUMMARY else f"{text[:MAX_SUMMARY]}..."
     places = _PLACE.findall(_content(record)[0])
     if not places:

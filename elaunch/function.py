@@ -16,8 +16,8 @@ def main(folder: str) -> None:
         preparation, call = pickle.load(file)  # noqa: S301 (written by the program that asked for this)
         multiprocessing.spawn.prepare(preparation)
         function, args = pickle.loads(call)  # noqa: S301
-    slot = os.environ["LOCAL_RANK"]
-    args = [arg.replace("${local_rank}", slot) if isinstance(arg, str) else arg for arg in args]
+    local_rank = os.environ["LOCAL_RANK"]
+    args = [arg.replace("${local_rank}", local_rank) if isinstance(arg, str) else arg for arg in args]
     try:
         result = function(*args)
         path = os.path.join(folder, f"result-{os.environ['RANK']}.pickle")

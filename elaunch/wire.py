@@ -46,7 +46,7 @@ class Welcome:
     token: str
     host: str
     node: str
-    slot: int
+    local_rank: int
     min_nodes: int
 
 
@@ -99,13 +99,13 @@ class Unreachable:
     """A link broke.
 
     Attributes:
-        gone: nothing listens at the peer's address any more, so its process is dead.
+        refused: nothing listens at the peer's address any more, so its process is dead.
         silent: its machine does not answer at all.
     """
 
     generation: int
     peer: str
-    gone: bool
+    refused: bool
     silent: bool = False
 
 
@@ -116,9 +116,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """The members want this worker to leave; `again`: another process is to take its slot, else nobody."""
+    """The members want this worker to leave; `replace`: another process is to take its slot, else nobody."""
 
-    again: bool
+    replace: bool
     why: str
 
 

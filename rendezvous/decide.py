@@ -80,7 +80,9 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
             return Decision(f"last call: {len(present)} of {settings.max_nodes} nodes are here", wake_s=call_s)
     chosen = clear[: settings.max_nodes]
     workers = tuple(
-        Worker(id=f"{doc.node}/{slot}", node=doc.node, slot=slot) for doc in chosen for slot in range(doc.slots)
+        Worker(id=f"{doc.node}/{local_rank}", node=doc.node, local_rank=local_rank)
+        for doc in chosen
+        for local_rank in range(doc.slots)
     )
     start = Generation(
         number=next_generation(view),

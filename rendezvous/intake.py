@@ -39,8 +39,8 @@ def read_node(node: str, value: bytes, created: int) -> NodeDoc:
     own = re.compile(f"{re.escape(node)}/(\\d{{1,4}}){_NUMBER}")
     for worker in doc.workers:
         match = own.fullmatch(worker.id)
-        if match is None or int(match[1]) != worker.slot:
-            raise ProtocolError(f"{worker.id[:80]!a} is no worker of slot {worker.slot} of this node")
+        if match is None or int(match[1]) != worker.local_rank:
+            raise ProtocolError(f"{worker.id[:80]!a} is no worker of local rank {worker.local_rank} of this node")
     _check_unique([worker.id for worker in doc.workers])
     return with_order(doc, created)
 
@@ -60,7 +60,7 @@ def read_generation(value: bytes) -> Generation:
     """Read a generation; raises `ProtocolError` where it is damaged, or names of its workers and nodes do not agree."""
     generation = from_json(Generation, value)
     for worker in generation.workers:
-        slot = f"{worker.node}/{worker.slot}"
+        slot = f"{worker.node}/{worker.local_rank}"
         if worker.id != slot and not (worker.id.startswith(slot) and re.fullmatch(_NUMBER, worker.id[len(slot) :])):
             raise ProtocolError(f"{worker.id[:80]!a} is no worker of {slot[:80]!a}")
     _check_unique(generation.ids)

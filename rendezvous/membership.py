@@ -40,7 +40,7 @@ MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 Mi
 MOST = 2**53  # of a number
 LIMITS = {
     "slots": (1, 4096),
-    "slot": (0, 4095),
+    "local_rank": (0, 4095),
     "port": (0, 65535),
     "master_port": (0, 65535),
     "attempt": (0, 2**48),
@@ -83,23 +83,23 @@ class Worker:
 
     id: str
     node: str
-    slot: int
+    local_rank: int
     address: str = ""
 
 
-def worker_id(node: str, slot: int, incarnation: int) -> str:
+def worker_id(node: str, local_rank: int, incarnation: int) -> str:
     """Return the identity of one incarnation of a worker; it is never used again."""
-    return f"{node}/{slot}#{incarnation}"
+    return f"{node}/{local_rank}#{incarnation}"
 
 
 def incarnation(worker: str) -> int:
-    """Return the last part of a worker's identity; -1 for a slot (`node/slot`) that has no worker yet."""
+    """Return the last part of a worker's identity; -1 for a slot (`node/local_rank`) that has no worker yet."""
     number = worker.rpartition("#")[2]
     return int(number) if number != worker else -1
 
 
 def slot_of(worker: str) -> str:
-    """Return the slot (`node/slot`) of a worker's identity."""
+    """Return the slot (`node/local_rank`) of a worker's identity."""
     return worker.partition("#")[0]
 
 
@@ -135,7 +135,7 @@ class NodeWorker:
     """A live worker as its own node reports it."""
 
     id: str
-    slot: int
+    local_rank: int
     state: WorkerState
     address: str = ""
 
@@ -206,14 +206,14 @@ class Streak:
 class NodeDoc:
     """One node's report. `order` is the store's revision at which it joined; it is not written.
 
-    `door` is an address (host:port) at which the agent listens for nothing but this: where nobody listens any more, the
-    agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
-    nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
-    that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of. `settled` is the newest generation that all its members have entered; only a node some
-    of whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
-    nodes which it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for
-    longer than they may. `broken` are links to live peers that failed its members in the present generation.
+    At `liveness_address` (host:port) the agent listens for nothing but this: where nobody listens any more, it is
+    dead. `rank` is what the user has fixed (--node-rank), 0 for all where nothing is. `took_part` says that a worker
+    of this agent has been a member in the present attempt, `takes_plans` that its workers can go over to any plan
+    (`elaunch.hybrid()`). `saved` is the number of steps in the newest checkpoint that it knows of. `settled` is the
+    newest generation that all its members have entered; only a node some of whose workers are to leave tells it.
+    `excused` are workers that are to leave although the node stays. `cut` are nodes which it cannot reach although
+    they may be well. `stalled` are its members, as long as all of them wait for longer than they may. `broken` are
+    links to live peers that failed its members in the present generation.
     `committed` is the newest generation in which a step has committed; only the first member's node tells it, and only
     during a streak of generations without one.
     """
@@ -229,10 +229,10 @@ class NodeDoc:
     failed: str = ""
     cause: str = ""
     cause_t: float = 0.0
-    gone: tuple[str, ...] = ()
+    unreachable_peers: tuple[str, ...] = ()
     reset_generation: int = 0
     port: int = 0
-    door: str = ""
+    liveness_address: str = ""
     generation: int = 0
     took_part: bool = False
     takes_plans: bool = False

@@ -99,8 +99,8 @@ def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
     if doc.attempt < attempt:
         return ()  # it has still to hear that all start again
     return tuple(
-        Worker(worker.id, doc.node, worker.slot, worker.address)
-        for worker in sorted(doc.workers, key=lambda worker: worker.slot)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address)
+        for worker in sorted(doc.workers, key=lambda worker: worker.local_rank)
         if worker.state is WorkerState.READY
     )
 

@@ -44,12 +44,12 @@ class Client(Protocol):
     worker: str
     token: str
     host: str
-    slot: int
+    local_rank: int
     min_nodes: int
     elastic: bool
     """Whether the membership can change."""
 
-    def listen(self, heard: Callable[[Generation], None]) -> None: ...
+    def listen(self, on_generation: Callable[[Generation], None]) -> None: ...
     def newest(self) -> Generation | None: ...
     def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None: ...
     def ready(self, address: str, takes_plans: bool = False) -> None: ...
@@ -73,7 +73,7 @@ class AgentClient:
 
     def __init__(self, path: str, worker: str, fds: Sequence[int] = ()) -> None:
         self.worker = worker
-        self._heard: Callable[[Generation], None] = lambda generation: None
+        self._on_generation: Callable[[Generation], None] = lambda generation: None
         self._changed = threading.Condition()
         self._newest: Generation | None = None
         self._ended = False
@@ -97,15 +97,20 @@ class AgentClient:
             raise JobFailed(f"the agent at {path} does not answer: {error}") from error
         welcome = early.pop(0)
         assert isinstance(welcome, Welcome)
-        self.token, self.host, self.node, self.slot = welcome.token, welcome.host, welcome.node, welcome.slot
+        self.token, self.host, self.node, self.local_rank = (
+            welcome.token,
+            welcome.host,
+            welcome.node,
+            welcome.local_rank,
+        )
         self.min_nodes = welcome.min_nodes
         self._take(early)
         self._socket.setblocking(False)
         self._thread = threads.start("elaunch-agent-client", self._run, self._died)
 
-    def listen(self, heard: Callable[[Generation], None]) -> None:
-        """Call `heard`, from the client's thread, with each new training generation."""
-        self._heard = heard
+    def listen(self, on_generation: Callable[[Generation], None]) -> None:
+        """Call `on_generation`, from the client's thread, with each new training generation."""
+        self._on_generation = on_generation
 
     def newest(self) -> Generation | None:
         """The newest training generation that the agent has announced."""
@@ -206,7 +211,7 @@ class AgentClient:
                 with self._changed:
                     self._newest = generation
                     self._changed.notify_all()
-                self._heard(generation)
+                self._on_generation(generation)
 
     def _end(self) -> None:
         with self._changed:
@@ -226,7 +231,7 @@ class StaticClient:
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.slot = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.worker = f"rank/{self.rank}#0"
         self.token = "static"
         self.min_nodes = 1
@@ -236,7 +241,7 @@ class StaticClient:
         if self.size > 1:
             self.host, self._store = _join_store(self.rank, self.size)
 
-    def listen(self, heard: Callable[[Generation], None]) -> None:
+    def listen(self, on_generation: Callable[[Generation], None]) -> None:
         pass
 
     def newest(self) -> Generation | None:

@@ -145,7 +145,7 @@ class Checkpoints:
         # Only here and now: a folder that one member has removed must not be made again by another.
         problem = _make(part_of(self._settings.folder, step, name)) if begins else ""
         last = self._attempt.folder.name if self._attempt is not None else ""
-        mine = {
+        local = {
             "attempt": name,
             "last": last,
             "busy": busy,
@@ -154,24 +154,24 @@ class Checkpoints:
             "problem": problem,
         }
         try:
-            said = [json.loads(one) for one in group.all_gather_bytes(json.dumps(mine).encode())]
+            notes = [json.loads(one) for one in group.all_gather_bytes(json.dumps(local).encode())]
         except StepInterrupted:
             if begins:
                 discard(part_of(self._settings.folder, step, name))
             raise
         self._done = (group.generation, step)
-        first = said[0]
+        first = notes[0]
         self._know(first["newest"])
         if self._attempt is not None and any(
             # Or it was interrupted before it had heard that one begins.
             one["failed"] or (member in self._attempt.members and one["last"] != last)
-            for member, one in zip(group.members, said, strict=True)
+            for member, one in zip(group.members, notes, strict=True)
         ):
             self._attempt.abandoned.set()
         if first["newest"] is not None and first["newest"] >= step:
             return
         folder = part_of(self._settings.folder, step, first["attempt"])
-        late = [member for member, one in zip(group.members, said, strict=True) if one["busy"]]
+        late = [member for member, one in zip(group.members, notes, strict=True) if one["busy"]]
         if late:
             if group.rank == 0:
                 _say(f"no checkpoint after {step} steps: {', '.join(late)} still write the one before")
@@ -281,8 +281,8 @@ class Checkpoints:
         while True:
             # In this order: who was there when it wrote its note has written all.
             gone, abandoned = attempt.gone, attempt.abandoned.is_set()
-            said = checkpoint.notes(attempt.folder, len(attempt.members))
-            missing = [member for rank, member in enumerate(attempt.members) if rank not in said]
+            notes = checkpoint.notes(attempt.folder, len(attempt.members))
+            missing = [member for rank, member in enumerate(attempt.members) if rank not in notes]
             if not missing:
                 break
             if abandoned or not gone.isdisjoint(missing):
@@ -290,12 +290,12 @@ class Checkpoints:
                 self._leave_out(attempt, f"{who} did not write")
                 return
             attempt.abandoned.wait(LOOK_S)
-        path = checkpoint.complete(attempt.folder, attempt.step, [said[rank] for rank in range(len(attempt.members))])
+        path = checkpoint.complete(attempt.folder, attempt.step, [notes[rank] for rank in range(len(attempt.members))])
         seconds = time.monotonic() - attempt.start_s
         fields = {
             "generation": attempt.generation,
             "step": attempt.step,
-            "bytes": sum(note["bytes"] for note in said.values()),
+            "bytes": sum(note["bytes"] for note in notes.values()),
             "seconds": round(seconds, 6),
             "path": str(path),
         }
@@ -332,14 +332,14 @@ class Checkpoints:
         while True:
             found: Restored[T] | str | _Unseen = ""  # what was read for nothing is free before more is read
             found = self._try(step, group.rank == 0, read, begin_s)
-            said = self._outcomes(group, step, found if isinstance(found, str) else None)
+            notes = self._outcomes(group, step, found if isinstance(found, str) else None)
             damaged = next(
-                (f"{one['problem']} (seen by {member})" for member, one in said.items() if one["problem"] is not None),
+                (f"{one['problem']} (seen by {member})" for member, one in notes.items() if one["problem"] is not None),
                 "",
             )
             if not damaged:
                 break
-            older = next(iter(said.values()))["older"]
+            older = next(iter(notes.values()))["older"]
             passed.append(f"{self._path(step)}: {damaged}")
             if older is None:
                 self._know(0)
@@ -359,7 +359,7 @@ class Checkpoints:
             if not found.saved.checked:
                 _say(f"the checkpoint {found.saved.path} has no checksums: it was read without checks")
             # Those of this run may still be written, or are removed by who finds out that nobody completes them.
-            ours = {one["attempt"] for one in said.values()}
+            ours = {one["attempt"] for one in notes.values()}
             left = [path for path in parts(self._path(step).parent) if path.name not in ours]
             if left:
                 _in_background(lambda: _discard_all(left))
@@ -384,13 +384,13 @@ class Checkpoints:
 
     def _outcomes(self, group: Group, step: int, problem: str | None) -> dict[str, dict[str, Any]]:
         """What all members have found in a checkpoint, by member."""
-        mine = {
+        local = {
             "problem": problem,
             "older": before(self._path(step).parent, step) if group.rank == 0 else None,
             "attempt": self._attempt.folder.name if self._attempt is not None else "",
         }
-        said = group.all_gather_bytes(json.dumps(mine).encode())
-        return {member: json.loads(one) for member, one in zip(group.members, said, strict=True)}
+        notes = group.all_gather_bytes(json.dumps(local).encode())
+        return {member: json.loads(one) for member, one in zip(group.members, notes, strict=True)}
 
     def _open(self, step: int, first: bool) -> SavedState:
         """The checkpoint of so many steps, which the first member has seen.

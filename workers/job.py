@@ -39,7 +39,7 @@ class BaseJob:
 
     @property
     def worker(self) -> str:
-        """Identity of this worker: node/slot#incarnation."""
+        """Identity of this worker: node/local_rank#incarnation."""
         return self._member.worker
 
     def close(self) -> None:

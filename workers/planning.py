@@ -45,7 +45,7 @@ class Planner:
 
     def facts(self) -> dict[str, str]:
         """Returns what a member tells those that join, as JSON values."""
-        return {"preferred": str(self._followed.home) if self._followed else "", "request": self._request}
+        return {"preferred": str(self._followed.preferred_plan) if self._followed else "", "request": self._request}
 
     def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """Chooses how the members go on; the same on all of them.
@@ -135,7 +135,7 @@ class Planner:
         if left and set(members) == set(present.workers) - set(left):
             plan = replace(present, idle=tuple(worker for worker in present.idle if worker in members))
             reason = f"{names_text(left)} left, and had nothing any more{more}"
-            return replace(Decision.given(plan, "stay", reason), home=preferred).to_bytes()
+            return replace(Decision.given(plan, "stay", reason), preferred_plan=preferred).to_bytes()
         try:
             choice = selector.decide(present, preferred, [worker for worker in members if worker not in leaving])
             chosen = Decision.of(choice, selector.clocking(choice.plan), more)

@@ -89,7 +89,7 @@ class _Clock:
 
     cause: str = ""
     begin_t: float = 0.0
-    heard_t: float = 0.0
+    told_t: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
 
@@ -109,7 +109,7 @@ class Recovery:
         self._entering = True
         self._verdict: Verdict | None = None
         self._group: Group | None = None
-        self._heard_t: dict[int, float] = {}
+        self._told_t: dict[int, float] = {}
         self._clock: _Clock | None = None
         self._noted: Generation | None = None
         self._due: Generation | None = None  # of which all members knew at the last boundary
@@ -118,7 +118,7 @@ class Recovery:
         self._leaving: tuple[str, ...] = ()
         self._parted: tuple[int, tuple[str, ...]] = (0, ())
         self._progressed = 0  # the newest generation in which a step has committed
-        client.listen(self._heard)
+        client.listen(self._on_generation)
 
     @property
     def generation(self) -> Generation:
@@ -149,10 +149,10 @@ class Recovery:
         self._noted = self._client.newest()
         return self._noted.number if self._noted is not None else 0
 
-    def _heard(self, generation: Generation) -> None:
+    def _on_generation(self, generation: Generation) -> None:
         """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
         with self._lock:
-            self._heard_t[generation.number] = time.time()
+            self._told_t[generation.number] = time.time()
             if generation.ids:
                 self._last_with_members = generation
             past = self._overtaken(generation, self._active) if self._active is not None else 0
@@ -249,8 +249,8 @@ class Recovery:
         self._transport.interrupt(generation.number)
         self._hooks.pause()
         if self._clock is None:
-            begin_t = generation.cause_t or self._heard_t.get(generation.number, started_t)
-            self._clock = _Clock(generation.cause, begin_t, self._heard_t.get(generation.number, started_t))
+            begin_t = generation.cause_t or self._told_t.get(generation.number, started_t)
+            self._clock = _Clock(generation.cause, begin_t, self._told_t.get(generation.number, started_t))
         newest = self._client.newest()
         if newest is not None and newest.number > generation.number and self._overtaken(newest, generation):
             raise GenerationChanged(newest.number)
@@ -261,13 +261,13 @@ class Recovery:
         self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
         self._clock.phases["connect_s"] = time.time() - started_t
         self._group = Group(self._transport, generation.number, generation.ids)
-        self._poll(generation, self._group, self._clock, started_t - self._clock.heard_t)
+        self._poll(generation, self._group, self._clock, started_t - self._clock.told_t)
 
     def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
         """All votes go to all members."""
         begin_t = time.time()
-        mine = json.dumps(asdict(self._hooks.vote())).encode()
-        votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(mine)]
+        local = json.dumps(asdict(self._hooks.vote())).encode()
+        votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(local)]
         self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
         self._hooks.agreed(generation, self._verdict)
         clock.phases["agree_s"] = time.time() - begin_t + before_s
@@ -310,7 +310,7 @@ class Recovery:
         clock, self._clock = self._clock, None
         if clock is None or self._group is None:
             return None
-        phases = {"detect_s": clock.heard_t - clock.begin_t, **clock.phases}
+        phases = {"detect_s": clock.told_t - clock.begin_t, **clock.phases}
         # Clocks of two machines may differ.
         fixed_s = sum(max(0.0, phases.get(name, 0.0)) for name in ("detect_s", "connect_s", "plan_s"))
         if self._group.rank != 0:
@@ -399,7 +399,7 @@ class Recovery:
         for peer in dict.fromkeys((error.peer, *self._transport.hung_up(active.ids))):
             answer = self._transport.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
             if answer != "busy":
-                found = Unreachable(active.number, peer, gone=answer == "refused", silent=answer == "silent")
+                found = Unreachable(active.number, peer, refused=answer == "refused", silent=answer == "silent")
                 self._client.send(found)
                 told = True
         return told

@@ -112,12 +112,12 @@ class Member:
         self.memory_bytes: int | None = None
         self.clocks: Callable[[], ClockRange | None] = lambda: None
         self.entered = False
-        self.device = choose_device(client.slot)
+        self.device = choose_device(client.local_rank)
         atexit.register(self.close)
 
     @property
     def worker(self) -> str:
-        """Identity of this worker: node/slot#incarnation."""
+        """Identity of this worker: node/local_rank#incarnation."""
         return self._client.worker
 
     @property
@@ -485,7 +485,7 @@ class Member:
             self._client.send(Profiled(profile.to_json()))
         excuse = selector.excused()
         if excuse is not None:
-            self._client.send(Evict(excuse.again, excuse.why))
+            self._client.send(Evict(excuse.replace, excuse.why))
 
 
 class _RuntimeHooks:
@@ -540,7 +540,7 @@ class _RuntimeHooks:
         if member._planner is not None:
             decision = member._planner.entered(generation)
             if member.selector is not None:
-                member.selector.entered(decision.plan, decision.home, group.members, history_of(verdict))
+                member.selector.entered(decision.plan, decision.preferred_plan, group.members, history_of(verdict))
         member.entered = member._change_due = member._replan_due = False
         member.checkpoints.entered(group.members)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

@@ -46,7 +46,9 @@ def main() -> None:
 
     for step in range(args.steps):
         start = step * plan.global_batch_size
-        batch = [words[(start + slot) % len(words)] for slot in range(plan.global_batch_size)] if first or last else []
+        batch = (
+            [words[(start + sample) % len(words)] for sample in range(plan.global_batch_size)] if first or last else []
+        )
         given = (torch.stack([x for x, _ in batch]),) if first else ()
         target = torch.stack([y for _, y in batch]) if last else None
         schedule.step(*given, target=target, losses=[] if last else None, return_outputs=False)

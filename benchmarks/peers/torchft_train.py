@@ -82,9 +82,9 @@ def main() -> None:
     while manager.current_step() < args.steps:
         step = manager.current_step()
         optimizer.zero_grad()
-        for slot in share:
-            rows = samples.micro_batch(step, slot)
-            if slot == share[-1]:
+        for sample in share:
+            rows = samples.micro_batch(step, sample)
+            if sample == share[-1]:
                 torch.autograd.backward(loss_of(model(rows), rows) / len(share))
             else:
                 with model.no_sync():

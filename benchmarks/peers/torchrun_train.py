@@ -51,10 +51,10 @@ def main() -> None:
         step = state["step"]
 
     while step < args.steps:
-        for slot in share:
-            rows = samples.micro_batch(step, slot)
+        for sample in share:
+            rows = samples.micro_batch(step, sample)
             # Only the last micro-batch of the share synchronises, as in any script that accumulates gradients.
-            with contextlib.nullcontext() if slot == share[-1] else model.no_sync():
+            with contextlib.nullcontext() if sample == share[-1] else model.no_sync():
                 torch.autograd.backward(loss_of(model(rows), rows) / len(share))
         optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from elaunch.rendezvous.membership import Generation
 class Start:
     """Starts a worker. `warm`: a fork of the preloaded process will do."""
 
-    slot: int
+    local_rank: int
     worker: str
     generation: Generation
     warm: bool
@@ -65,7 +65,7 @@ class Ended:
     """
 
     worker: str
-    slot: int
+    local_rank: int
     pid: int
     exitcode: int
     t: float

@@ -94,7 +94,7 @@ class Agent:
     Args:
         config: the settings.
         open_store: connects to the rendezvous store.
-        supervisor: the nursery, forked before this process had threads.
+        supervisor: the fork server, forked before this process had threads.
         host: the address at which workers of other nodes reach this node.
         folders: where the streams of workers go; by default as the flags say.
         hosts: other nodes use a store that ends with this agent.
@@ -129,8 +129,8 @@ class Agent:
         if is_enabled(os.environ):
             self._watchdog = Watchdog(fifo_path(os.environ, self._control.directory))
             self._selector.register(self._watchdog, selectors.EVENT_READ, self._watchdog)
-        door = listen(host)
-        self._door = Accepting(self._selector, door, door, self.say)
+        listener = listen(host)
+        self._liveness = Accepting(self._selector, listener, listener, self.say)
         self._events = EventLog(config.events, config.node, config.events_to_console)
         self.token = ""
         self._exit: Exit | None = None
@@ -155,7 +155,7 @@ class Agent:
                 warm_start=config.warm and config.warm_start,
             ),
             port=free_port(host),
-            door=f"{host}:{door.getsockname()[1]}",
+            liveness_address=f"{host}:{listener.getsockname()[1]}",
         )
         self._monitor = Monitor(
             config.health,
@@ -220,7 +220,7 @@ class Agent:
             self._monitor.stop()
             self._hangs.close()
             self._reach.close()
-            self._door.close()
+            self._liveness.close()
             self._events.close()
             if self._watchdog is not None:
                 self._watchdog.close()
@@ -245,14 +245,14 @@ class Agent:
             wait_s = min(wait_s, max(0.0, self._hangs.due_s - now_s))
         if self._watchdog is not None and (expiry_s := self._watchdog.due_s()) is not None:
             wait_s = min(wait_s, max(0.0, expiry_s - time.time()))
-        for paused in (self._control, self._door):
+        for paused in (self._control, self._liveness):
             if paused.due_s is not None:
                 wait_s = min(wait_s, max(0.0, paused.due_s - now_s))
         self._quiet = True
         for key, mask in self._selector.select(wait_s):
             self._serve(key.data, mask)
         self._control.on_time(time.monotonic())
-        self._door.on_time(time.monotonic())
+        self._liveness.on_time(time.monotonic())
         self._check_timers()
         if self._quiet and (due_s is None or time.monotonic() < due_s) and time.monotonic() < self._hangs.due_s:
             return
@@ -296,7 +296,7 @@ class Agent:
             if messages is None:
                 self._exit = Exit(1, "the process that holds this node's workers was killed, and the workers with it")
                 return
-            acts = [self._on_nursery(message) for message in messages]
+            acts = [self._on_forkserver(message) for message in messages]
             self._publish()  # before all else, because the others wait for it, and at once for all that died together
             for act in acts:
                 act()
@@ -306,7 +306,7 @@ class Agent:
             for line in source.receive():
                 self.say(line)
         elif isinstance(source, socket.socket):
-            asks = self._door.accept()
+            asks = self._liveness.accept()
             if asks is not None:
                 asks.close()
         elif isinstance(source, Connection):
@@ -350,8 +350,8 @@ class Agent:
     def _announced(self, found: Announcement) -> None:
         self.post(lambda life: life.drain(found.reason, time.monotonic(), found.within_s))
 
-    def _on_nursery(self, message: dict[str, Any]) -> Callable[[], None]:
-        """Take one message of the nursery; what is returned logs it and acts on it."""
+    def _on_forkserver(self, message: dict[str, Any]) -> Callable[[], None]:
+        """Take one message of the fork server; what is returned logs it and acts on it."""
         if "started" in message:
             self._life.on_started(message["started"], message["pid"])
             return partial(self._log_worker, "worker_started", message["started"], message["pid"])
@@ -381,14 +381,16 @@ class Agent:
             return partial(self.say, f"workers start from nothing: {message['error']}")
         return lambda: None
 
-    def _give_back_clock(self, slot: int) -> None:
+    def _give_back_clock(self, local_rank: int) -> None:
         """A worker that was killed cannot unlock the clock of its device."""
         from elaunch.detect.nvml import NvmlClocks, gpu_of
 
         try:
-            NvmlClocks(gpu_of(slot, os.environ)).reset()
+            NvmlClocks(gpu_of(local_rank, os.environ)).reset()
         except DeviceError as error:
-            self.say(f"--allow-dvfs: {error}; if the worker of slot {slot} had locked its clock, it still is")
+            self.say(
+                f"--allow-dvfs: {error}; if the worker of local rank {local_rank} had locked its clock, it still is"
+            )
 
     def _log_worker(self, kind: str, worker: str, pid: int) -> None:
         slot = self._life.find(worker)
@@ -423,19 +425,19 @@ class Agent:
         elif isinstance(message, Profiled):
             self._participant.leave_profile(message.profile)
         elif isinstance(message, Unreachable):
-            if not message.gone:
+            if not message.refused:
                 life.on_broken(message.generation, worker, message.peer)
             if message.silent:
                 self._ask_others(message)
             else:
-                life.on_unreachable(message.generation, message.peer, message.gone, time.monotonic())
-            if message.gone:
+                life.on_unreachable(message.generation, message.peer, message.refused, time.monotonic())
+            if message.refused:
                 self._participant.publish(life.doc())
                 self._participant.suspect_leader()
         elif isinstance(message, Finished):
             life.on_finished(worker)
         elif isinstance(message, Evict):
-            self._act(life.evict(worker, message.again, " ".join(message.why.split())[:MAX_WHY]))
+            self._act(life.evict(worker, message.replace, " ".join(message.why.split())[:MAX_WHY]))
         elif isinstance(message, Leaving):
             life.on_leaving(worker)
 
@@ -559,7 +561,7 @@ class Agent:
         """Tell what the monitor has found, and let the node leave if something of it is about to fail."""
         actions: list[Action] = []
         for found in findings:
-            worker = "" if found.slot is None else life.slots[found.slot].worker
+            worker = "" if found.local_rank is None else life.slots[found.local_rank].worker
             self._log(
                 "health",
                 worker=worker or found.evidence.get("worker"),
@@ -603,20 +605,22 @@ class Agent:
         env = worker_env(self._config, start, self._control.path)
         if self._watchdog is not None:
             env[TIMER_FILE] = self._watchdog.path
-        env |= self._devices.get(start.slot, {})
+        env |= self._devices.get(start.local_rank, {})
         try:
-            logs, more = self._outputs.prepare(start.worker, start.generation.attempt, start.slot, int(env["RANK"]))
+            logs, more = self._outputs.prepare(
+                start.worker, start.generation.attempt, start.local_rank, int(env["RANK"])
+            )
         except ElaunchError as error:
             self.say(str(error))
             self.post(lambda life: life.on_exit(start.worker, 1, None, time.time(), time.monotonic()))
             return
-        argv = [fill(arg, start.slot) for arg in self._argv]
+        argv = [fill(arg, start.local_rank) for arg in self._argv]
         program = self._program if start.warm else None
         if program is not None:
-            args = [fill(arg, start.slot) for arg in program["args"]]
+            args = [fill(arg, start.local_rank) for arg in program["args"]]
             program = {**program, "args": args}
         self._supervisor.spawn(
-            start.worker, argv, {**env, **more}, program, logs.stdout, logs.stderr, self._cpus.get(start.slot)
+            start.worker, argv, {**env, **more}, program, logs.stdout, logs.stderr, self._cpus.get(start.local_rank)
         )
 
     def say(self, text: str) -> None:

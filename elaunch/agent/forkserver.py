@@ -1,14 +1,14 @@
 """The process that workers are born from: small, single-threaded, forked off the agent before it has any thread.
 
-    agent ──socket──> nursery ──fork, exec──> worker
+    agent ──socket──> fork server ──fork, exec──> worker
                          │ └────fork────> warm parent (torch imported) ──fork, fork──> worker
                          └ reaps every worker and reports its end
 
 Why not the agent itself: its gRPC threads make forking unsound, and a parent that only waits notices a death at once.
-- The nursery ends every worker's process group when the agent goes away, for whatever reason; should the nursery be
-  killed too, the kernel ends the workers (PR_SET_PDEATHSIG). So a killed agent leaves no orphans.
+- The fork server ends every worker's process group when the agent goes away, for whatever reason; should it be killed
+  too, the kernel ends the workers (PR_SET_PDEATHSIG). So a killed agent leaves no orphans.
 - A warm parent has the heavy modules imported and has neither threads nor device contexts, which is checked; a fork of
-  it runs the script within milliseconds. The worker is a grandchild of it and is adopted by the nursery
+  it runs the script within milliseconds. The worker is a grandchild of it and is adopted by the fork server
   (PR_SET_CHILD_SUBREAPER), so the warm parent may die without consequence.
 """
 
@@ -43,17 +43,17 @@ class Program(dict[str, Any]):
 
 
 def start() -> tuple[socket.socket, int]:
-    """Fork the nursery. Call it while the process has one thread.
+    """Fork the fork server. Call it while the process has one thread.
 
     Returns:
-        The agent's end of the socket, and the nursery's pid. Each line on the socket is one JSON object:
-        to the nursery {"op": "spawn", "worker", "argv", "env", "program" or null, "stdout" and "stderr": a path to
+        The agent's end of the socket, and the fork server's pid. Each line on the socket is one JSON object:
+        to the fork server {"op": "spawn", "worker", "argv", "env", "program" or null, "stdout" and "stderr": a path to
         append to or null, "cpus": those it may run on or null}, {"op": "warm", "env", "modules"},
         {"op": "signal", "worker", "signal"}, {"op": "remove at the end", "folder"}; from it {"started": worker, "pid"},
         {"exited": worker, "pid", "exitcode", "signal", "t"}, {"warm": bool, "error"}.
     """
     ours, theirs = socket.socketpair()
-    # A signal of the terminal finds the nursery deaf to it, from its first moment.
+    # A signal of the terminal finds the fork server deaf to it, from its first moment.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     pid = os.fork()
     if pid:
@@ -64,7 +64,7 @@ def start() -> tuple[socket.socket, int]:
     try:
         # Not tied to the agent by PR_SET_PDEATHSIG: the end of the socket tells of its death, and then there is work.
         ours.close()
-        program = Nursery(theirs).run()
+        program = ForkServer(theirs).run()
         status = _run_program(program) if program is not None else 0
     except BaseException:
         import traceback
@@ -82,8 +82,8 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-class Nursery:
-    """The nursery's loop. `run` returns only at the end of the agent, or in a freshly forked worker."""
+class ForkServer:
+    """The fork server's loop. `run` returns only at the end of the agent, or in a freshly forked worker."""
 
     def __init__(self, link: socket.socket) -> None:
         os.setsid()
@@ -160,8 +160,8 @@ class Nursery:
         return None
 
     def _exec(self, request: dict[str, Any]) -> None:
-        nursery, argv = os.getpid(), request["argv"]
-        # A signal that comes before the child has its own dispositions would meet the nursery's, and be lost.
+        forkserver, argv = os.getpid(), request["argv"]
+        # A signal that comes before the child has its own dispositions would meet the fork server's, and be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             pid = os.fork()
@@ -173,7 +173,7 @@ class Nursery:
         if pid == 0:
             try:
                 os.setsid()
-                end_with_parent(nursery)
+                end_with_parent(forkserver)
                 _default_signals()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
                 _settle(request)
@@ -228,7 +228,7 @@ class Nursery:
 
     def _fork_warm(self, request: dict[str, Any]) -> Program | None:
         ours, theirs = socket.socketpair()
-        nursery = os.getpid()
+        forkserver = os.getpid()
         pid = os.fork()
         if pid:
             theirs.close()
@@ -240,10 +240,10 @@ class Nursery:
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
-        end_with_parent(nursery)
+        end_with_parent(forkserver)
         os.environ.clear()
         os.environ.update(request["env"])
-        program = _keep_warm(theirs, nursery, request["modules"])
+        program = _keep_warm(theirs, forkserver, request["modules"])
         if program is None:
             os._exit(0)
         return program
@@ -290,7 +290,7 @@ class Nursery:
             _signal_group(self._pids[worker], number)
 
 
-def _keep_warm(link: socket.socket, nursery: int, modules: list[str]) -> Program | None:
+def _keep_warm(link: socket.socket, forkserver: int, modules: list[str]) -> Program | None:
     """Import the heavy modules, then fork a worker for each request. Returns in the forked worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     error = ""
@@ -325,7 +325,7 @@ def _keep_warm(link: socket.socket, nursery: int, modules: list[str]) -> Program
                 if os.fork():
                     os._exit(0)
                 link.close()
-                return _adopted(request, middle, nursery, theirs[1], ours[0])
+                return _adopted(request, middle, forkserver, theirs[1], ours[0])
             os.close(theirs[1])
             os.close(ours[0])
             pid = int(os.read(theirs[0], 32) or 0)
@@ -341,15 +341,15 @@ def _keep_warm(link: socket.socket, nursery: int, modules: list[str]) -> Program
     return None
 
 
-def _adopted(request: dict[str, Any], middle: int, nursery: int, tell: int, go: int) -> Program:
-    """In the new worker: wait until the nursery is the parent, then look like a fresh process.
+def _adopted(request: dict[str, Any], middle: int, forkserver: int, tell: int, go: int) -> Program:
+    """In the new worker: wait until the fork server is the parent, then look like a fresh process.
 
-    The script begins only when the nursery has been told: else the end of the warm parent could leave a worker twice.
+    The script begins only when the fork server knows it: else the end of the warm parent could leave a worker twice.
     """
     while os.getppid() == middle:
         time.sleep(0.0005)
     os.setsid()
-    end_with_parent(nursery)
+    end_with_parent(forkserver)
     _default_signals()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # what a Python sets at its start
         signal.signal(number, signal.SIG_IGN)

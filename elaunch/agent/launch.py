@@ -1,4 +1,4 @@
-"""From settings to a running agent: the rendezvous that this node may have to host, the nursery, the agent."""
+"""From settings to a running agent: the rendezvous that this node may have to host, the fork server, the agent."""
 
 from __future__ import annotations
 

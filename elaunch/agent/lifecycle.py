@@ -22,7 +22,7 @@ class Lifecycle:
 
     Attributes:
         port: offered to the workers for their own rendezvous.
-        door: the address at which other nodes find out whether this one lives.
+        liveness_address: the address at which other nodes find out whether this one lives.
         attempt: of which all former workers have ended here; `wanted_attempt` is the job's.
         warmed: whether a preloaded process was asked for.
         waits: whether the user was told that this node is a spare.
@@ -32,7 +32,7 @@ class Lifecycle:
 
     settings: NodeSettings
     port: int = 0
-    door: str = ""
+    liveness_address: str = ""
     generation: Generation | None = None
     attempt: int = 0
     wanted_attempt: int = 0
@@ -78,10 +78,10 @@ class Lifecycle:
             failed=blame.failed,
             cause=blame.cause,
             cause_t=blame.cause_t,
-            gone=peers.gone,
+            unreachable_peers=peers.unreachable_peers,
             reset_generation=peers.reset_generation,
             port=self.port,
-            door=self.door,
+            liveness_address=self.liveness_address,
             generation=self.generation.number if self.generation else 0,
             took_part=self.workers.took_part,
             takes_plans=self.workers.takes_plans,
@@ -152,7 +152,7 @@ class Lifecycle:
 
     def _training(self, generation: Generation, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        mine = self.workers.occupied
+        local = self.workers.occupied
         news = News(generation=generation, number=generation.number, training=True)
         for slot in self.slots:
             actions.extend(self.workers.apply(slot, _place_in(generation, slot.worker), news))
@@ -172,10 +172,10 @@ class Lifecycle:
         draining, here = self.ending.draining, self.settings.node in generation.nodes
         if draining and not generation.workers:
             self.ending.exit_code = 1  # all nodes leave at once: nobody goes on
-        idle = not here and not any(slot.admitted_generation for slot in mine)
+        idle = not here and not any(slot.admitted_generation for slot in local)
         if draining and idle and not all(slot.told_to_end for slot in self.running):
             actions.extend(self._terminate(now_s))
-        apart = not here and not mine and not draining
+        apart = not here and not local and not draining
         if apart and not self.waits and len(generation.nodes) >= self.settings.max_nodes:
             actions.append(self._waits_as_spare())
         actions.extend(self._fill(now_s))
@@ -346,16 +346,16 @@ class Lifecycle:
         ):
             self.workers.peers.note_broken(worker, peer)
 
-    def on_unreachable(self, number: int, peer: str, gone: bool, now_s: float) -> None:
+    def on_unreachable(self, number: int, peer: str, refused: bool, now_s: float) -> None:
         """A worker of this node, member of generation `number`, found a peer dead or its link to a live one broken."""
         if self.generation is None or number < self.generation.aborts_step_before:
             return
-        if not gone:
+        if not refused:
             self.workers.peers.reset_generation = self.generation.number
         elif peer in (*self.generation.ids, *self.generation.leaving):
             slot = self.workers.find(peer)
             if slot is None or not slot.alive:
-                self.workers.peers.note_gone(peer)
+                self.workers.peers.note_unreachable(peer)
             else:
                 self.workers.apply(slot, Event.REFUSE, News(now_s=now_s))
 

@@ -162,7 +162,7 @@ class LocalWorkers:
             case Effect.SAY_REPLACED:
                 return [Say(_leaves(slot, "another process takes its place", news))]
             case Effect.REPORT_LOST:
-                self.peers.note_gone(slot.worker)
+                self.peers.note_unreachable(slot.worker)
                 self.blame.replace(f"{news.text} before the step boundary at which it was to leave", news.t)
                 return [Say(self.blame.cause)]
             case Effect.BLAME_EARLY_EXIT:

@@ -33,7 +33,7 @@ JOIN_S = 0.3
 class Running(NamedTuple):
     """A worker that runs: its slot, identity and process."""
 
-    slot: int
+    local_rank: int
     worker: str
     pid: int
 
@@ -122,18 +122,18 @@ class Monitor:
         if self._accelerators is not None:  # of a look that failed
             self._accelerators.close()
         accelerators = self._accelerators = find_accelerators(self._slots, self._environment)
-        devices = {slot: DeviceHealth(slot, name) for slot, name in accelerators.names().items()}
+        devices = {local_rank: DeviceHealth(local_rank, name) for local_rank, name in accelerators.names().items()}
         if not devices:
             return
         every_s = EVERY[accelerators.kind] * self._settings.interval_s
         next_s = time.monotonic()
         while not self._stopping.is_set():
             if time.monotonic() >= next_s:
-                for slot, reading in accelerators.read().items():
-                    self._found(devices[slot].on_reading(time.monotonic(), reading))
+                for local_rank, reading in accelerators.read().items():
+                    self._found(devices[local_rank].on_reading(time.monotonic(), reading))
                 next_s = time.monotonic() + every_s
             for xid in accelerators.wait(max(0.0, next_s - time.monotonic())):
-                self._found(devices[xid.slot].on_xid(time.monotonic(), xid))
+                self._found(devices[xid.local_rank].on_xid(time.monotonic(), xid))
                 next_s = time.monotonic()  # there may be more to read by now
 
     def _watch_memory(self) -> None:

@@ -152,8 +152,8 @@ def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S
         return Figures.from_json(done.stdout.splitlines()[-1] if done.stdout else "")
     except ProtocolError:
         how = f"code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return Figures(problems=(f"the check ended with {how}: {said[-1] if said else 'no output'}",))
+        output = (done.stderr or done.stdout).strip().splitlines()
+        return Figures(problems=(f"the check ended with {how}: {output[-1] if output else 'no output'}",))
 
 
 def compare(store: Store, prefix: str, node: str, own: Figures, nodes: int, wait_s: float = WAIT_S) -> str:

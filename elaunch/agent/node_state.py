@@ -111,7 +111,7 @@ class PeerReports:
     """What the workers of this node, and its probes, found out about peers.
 
     Attributes:
-        gone: peers that cannot be reached, and workers of this node that ended before they could leave.
+        unreachable_peers: peers that cannot be reached, and workers of this node that ended before they could leave.
         reset_generation: the generation whose links are to be made anew.
         broken: links to live peers that failed in the present generation.
         cut: other nodes that cannot be reached.
@@ -119,7 +119,7 @@ class PeerReports:
         committed: the newest generation after urgent ones in which a step committed, as the first member saw it.
     """
 
-    gone: tuple[str, ...] = ()
+    unreachable_peers: tuple[str, ...] = ()
     reset_generation: int = 0
     broken: tuple[BrokenLink, ...] = ()
     cut: tuple[Cut, ...] = ()
@@ -130,10 +130,10 @@ class PeerReports:
         """Drops what a new generation has settled."""
         self.stalled, self.broken = (), ()
         known = {*generation.ids, *generation.leaving}
-        self.gone = tuple(worker for worker in self.gone if worker in known)
+        self.unreachable_peers = tuple(worker for worker in self.unreachable_peers if worker in known)
 
-    def note_gone(self, worker: str) -> None:
-        self.gone = tuple(dict.fromkeys((*self.gone, worker)))
+    def note_unreachable(self, worker: str) -> None:
+        self.unreachable_peers = tuple(dict.fromkeys((*self.unreachable_peers, worker)))
 
     def note_broken(self, worker: str, peer: str) -> None:
         self.broken = tuple(dict.fromkeys((*self.broken, BrokenLink(worker, peer))))

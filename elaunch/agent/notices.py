@@ -75,10 +75,10 @@ class FileNotice:
         while not stop.wait(FILE_S):
             try:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
-                    said = file.readline(200).strip()
+                    reply = file.readline(200).strip()
             except OSError:
                 continue
-            return Announcement(f"{self._path}: {said}" if said else f"{self._path} is there")
+            return Announcement(f"{self._path}: {reply}" if reply else f"{self._path} is there")
         return None
 
 
@@ -118,46 +118,46 @@ class MetadataNotice:
 def _aws() -> Announcement | None:
     base = os.environ.get(METADATA_URL, "http://169.254.169.254")
     token = _get(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
-    said = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
-    if said is None:
+    reply = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
+    if reply is None:
         return None
-    return aws_announcement(said)
+    return aws_announcement(reply)
 
 
-def aws_announcement(said: str) -> Announcement:
+def aws_announcement(reply: str) -> Announcement:
     """Read the instance action of EC2.
 
     Raises:
         ValueError: it is none.
     """
-    found = _object(said)
+    found = _object(reply)
     action, time_text = found.get("action"), found.get("time")
     if not isinstance(action, str) or not isinstance(time_text, str):
-        raise ValueError(f"expected an action and a time, found {said[:80]!r}")
+        raise ValueError(f"expected an action and a time, found {reply[:80]!r}")
     return Announcement(f"the instance is to {action} at {time_text}", _seconds_to(time_text))
 
 
 def _gcp() -> Announcement | None:
     base = os.environ.get(METADATA_URL, "http://metadata.google.internal")
-    said = _get(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    return Announcement("the machine is preempted", 30.0) if said is not None and said.strip() == "TRUE" else None
+    reply = _get(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    return Announcement("the machine is preempted", 30.0) if reply is not None and reply.strip() == "TRUE" else None
 
 
 def _azure() -> Announcement | None:
     base = os.environ.get(METADATA_URL, "http://169.254.169.254")
-    said = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-    return azure_announcement(said or "{}")
+    reply = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    return azure_announcement(reply or "{}")
 
 
-def azure_announcement(said: str) -> Announcement | None:
+def azure_announcement(reply: str) -> Announcement | None:
     """Read Azure's scheduled events.
 
     Raises:
         ValueError: they are none.
     """
-    events = _object(said).get("Events", [])
+    events = _object(reply).get("Events", [])
     if not isinstance(events, list):
-        raise ValueError(f"expected a list of events, found {said[:80]!r}")
+        raise ValueError(f"expected a list of events, found {reply[:80]!r}")
     for event in events:
         kind = event.get("EventType") if isinstance(event, dict) else None
         if kind in ("Preempt", "Terminate"):
@@ -167,13 +167,13 @@ def azure_announcement(said: str) -> Announcement | None:
     return None
 
 
-def _object(said: str) -> dict[str, Any]:
+def _object(reply: str) -> dict[str, Any]:
     try:
-        found = json.loads(said)
+        found = json.loads(reply)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError(f"expected an object, found {said[:80]!r}")
+        raise ValueError(f"expected an object, found {reply[:80]!r}")
     return found
 
 
@@ -259,17 +259,17 @@ class Notices:
 
     Args:
         notices: as `parse` returns them.
-        heard: called from these threads.
+        notify: called from these threads.
         complain: told in a line of a notice that fails.
     """
 
     def __init__(
         self,
         notices: Sequence[tuple[str, Notice]],
-        heard: Callable[[Announcement], None],
+        notify: Callable[[Announcement], None],
         complain: Callable[[str], None],
     ) -> None:
-        self._heard, self._complain = heard, complain
+        self._notify, self._complain = notify, complain
         self._stop = threading.Event()
         for name, notice in notices:
             threads.start("elaunch-notice", partial(self._wait, name, notice), partial(self._died, name))
@@ -294,7 +294,7 @@ class Notices:
             if self._stop.wait(AGAIN_S):
                 return
         if found is not None and not self._stop.is_set():
-            self._heard(found)
+            self._notify(found)
 
     def _died(self, name: str, error: BaseException) -> None:
         self._complain(f"--notice={name}: {threads.describe(error)}; nothing will be heard from it")

@@ -87,7 +87,7 @@ class Outputs:
         failures = [
             read_failure(
                 rank=self._ranks[ended.worker],
-                local_rank=ended.slot,
+                local_rank=ended.local_rank,
                 pid=ended.pid,
                 exitcode=ended.exitcode,
                 error_file=self._error_files[ended.worker] or None,

@@ -1,4 +1,4 @@
-"""The agent's side of the nursery, and the environment that workers are given."""
+"""The agent's side of the fork server, and the environment that workers are given."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 
 
 class Supervisor:
-    """Starts workers, passes signals to them and hears of their ends, through the nursery process."""
+    """Starts workers, passes signals to them and hears of their ends, through the fork server process."""
 
     def __init__(self) -> None:
         self.link, self.pid = forkserver.start()
@@ -66,7 +66,7 @@ class Supervisor:
         self._send(op="remove at the end", folder=folder)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return what the nursery says (see `nursery.start`), or None at its end.
+        """Return what the fork server says (see `forkserver.start`), or None at its end.
 
         If it was killed, the kernel ends its workers, but not the children that they have started: they end here.
 
@@ -95,7 +95,7 @@ class Supervisor:
         return messages
 
     def close(self) -> None:
-        """End the nursery, and with it whatever still runs."""
+        """End the fork server, and with it whatever still runs."""
         self.link.close()
         os.waitpid(self.pid, 0)
 
@@ -137,8 +137,8 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     if config.node not in nodes:
         nodes.append(config.node)
     roles = dict(generation.roles)
-    places = [(worker.node, worker.slot) for worker in generation.workers]
-    place = (config.node, start.slot)
+    places = [(worker.node, worker.local_rank) for worker in generation.workers]
+    place = (config.node, start.local_rank)
     if place not in places:
         places.append(place)
     peers = [each for each in places if each == place or roles.get(each[0], config.role) == config.role]
@@ -146,7 +146,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     address, port = config.master or (generation.master_addr, generation.master_port)
     variables: dict[str, object] = {
         "RANK": rank,
-        "LOCAL_RANK": start.slot,
+        "LOCAL_RANK": start.local_rank,
         "GROUP_RANK": nodes.index(config.node),
         "ROLE_RANK": peers.index(place),
         "ROLE_NAME": config.role,
@@ -177,9 +177,9 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     return env
 
 
-def fill(argument: str, slot: int) -> str:
+def fill(argument: str, local_rank: int) -> str:
     """Put the local rank in for ${local_rank}, by the rules of `string.Template` as torchrun does."""
-    return Template(argument).safe_substitute(local_rank=slot)
+    return Template(argument).safe_substitute(local_rank=local_rank)
 
 
 def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
@@ -192,7 +192,7 @@ def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
         return {}
     from elaunch.agent.placement import virtual_local_rank
 
-    return {slot: virtual_local_rank(os.environ, slot) for slot in range(config.nproc_per_node)}
+    return {local_rank: virtual_local_rank(os.environ, local_rank) for local_rank in range(config.nproc_per_node)}
 
 
 def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
@@ -207,7 +207,10 @@ def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
 
     topology = read_topology(os.environ)
     allowed = os.sched_getaffinity(0)
-    return {slot: cpus_for(config.numa_binding, slot, topology, allowed) for slot in range(config.nproc_per_node)}
+    return {
+        local_rank: cpus_for(config.numa_binding, local_rank, topology, allowed)
+        for local_rank in range(config.nproc_per_node)
+    }
 
 
 def free_port(host: str) -> int:
@@ -223,8 +226,8 @@ def listen(host: str) -> socket.socket:
     """A listening TCP socket at a free port of this address; of all addresses where it is not this machine's own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        door = socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family)
     except OSError:
-        door = socket.create_server(("", 0), family=family)
-    door.setblocking(False)
-    return door
+        listener = socket.create_server(("", 0), family=family)
+    listener.setblocking(False)
+    return listener

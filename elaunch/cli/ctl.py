@@ -218,8 +218,8 @@ def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
     for rank, place in enumerate(generation.workers):
         # Before training, a generation names slots, not the workers in them.
         worker = next(
-            (w for node, w in reported if place.id in (w.id, f"{node}/{w.slot}")),
-            NodeWorker(place.id, place.slot, WorkerState.STARTING),
+            (w for node, w in reported if place.id in (w.id, f"{node}/{w.local_rank}")),
+            NodeWorker(place.id, place.local_rank, WorkerState.STARTING),
         )
         members.add(worker.id)
         known = any(w.id == worker.id for _, w in reported)

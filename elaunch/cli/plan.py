@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--profile", required=True, metavar="FILE", help="what layers, workers and links cost, as JSON")
     p.add_argument("--plan", required=True, metavar="FILE", help="the text of the plan by which the job runs")
-    p.add_argument("--lose", default="", metavar="WORKER,…", help="workers, slots (node/slot) or whole nodes")
+    p.add_argument("--lose", default="", metavar="WORKER,…", help="workers, slots (node/local_rank) or whole nodes")
     p.add_argument("--join", default="0", metavar="N", help="new nodes of one worker, or NxM: N nodes of M workers")
     p.add_argument("--slow", default="", metavar="WORKER=SPEED,…", help="speeds of workers; 1 is that of the profile")
     p.add_argument("--policy", default="auto", choices=POLICIES, help="the only policy that may be chosen")
@@ -201,7 +201,7 @@ def _newcomers(text: str, nodes: set[str]) -> tuple[str, ...]:
         raise UsageError(f"--join={text}: expected N, or NxM for N nodes of M workers")
     free = (f"new{number}" for number in range(int(first) + len(nodes)) if f"new{number}" not in nodes)
     names = [next(free) for _ in range(int(first))]
-    return tuple(f"{node}/{slot}#0" for node in names for slot in range(int(second or 1)))
+    return tuple(f"{node}/{local_rank}#0" for node in names for local_rank in range(int(second or 1)))
 
 
 def _number(text: str) -> float:

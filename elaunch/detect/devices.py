@@ -87,7 +87,7 @@ class Reading:
 class Xid:
     """An error that NVIDIA's driver reported of the device of a slot, by the number in NVIDIA's catalogue."""
 
-    slot: int
+    local_rank: int
     number: int
 
 
@@ -111,7 +111,7 @@ class Accelerators(Protocol):
     def wait(self, timeout_s: float) -> list[Xid]:
         """Errors that are reported within this time; returns at the first."""
 
-    def clocks(self, slot: int) -> Clocks:
+    def clocks(self, local_rank: int) -> Clocks:
         """The clock of the device of a slot.
 
         Raises:
@@ -160,9 +160,9 @@ class Cpu:
         self._closed.wait(timeout_s)
         return []
 
-    def clocks(self, slot: int) -> Clocks:
+    def clocks(self, local_rank: int) -> Clocks:
         """As `Accelerators`."""
-        raise ClocksUnsupported(f"slot {slot} computes on the CPU, whose clock is not set here")
+        raise ClocksUnsupported(f"local rank {local_rank} computes on the CPU, whose clock is not set here")
 
     def close(self) -> None:
         """As `Accelerators`."""
@@ -336,20 +336,22 @@ class AscendNpus:
             numbers = [int(item) for item in visible.split(",") if item.strip().isdecimal() and int(item) < len(rows)]
         if not numbers:
             raise DeviceNotFound(f"{NPU_SMI} shows {len(rows)} devices, of which {NPU_VISIBLE}={visible} leaves none")
-        self._places = {slot: (rows[number].card, rows[number].chip) for slot, number in enumerate(numbers[:slots])}
+        self._places = {
+            local_rank: (rows[number].card, rows[number].chip) for local_rank, number in enumerate(numbers[:slots])
+        }
 
     def names(self) -> dict[int, str]:
         """As `Accelerators`."""
-        return {slot: f"NPU {card}/{chip}" for slot, (card, chip) in self._places.items()}
+        return {local_rank: f"NPU {card}/{chip}" for local_rank, (card, chip) in self._places.items()}
 
     def read(self) -> dict[int, Reading]:
         """As `Accelerators`. A device that npu-smi no longer lists is lost."""
         try:
             rows = {(row.card, row.chip): row.reading for row in parse_npu_smi(self._ask())}
         except DeviceError as error:
-            return {slot: Reading(fails=str(error)) for slot in self._places}
+            return {local_rank: Reading(fails=str(error)) for local_rank in self._places}
         gone = Reading(lost=f"{NPU_SMI} no longer lists it") if rows else Reading(fails=f"{NPU_SMI} lists no device")
-        return {slot: rows.get(place, gone) for slot, place in self._places.items()}
+        return {local_rank: rows.get(place, gone) for local_rank, place in self._places.items()}
 
     def _ask(self) -> str:
         assert self._program is not None
@@ -362,8 +364,10 @@ class AscendNpus:
         except OSError as error:
             raise DeviceError(f"{NPU_SMI} cannot be run: {error.strerror}") from error
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            raise DeviceNotFound(f"{NPU_SMI} info ended with {done.returncode}: {said[-1] if said else 'no output'}")
+            output = (done.stderr or done.stdout).strip().splitlines()
+            raise DeviceNotFound(
+                f"{NPU_SMI} info ended with {done.returncode}: {output[-1] if output else 'no output'}"
+            )
         return done.stdout
 
     def wait(self, timeout_s: float) -> list[Xid]:
@@ -371,10 +375,10 @@ class AscendNpus:
         self._closed.wait(timeout_s)
         return []
 
-    def clocks(self, slot: int) -> Clocks:
+    def clocks(self, local_rank: int) -> Clocks:
         """As `Accelerators`."""
         raise ClocksUnsupported(
-            f"the clock of {self.names().get(slot, f'slot {slot}')} cannot be set: Ascend offers no call"
+            f"the clock of {self.names().get(local_rank, f'local rank {local_rank}')} cannot be set: Ascend has no call"
         )
 
     def close(self) -> None:

@@ -350,16 +350,16 @@ class HangDetector:
     def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
         """None: one of this node's members does not wait, or is not to be seen."""
         nodes = {node_of(worker) for worker in sights}
-        mine = [worker for worker in members if node_of(worker) in nodes]
-        if not mine or len(members) < 2 or not sights.keys() >= set(mine):
+        local = [worker for worker in members if node_of(worker) in nodes]
+        if not local or len(members) < 2 or not sights.keys() >= set(local):
             return None
-        heartbeats = {worker: sights[worker].heartbeat for worker in mine}
+        heartbeats = {worker: sights[worker].heartbeat for worker in local}
         if any(not heartbeat.waits or heartbeat.phase in _QUIET for heartbeat in heartbeats.values()):
             return None
         limit_s = 0.0
         for heartbeat in heartbeats.values():
             short_s, long_s = self.limits(heartbeat)
-            if self.setting.fixed_s is None and len(mine) < len(members):
+            if self.setting.fixed_s is None and len(local) < len(members):
                 short_s = min(short_s + CHANGE_S, long_s)
             # Moving the state, or a checkpoint's last part, may be one long wait for all.
             limit_s = max(limit_s, short_s if heartbeat.phase in _ROUTINE else long_s)

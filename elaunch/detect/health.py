@@ -39,7 +39,7 @@ class Finding:
         what: of which kind, for programs: "xid 79", "ecc uncorrectable", "memory", …
         text: a clause for the user, with the figures.
         evidence: the figures, by name with unit; JSON values.
-        slot: of the device or worker; None for the node.
+        local_rank: of the device or worker; None for the node.
     """
 
     verdict: Verdict
@@ -47,7 +47,7 @@ class Finding:
     what: str
     text: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    slot: int | None = None
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class Tracker:
                 continue
             del self._standing[key]
             if standing.told:
-                news.append(Finding(Verdict.HEALTHY, was.subject, was.what, f"no longer: {was.text}", {}, was.slot))
+                news.append(
+                    Finding(Verdict.HEALTHY, was.subject, was.what, f"no longer: {was.text}", {}, was.local_rank)
+                )
         return news
 
     def event(self, now_s: float, finding: Finding, again_s: float) -> list[Finding]:
@@ -225,12 +227,12 @@ class DeviceHealth:
     """Judges one device by what it says over time.
 
     Args:
-        slot: whose device it is.
+        local_rank: whose device it is.
         name: what it is called.
     """
 
-    def __init__(self, slot: int, name: str) -> None:
-        self._slot = slot
+    def __init__(self, local_rank: int, name: str) -> None:
+        self._local_rank = local_rank
         self._name = name
         self._tracker = Tracker()
         self._first: Reading | None = None
@@ -350,4 +352,4 @@ class DeviceHealth:
         return found
 
     def _finding(self, verdict: Verdict, what: str, text: str, **evidence: Any) -> Finding:
-        return Finding(verdict, self._name, what, text, evidence, self._slot)
+        return Finding(verdict, self._name, what, text, evidence, self._local_rank)

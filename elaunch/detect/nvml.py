@@ -72,7 +72,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def gpu_of(slot: int, environment: Mapping[str, str]) -> str:
+def gpu_of(local_rank: int, environment: Mapping[str, str]) -> str:
     """The UUID of the GPU that the worker of a slot computes on.
 
     Raises:
@@ -81,10 +81,10 @@ def gpu_of(slot: int, environment: Mapping[str, str]) -> str:
     """
     visible = environment.get(CUDA_VISIBLE)
     gpus = visible_gpus(list_gpus(), visible)
-    if slot >= len(gpus):
+    if local_rank >= len(gpus):
         why = "on this machine" if visible is None else f"with {CUDA_VISIBLE}={visible}"
-        raise DeviceNotFound(f"slot {slot} has no GPU: {len(gpus)} can be seen {why}")
-    return gpus[slot].uuid
+        raise DeviceNotFound(f"local rank {local_rank} has no GPU: {len(gpus)} can be seen {why}")
+    return gpus[local_rank].uuid
 
 
 class NvmlClocks:
@@ -182,8 +182,8 @@ class NvidiaGpus:
             raise DeviceNotFound(f"NVML shows {len(present)} GPUs, of which {CUDA_VISIBLE}={visible} leaves none")
         self._nvml = nvml = open_nvml()
         order = [gpu.uuid for gpu in visible_gpus(present, None)]
-        self._uuids = {slot: gpu.uuid for slot, gpu in enumerate(gpus)}
-        self._names = {slot: f"GPU {order.index(gpu.uuid)}" for slot, gpu in enumerate(gpus)}
+        self._uuids = {local_rank: gpu.uuid for local_rank, gpu in enumerate(gpus)}
+        self._names = {local_rank: f"GPU {order.index(gpu.uuid)}" for local_rank, gpu in enumerate(gpus)}
         self._handles: dict[str, Any] = {}
         self._events: Any = None
         try:
@@ -218,7 +218,7 @@ class NvidiaGpus:
     def read(self) -> dict[int, Reading]:
         """As `Accelerators`."""
         found = {uuid: self._read(handle) for uuid, handle in self._handles.items()}
-        return {slot: found[uuid] for slot, uuid in self._uuids.items()}
+        return {local_rank: found[uuid] for local_rank, uuid in self._uuids.items()}
 
     def _read(self, handle: Any) -> Reading:
         nvml = self._nvml
@@ -299,7 +299,7 @@ class NvidiaGpus:
                 continue
             if event.eventType == self._nvml.nvmlEventTypeXidCriticalError:
                 uuid = self._uuid(event.device)
-                return [Xid(slot, int(event.eventData)) for slot, its in self._uuids.items() if its == uuid]
+                return [Xid(local_rank, int(event.eventData)) for local_rank, its in self._uuids.items() if its == uuid]
         return []
 
     def _uuid(self, device: Any) -> str | None:
@@ -309,11 +309,11 @@ class NvidiaGpus:
         except self._nvml.NVMLError:
             return next((uuid for uuid, handle in self._handles.items() if _address(handle) == _address(device)), None)
 
-    def clocks(self, slot: int) -> Clocks:
+    def clocks(self, local_rank: int) -> Clocks:
         """As `Accelerators`."""
-        if slot not in self._uuids:
-            raise DeviceNotFound(f"slot {slot} has no GPU: the workers see {len(self._uuids)}")
-        return NvmlClocks(self._uuids[slot])
+        if local_rank not in self._uuids:
+            raise DeviceNotFound(f"local rank {local_rank} has no GPU: the workers see {len(self._uuids)}")
+        return NvmlClocks(self._uuids[local_rank])
 
     def close(self) -> None:
         """As `Accelerators`. NVML stays loaded: another thread may wait in it."""

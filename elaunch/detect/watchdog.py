@@ -111,8 +111,8 @@ class Watchdog:
         self.path = path
         self._timers: dict[tuple[int, str], Request] = {}
         self._rest = b""
-        self._said: list[str] = []
-        self._unsaid = 0
+        self._lines: list[str] = []
+        self._n_ignored = 0
         self._fd = -1
         try:
             self._remove()
@@ -149,10 +149,10 @@ class Watchdog:
                 self._take(line)
             if len(data) < READ_BYTES:
                 break
-        said, self._said = self._said, []
-        if self._unsaid:
-            said.append(f"watchdog: ignored {self._unsaid} more lines")
-            self._unsaid = 0
+        said, self._lines = self._lines, []
+        if self._n_ignored:
+            said.append(f"watchdog: ignored {self._n_ignored} more lines")
+            self._n_ignored = 0
         return said
 
     def _take(self, line: bytes) -> None:
@@ -170,10 +170,10 @@ class Watchdog:
             self._complain(f"watchdog: ignored {line[:200]!r}: there are {MAX_TIMERS} timers already")
 
     def _complain(self, text: str) -> None:
-        if len(self._said) < MAX_LINES:
-            self._said.append(text)
+        if len(self._lines) < MAX_LINES:
+            self._lines.append(text)
         else:
-            self._unsaid += 1
+            self._n_ignored += 1
 
     def due_s(self) -> float | None:
         """When the next timer expires, in Unix seconds; None if none does."""

@@ -1,6 +1,6 @@
 """Who does which part of a step: pure values and functions, free of torch.
 
-A plan tiles the rectangle layers × sample slots. `tiling` holds the value with its invariants and its text form (by
+A plan tiles the rectangle layers × samples. `tiling` holds the value with its invariants and its text form (by
 way of `coverage`, a sweep over the rectangle, and `picture`, drawings of it). `build` makes plans of the usual kinds.
 `views` derives what others need to know from a plan: who feeds whom, who reduces gradients with whom, who owns which
 part of the optimizer state. A new kind of plan needs a constructor only; nothing else asks of what kind a plan is.

@@ -17,7 +17,7 @@ from elaunch.plan.tiling import (
     count_units,
     n_rows,
     size_findings,
-    unit_slots,
+    unit_samples,
 )
 
 
@@ -40,8 +40,8 @@ class Stage:
 
     Attributes:
         layers: [lo, hi).
-        replicas: tensor-parallel workers. The position is the replica's lane; an empty tuple is a lane whose workers
-            are lost, as is each lane that only another stage has.
+        replicas: tensor-parallel workers. The position is the replica's DP rank; an empty tuple is one whose workers
+            are lost, as is each DP rank that only another stage has.
         shares: for each replica its weight in an uneven distribution of the rows; None for an even one.
     """
 
@@ -56,8 +56,8 @@ def data_parallel(
     """Returns the plan of a model that is not cut: one stage, of which each worker does a contiguous run of units.
 
     Args:
-        global_batch_size: sample slots of a step.
-        micro_batch_size: slots of a unit.
+        global_batch_size: samples of a step.
+        micro_batch_size: samples of a unit.
         shares: how many units each worker does, in the order of the runs; a worker without any is idle.
         whole_shares: whether a worker does its run as a single micro-batch.
 
@@ -73,7 +73,7 @@ def data_parallel(
     for worker, (first, stop) in zip(shares, pairwise(accumulate(shares.values(), initial=0))):
         units = range(first, stop)
         if units and whole_shares:
-            run = range(unit_slots(units[0], *sizes).start, unit_slots(units[-1], *sizes).stop)
+            run = range(unit_samples(units[0], *sizes).start, unit_samples(units[-1], *sizes).stop)
             tiles.append(Tile(range(1), ((run,),), (worker,)))
         elif units:
             tiles.append(Tile(range(1), _whole_units(units, *sizes), (worker,)))
@@ -109,7 +109,7 @@ def symmetric(
         )
     if pp > n_layers:
         raise PlanError(f"pp {pp} stages need a layer each, but there are {n_layers}: make pp {n_layers} or less")
-    _check_lanes(dp, "dp", n_units, micro_batch_size)
+    _check_dp_size(dp, "dp", n_units, micro_batch_size)
     names = [tuple(workers[first : first + tp]) for first in range(0, len(workers), tp)]
     cut = [Stage(share(n_layers, pp, stage), tuple(names[stage * dp : (stage + 1) * dp])) for stage in range(pp)]
     return stages(n_layers, global_batch_size, micro_batch_size, cut, zero=zero)
@@ -152,9 +152,9 @@ def stages(
 ) -> Plan:
     """Returns a plan of stages that may differ in their number of replicas; all do the batch in the same turns.
 
-    There are as many *lanes* as the widest stage has replicas. A lane is a contiguous run of units; in turn t the t-th
-    unit of each lane is done. A stage with a replica in every lane does whole units. In a stage with fewer, each
-    replica does its own lane's unit and a part of the rows of the lanes without one, such that the micro-batches of a
+    There are as many *DP ranks* as the widest stage has replicas. Each has a contiguous run of units; in turn t the
+    t-th unit of each is done. A stage with a replica in every DP rank does whole units. In a stage with fewer, each
+    replica does its own DP rank's unit and a part of the rows of those without one, such that the micro-batches of a
     turn are as equal as they can be (ElasWave 4.1); odd rows go to whoever has done the fewest. With `shares`, all rows
     of a turn are instead apportioned by weight: each goes to the replica that is furthest behind its share of the step
     so far (Sainte-Laguë). A replica without rows in a turn has no micro-batch for it; without any, it becomes idle.
@@ -163,10 +163,10 @@ def stages(
         PlanError: the stages do not do every layer once, or the sizes do not fit each other.
     """
     _check_sizes(n_layers, global_batch_size, micro_batch_size)
-    n_lanes = max((len(stage.replicas) for stage in stages), default=0)
+    dp_size = max((len(stage.replicas) for stage in stages), default=0)
     n_units = count_units(global_batch_size, micro_batch_size)
-    _check_lanes(n_lanes, "the widest stage's number of replicas", n_units, micro_batch_size)
-    turns = tuple(_turns(global_batch_size, micro_batch_size, n_lanes))
+    _check_dp_size(dp_size, "the widest stage's number of replicas", n_units, micro_batch_size)
+    turns = tuple(_turns(global_batch_size, micro_batch_size, dp_size))
     tiles: list[Tile] = []
     without: list[str] = []
     for stage in stages:
@@ -180,66 +180,68 @@ def stages(
 
 
 _Turn = dict[int, range]
-"""For each lane that has a unit in this turn, its slots."""
+"""For each DP rank that has a unit in this turn, its samples."""
 
 
-def _turns(global_batch_size: int, micro_batch_size: int, n_lanes: int) -> Iterator[_Turn]:
+def _turns(global_batch_size: int, micro_batch_size: int, dp_size: int) -> Iterator[_Turn]:
     sizes = global_batch_size, micro_batch_size
-    lanes = [share(count_units(*sizes), n_lanes, lane) for lane in range(n_lanes)]
-    for turn in range(len(lanes[0])):
-        yield {lane: unit_slots(units[turn], *sizes) for lane, units in enumerate(lanes) if turn < len(units)}
+    dp_ranks = [share(count_units(*sizes), dp_size, dp_rank) for dp_rank in range(dp_size)]
+    for turn in range(len(dp_ranks[0])):
+        yield {
+            dp_rank: unit_samples(units[turn], *sizes) for dp_rank, units in enumerate(dp_ranks) if turn < len(units)
+        }
 
 
 def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
     """Returns [replica][turn] -> micro-batch, which may have no rows."""
-    present = [lane for lane, workers in enumerate(stage.replicas) if workers]
+    present = [dp_rank for dp_rank, workers in enumerate(stage.replicas) if workers]
     if not present:
         raise PlanError(f"no workers are left for layers {stage.layers.start}:{stage.layers.stop}")
     found: list[list[MicroBatch]] = [[] for _ in stage.replicas]
     done = dict.fromkeys(present, 0)
     for turn in turns:
-        lost = [slots for lane, slots in turn.items() if lane not in done]
-        queue = [(len(turn.get(lane, ())), done[lane], lane) for lane in present]
+        lost = [samples for dp_rank, samples in turn.items() if dp_rank not in done]
+        queue = [(len(turn.get(dp_rank, ())), done[dp_rank], dp_rank) for dp_rank in present]
         heapify(queue)
         sizes = dict.fromkeys(present, 0)
         for _ in range(sum(map(len, lost))):
-            rows, before, lane = queue[0]
-            sizes[lane] += 1
-            heapreplace(queue, (rows + 1, before + 1, lane))
-        for lane, part in zip(present, _cut(lost, sizes.values())):
-            micro_batch = _joined([*([turn[lane]] if lane in turn else []), *part])
-            found[lane].append(micro_batch)
-            done[lane] += n_rows(micro_batch)
+            rows, before, dp_rank = queue[0]
+            sizes[dp_rank] += 1
+            heapreplace(queue, (rows + 1, before + 1, dp_rank))
+        for dp_rank, part in zip(present, _cut(lost, sizes.values())):
+            micro_batch = _joined([*([turn[dp_rank]] if dp_rank in turn else []), *part])
+            found[dp_rank].append(micro_batch)
+            done[dp_rank] += n_rows(micro_batch)
     return found
 
 
 def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
     """Returns [replica][turn] -> micro-batch, which may have no rows."""
     weights = stage.shares or ()
-    usable = {lane: weight for lane, weight in enumerate(weights) if weight > 0}
+    usable = {dp_rank: weight for dp_rank, weight in enumerate(weights) if weight > 0}
     if not usable or min(weights) < 0 or len(weights) != len(stage.replicas):
         raise PlanError(
             f"layers {stage.layers.start}:{stage.layers.stop} need a share of 0 or more for each of their "
             f"{len(stage.replicas)} replicas, and one above 0; got {weights}"
         )
-    if lost := [lane for lane in usable if not stage.replicas[lane]]:
-        raise PlanError(f"a lane without workers must have share 0, got {weights[lost[0]]} for lane {lost[0]}")
+    if lost := [dp_rank for dp_rank in usable if not stage.replicas[dp_rank]]:
+        raise PlanError(f"a DP rank without workers must have share 0, got {weights[lost[0]]} for DP rank {lost[0]}")
     found: list[list[MicroBatch]] = [[] for _ in weights]
-    queue = [(1 / weight, lane, 0) for lane, weight in usable.items()]
+    queue = [(1 / weight, dp_rank, 0) for dp_rank, weight in usable.items()]
     heapify(queue)
     for turn in turns:
         sizes = [0] * len(weights)
         for _ in range(sum(map(len, turn.values()))):
-            _, lane, rows = queue[0]
-            sizes[lane] += 1
-            heapreplace(queue, ((2 * rows + 3) / weights[lane], lane, rows + 1))
-        for lane, micro_batch in enumerate(_cut(list(turn.values()), sizes)):
-            found[lane].append(micro_batch)
+            _, dp_rank, rows = queue[0]
+            sizes[dp_rank] += 1
+            heapreplace(queue, ((2 * rows + 3) / weights[dp_rank], dp_rank, rows + 1))
+        for dp_rank, micro_batch in enumerate(_cut(list(turn.values()), sizes)):
+            found[dp_rank].append(micro_batch)
     return found
 
 
 def _cut(runs: Sequence[range], sizes: Iterable[int]) -> Iterator[MicroBatch]:
-    """Cuts the slots of the runs, in order, into consecutive parts of these sizes."""
+    """Cuts the samples of the runs, in order, into consecutive parts of these sizes."""
     left = list(reversed(runs))
     for size in sizes:
         part: list[range] = []
@@ -253,7 +255,7 @@ def _cut(runs: Sequence[range], sizes: Iterable[int]) -> Iterator[MicroBatch]:
 
 
 def _joined(runs: Sequence[range]) -> MicroBatch:
-    """Returns the same slots in the same order, with adjacent runs joined into one."""
+    """Returns the same samples in the same order, with adjacent runs joined into one."""
     found: list[range] = []
     for run in runs:
         if found and found[-1].stop == run.start:
@@ -264,7 +266,7 @@ def _joined(runs: Sequence[range]) -> MicroBatch:
 
 
 def _whole_units(units: range, global_batch_size: int, micro_batch_size: int) -> tuple[MicroBatch, ...]:
-    return tuple((unit_slots(unit, global_batch_size, micro_batch_size),) for unit in units)
+    return tuple((unit_samples(unit, global_batch_size, micro_batch_size),) for unit in units)
 
 
 def _check_sizes(n_layers: int, global_batch_size: int, micro_batch_size: int) -> None:
@@ -272,10 +274,10 @@ def _check_sizes(n_layers: int, global_batch_size: int, micro_batch_size: int) -
         raise PlanError("; ".join(wrong))
 
 
-def _check_lanes(n_lanes: int, what: str, n_units: int, micro_batch_size: int) -> None:
-    if not 1 <= n_lanes <= n_units:
+def _check_dp_size(dp_size: int, what: str, n_units: int, micro_batch_size: int) -> None:
+    if not 1 <= dp_size <= n_units:
         raise PlanError(
-            f"{what} is {n_lanes}, but a step has {n_units} micro-batches of {micro_batch_size} for them: make it "
+            f"{what} is {dp_size}, but a step has {n_units} micro-batches of {micro_batch_size} for them: make it "
             f"1 to {n_units}, or micro_batch_size smaller"
         )
 

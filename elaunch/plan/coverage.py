@@ -1,4 +1,4 @@
-"""Which tiles lie on which part of the rectangle layers × sample slots: what validation and drawings look at."""
+"""Which tiles lie on which part of the rectangle layers × samples: what validation and drawings look at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Patch(NamedTuple):
     """Slots [start, stop) of a band of layers, and the indices of the tiles that cover them, ascending.
 
-    No tile is a gap, several are an overlap; a tile that does the slots twice is there twice.
+    No tile is a gap, several are an overlap; a tile that does the samples twice is there twice.
     """
 
     start: int
@@ -22,11 +22,11 @@ class Patch(NamedTuple):
 
 
 def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
-    """Returns the bands of layers in which no tile begins or ends, in order, each with its patches in slot order.
+    """Returns the bands of layers in which no tile begins or ends, in order, each with its patches in sample order.
 
-    The bands partition the layers and the patches of a band the slots; neighbouring patches differ in their tiles. What
+    The bands partition the layers and the patches of a band the samples; neighbouring patches have other tiles. What
     lies outside the rectangle is left out. Any plan will do, also an invalid one. The cost grows with the number of
-    runs in each band, not with the number of slots.
+    runs in each band, not with the number of samples.
     """
     inside = {edge for tile in plan.tiles for edge in (tile.layers.start, tile.layers.stop) if 0 < edge < plan.n_layers}
     runs = [tuple(_joined(tile, plan.global_batch_size)) for tile in plan.tiles]
@@ -50,17 +50,17 @@ def _joined(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
 
 
 def _patches(boxes: Iterable[tuple[int, int, int]], batch: int) -> list[Patch]:
-    """Sweeps over the slots and returns the patches; `boxes` are (start, stop, tile)."""
-    edges = [(slot, tile, begins) for start, stop, tile in boxes for slot, begins in ((start, True), (stop, False))]
+    """Sweeps over the samples and returns the patches; `boxes` are (start, stop, tile)."""
+    edges = [(sample, tile, begins) for start, stop, tile in boxes for sample, begins in ((start, True), (stop, False))]
     patches: list[Patch] = []
     active: list[int] = []
     done = 0
-    for slot, tile, begins in sorted([*edges, (batch, -1, True)]):
-        if slot > done:
+    for sample, tile, begins in sorted([*edges, (batch, -1, True)]):
+        if sample > done:
             tiles = tuple(sorted(active))
             start = patches.pop().start if patches and patches[-1].tiles == tiles else done
-            patches.append(Patch(start, slot, tiles))
-            done = slot
+            patches.append(Patch(start, sample, tiles))
+            done = sample
         if begins:
             active.append(tile)
         else:

@@ -17,9 +17,9 @@ class Part:
     """Tiles that share neither micro-batches nor workers with any other tile.
 
     Attributes:
-        plan: of these tiles alone; it does not cover all slots.
+        plan: of these tiles alone; it does not cover all samples.
         tiles: their indices in the whole plan, ascending.
-        shape: equal for parts that differ only in who and which slots they are, in order.
+        shape: equal for parts that differ only in who and which samples they are, in order.
     """
 
     plan: Plan

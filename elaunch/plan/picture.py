@@ -1,4 +1,4 @@
-"""Drawings of a plan for people: layers downward, sample slots to the right. An invalid plan can be drawn, too."""
+"""Drawings of a plan for people: layers downward, samples to the right. An invalid plan can be drawn, too."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MOST_HEIGHT = 640
 def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
     """Returns a drawing for a terminal, with one symbol per tensor-parallel tuple and a legend.
 
-    A plan of more than `columns` slots or `rows` layers is drawn with several in a cell: the cell shows the first tuple
-    in it, unless there is a gap or an overlap anywhere in it.
+    A plan of more than `columns` samples or `rows` layers is drawn with several in a cell: it shows the first tuple in
+    it, unless there is a gap or an overlap anywhere in it.
     """
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return "(nothing to draw)"
@@ -43,7 +43,7 @@ def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
         symbols[index] = _SYMBOLS[numbers[tile.workers] % len(_SYMBOLS)]
     layers = [_label(range(first, min(first + per_row, plan.n_layers))) for first in range(0, plan.n_layers, per_row)]
     width = max(len("layer"), *map(len, layers))
-    lines = [f"{'layer':>{width}}  slots 0:{plan.global_batch_size}, {per_column} in a column"]
+    lines = [f"{'layer':>{width}}  samples 0:{plan.global_batch_size}, {per_column} in a column"]
     for label, cells in zip(layers, _grid(plan, per_column, per_row)):
         lines.append(f"{label:>{width}}  {''.join(symbols[cell] for cell in cells)}")
     lines += [f"{_SYMBOLS[number]:>{width}}  {','.join(name)}" for number, name in enumerate(names[: len(_SYMBOLS)])]
@@ -63,19 +63,19 @@ def to_svg(plan: Plan) -> str:
     """
     n_layers, batch = max(1, plan.n_layers), max(1, plan.global_batch_size)
     height = n_layers * min(24.0, _MOST_HEIGHT / n_layers)
-    per_slot, per_layer = (_WIDTH - _LEFT - _RIGHT) / batch, height / n_layers
-    title = f"{n_layers} layers × {batch} sample slots, micro-batches of {plan.micro_batch_size}"
+    per_sample, per_layer = (_WIDTH - _LEFT - _RIGHT) / batch, height / n_layers
+    title = f"{n_layers} layers × {batch} samples, micro-batches of {plan.micro_batch_size}"
     body = [
         _text(_LEFT, 16, title, 'font-weight="bold"'),
-        _text(_LEFT, _TOP - 22, "sample slots"),
+        _text(_LEFT, _TOP - 22, "samples"),
         _text(0, 0, "layers", f'text-anchor="middle" transform="translate(14 {_TOP + height / 2:.2f}) rotate(-90)"'),
         *(_text(_LEFT - 6, _TOP + layer * per_layer + 4, layer, 'text-anchor="end"') for layer in _ticks(n_layers)),
-        *(_text(_LEFT + slot * per_slot, _TOP - 6, slot, 'text-anchor="middle"') for slot in _ticks(batch)),
-        _box(_LEFT, _TOP, batch * per_slot, height, "none", "black"),
+        *(_text(_LEFT + sample * per_sample, _TOP - 6, sample, 'text-anchor="middle"') for sample in _ticks(batch)),
+        _box(_LEFT, _TOP, batch * per_sample, height, "none", "black"),
     ]
-    for layers, slots, colour, outline, what in _rectangles(plan):
-        x, y = _LEFT + slots.start * per_slot, _TOP + layers.start * per_layer
-        body.append(_box(x, y, len(slots) * per_slot, len(layers) * per_layer, colour, outline, what))
+    for layers, samples, colour, outline, what in _rectangles(plan):
+        x, y = _LEFT + samples.start * per_sample, _TOP + layers.start * per_layer
+        body.append(_box(x, y, len(samples) * per_sample, len(layers) * per_layer, colour, outline, what))
     line = _TOP + height + 2 * _LINE
     names = list(dict.fromkeys(tile.workers for tile in plan.tiles))
     for name in names[:_MOST_LEGEND]:
@@ -123,7 +123,7 @@ def _stronger(old: int, new: int, empty: int) -> int:
 
 
 def _rectangles(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
-    """Yields (layers, slots, colour, outline, description), with errors last so that they are on top."""
+    """Yields (layers, samples, colour, outline, description), with errors last so that they are on top."""
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return
     if sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > _MOST_RECTANGLES:
@@ -131,10 +131,10 @@ def _rectangles(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
         return
     for index, tile in enumerate(plan.tiles):
         for number, micro_batch in enumerate(tile.micro_batches):
-            for slots in micro_batch:
-                what = f"tile {index}, micro-batch {number}: {_where(tile.layers, slots)}: {','.join(tile.workers)}"
+            for samples in micro_batch:
+                what = f"tile {index}, micro-batch {number}: {_where(tile.layers, samples)}: {','.join(tile.workers)}"
                 layers = _clipped(tile.layers, plan.n_layers)
-                yield layers, _clipped(slots, plan.global_batch_size), _colour(tile.workers), "black", what
+                yield layers, _clipped(samples, plan.global_batch_size), _colour(tile.workers), "black", what
     for layers, patches in bands(plan):
         for start, stop, tiles in patches:
             if len(tiles) != 1:
@@ -149,14 +149,14 @@ def _cells(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
         column = 0
         for cell, same in groupby(cells):
             end = column + len(list(same))
-            slots = _clipped(range(column * per_column, end * per_column), plan.global_batch_size)
+            samples = _clipped(range(column * per_column, end * per_column), plan.global_batch_size)
             column = end
             if cell < 0:
                 who, colour, outline = "more than one" if cell == _SEVERAL else "nobody", "none", _WRONG
             else:
                 workers = plan.tiles[cell].workers
                 who, colour, outline = f"{','.join(workers)} and perhaps others", _colour(workers), "none"
-            yield layers, slots, colour, outline, f"{_where(layers, slots)}: {who}"
+            yield layers, samples, colour, outline, f"{_where(layers, samples)}: {who}"
 
 
 def _clipped(run: range, size: int) -> range:
@@ -168,8 +168,8 @@ def _label(run: range) -> str:
     return str(run.start) if len(run) == 1 else f"{run.start}:{run.stop}"
 
 
-def _where(layers: range, slots: range) -> str:
-    return f"layers {layers.start}:{layers.stop}, slots {slots.start}:{slots.stop}"
+def _where(layers: range, samples: range) -> str:
+    return f"layers {layers.start}:{layers.stop}, samples {samples.start}:{samples.stop}"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -64,10 +64,10 @@ def in_flight_limits(plan: Plan) -> tuple[int, ...]:
     for tile in sorted(range(len(plan.tiles)), key=lambda tile: -plan.tiles[tile].layers.stop):
         pairs = {(other, here, number) for here, ends in enumerate(taken[tile]) for other, number, _ in ends}
         for consumer in {pair[0] for pair in pairs}:
-            mine = {pair[1] for pair in pairs if pair[0] == consumer}
+            local = {pair[1] for pair in pairs if pair[0] == consumer}
             theirs = {pair[2] for pair in pairs if pair[0] == consumer}
             # To have n in flight for this consumer, n times as many as it takes, and those for others between them.
-            rate = Fraction(len(mine), len(theirs)) * Fraction(len(taken[tile]), len(mine))
+            rate = Fraction(len(local), len(theirs)) * Fraction(len(taken[tile]), len(local))
             limits[tile] = max(limits[tile], 1 + math.ceil(limits[consumer] * rate))
     return tuple(limits)
 
@@ -138,8 +138,8 @@ class _Run:
     def _start(self, workers: Iterable[int], now: int) -> None:
         for worker in workers:
             if self.free[worker]:
-                mine = self.tiles_of[worker]
-                action = self._next(mine[0]) if len(mine) == 1 else self._best(mine)
+                local = self.tiles_of[worker]
+                action = self._next(local[0]) if len(local) == 1 else self._best(local)
                 if action is not None:
                     self._begin(action, now)
 
@@ -154,15 +154,15 @@ class _Run:
         return Action("F", tile, state.forward[0]) if can_forward else None
 
     def _best(self, tiles: Sequence[int]) -> Action | None:
-        """Returns the best next action of these tiles: first kind, then nearest to the end, then first slot."""
+        """Returns the best next action of these tiles: first kind, then nearest to the end, then first sample."""
         best: tuple[bool, int, int, Action] | None = None
         for tile in tiles:
             action = self._next(tile)
             if action is None:
                 continue
             here = self.plan.tiles[tile]
-            first_slot = here.micro_batches[action.micro_batch][0].start
-            rank = (action.kind != self.first, -here.layers.start, first_slot, action)
+            first_sample = here.micro_batches[action.micro_batch][0].start
+            rank = (action.kind != self.first, -here.layers.start, first_sample, action)
             best = rank if best is None else min(best, rank)
         return None if best is None else best[3]
 

@@ -1,16 +1,16 @@
-"""The execution plan: a tiling of the rectangle layers × sample slots.
+"""The execution plan: a tiling of the rectangle layers × samples.
 
-Layers run 0..n_layers-1, slots (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a logical
-micro-batch: the slots [u*b, (u+1)*b) for micro-batch size b; the last one may be shorter. It does not depend on the
-plan; a plan may cut units or join them.
+Layers run 0..n_layers-1, samples (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a
+logical micro-batch: the samples [u*b, (u+1)*b) for micro-batch size b; the last one may be shorter. It does not
+depend on the plan; a plan may cut units or join them.
 
 The text form is one line each for the sizes, the costs, the tiles and the members without a tile:
 
     plan layers 8 batch 16 micro-batch 2 zero interleaved order forward
     costs 0 6*8 3
-    layers 0:4 slots 0:8/2 workers n0/0#0,n0/1#0
-    layers 0:4 slots 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
-    layers 4:8 slots 0:16/2 workers n1/0#0
+    layers 0:4 samples 0:8/2 workers n0/0#0,n0/1#0
+    layers 0:4 samples 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
+    layers 4:8 samples 0:16/2 workers n1/0#0
     idle n1/1#0
 
 A blank separates micro-batches, '+' the runs of one, and 0:8/2 stands for 0:2 2:4 4:6 6:8. 6*8 stands for six layers
@@ -38,14 +38,14 @@ Order = Literal["auto", "backward", "forward"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 MicroBatch = tuple[range, ...]
-"""The rows of one micro-batch: disjoint, non-empty runs of slots, in row order. Usually one run."""
+"""The rows of one micro-batch: disjoint, non-empty runs of samples, in row order. Usually one run."""
 
 _MOST_FINDINGS = 12
 _HEADER = re.compile(
     r"plan layers (\d+) batch (\d+) micro-batch (\d+) zero (interleaved|contiguous)(?: order (backward|forward))?"
 )
 _COSTS = re.compile(r"costs((?: (?:[1-9]\d*\*)?\d+)+)")
-_TILE = re.compile(r"layers (\d+):(\d+) slots((?: \S+)*) workers (\S+)")
+_TILE = re.compile(r"layers (\d+):(\d+) samples((?: \S+)*) workers (\S+)")
 _IDLE = re.compile(r"idle (\S+)")
 _STEPS = re.compile(r"(\d+):(\d+)/(\d+)")
 _MOST_DIGITS = 6  # of a number of layers or micro-batches: what stands for more would fill the memory
@@ -71,7 +71,7 @@ class Tile:
     workers: tuple[str, ...]
 
     def __str__(self) -> str:
-        fields = ["layers", _span(self.layers), "slots", *_slots_text(self.micro_batches)]
+        fields = ["layers", _span(self.layers), "samples", *_samples_text(self.micro_batches)]
         return " ".join([*fields, "workers", ",".join(self.workers)])
 
 
@@ -81,9 +81,9 @@ class Plan:
 
     Attributes:
         n_layers: layers of the model.
-        global_batch_size: sample slots of a step.
-        micro_batch_size: slots of a unit; the last one has what is left.
-        tiles: cover every (layer, slot) exactly once. A worker may own several.
+        global_batch_size: samples of a step.
+        micro_batch_size: samples of a unit; the last one has what is left.
+        tiles: cover every (layer, sample) exactly once. A worker may own several.
         zero: the layout of the optimizer state.
         idle: members of the job without a tile.
         order: of what each worker does; see `elaunch.plan.schedule`.
@@ -117,7 +117,7 @@ class Plan:
         costs: list[int] = []
         for number, line in lines[1:]:
             if match := _TILE.fullmatch(line):
-                micro_batches = chain.from_iterable(_read_slots(word, number) for word in match[3].split())
+                micro_batches = chain.from_iterable(_read_samples(word, number) for word in match[3].split())
                 layers = range(int(match[1]), int(match[2]))
                 tiles.append(Tile(layers, tuple(micro_batches), tuple(match[4].split(","))))
             elif match := _IDLE.fullmatch(line):
@@ -125,7 +125,9 @@ class Plan:
             elif match := _COSTS.fullmatch(line):
                 costs.extend(_read_costs(match[1]))
             else:
-                expected = "'layers LO:HI slots START:STOP ... workers ID,ID', 'costs COST N*COST ...' or 'idle ID,ID'"
+                expected = (
+                    "'layers LO:HI samples START:STOP ... workers ID,ID', 'costs COST N*COST ...' or 'idle ID,ID'"
+                )
                 raise _unreadable(number, line, expected)
         zero: Layout = "interleaved" if header[4] == "interleaved" else "contiguous"
         order = next(one for one in ORDERS if one == (header[5] or "auto"))
@@ -147,8 +149,8 @@ class Plan:
         return count_units(self.global_batch_size, self.micro_batch_size)
 
     def unit(self, number: int) -> range:
-        """Returns the slots of a logical micro-batch."""
-        return unit_slots(number, self.global_batch_size, self.micro_batch_size)
+        """Returns the samples of a logical micro-batch."""
+        return unit_samples(number, self.global_batch_size, self.micro_batch_size)
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ class Plan:
         return {worker: tuple(indices) for worker, indices in found.items()}
 
     def validate(self, members: Collection[str] | None = None) -> None:
-        """Checks that every layer is done for every slot exactly once, by workers that cannot wait for each other.
+        """Checks that every layer is done for every sample exactly once, by workers that cannot wait for each other.
 
         Args:
             members: the workers of the generation. If given, they must be exactly those of the plan.
@@ -215,7 +217,7 @@ class Plan:
                 yield f"{self._name(index)} has {'an empty' if tile.micro_batches else 'no'} micro-batch"
             for run in chain.from_iterable(tile.micro_batches):
                 if not _is_run(run, self.global_batch_size):
-                    yield f"{self._name(index)} has {run}, which is no run of the slots 0:{self.global_batch_size}"
+                    yield f"{self._name(index)} has {run}, which is no run of the samples 0:{self.global_batch_size}"
 
     def _bad_workers(self) -> Iterator[str]:
         for worker in self.workers:
@@ -262,7 +264,7 @@ class Plan:
                     above = rows.pop() if rows and rows[-1].stop == layers.start else layers
                     rows.append(range(above.start, layers.stop))
         return [
-            f"layers {_span(layers)} slots {start}:{stop} are done by {self._by_whom(tiles)}"
+            f"layers {_span(layers)} samples {start}:{stop} are done by {self._by_whom(tiles)}"
             for (start, stop, tiles), rows in found.items()
             for layers in rows
         ]
@@ -275,7 +277,7 @@ class Plan:
 
 
 def n_rows(micro_batch: MicroBatch) -> int:
-    """Returns the number of slots of a micro-batch."""
+    """Returns the number of samples of a micro-batch."""
     return sum(map(len, micro_batch))
 
 
@@ -284,8 +286,8 @@ def count_units(global_batch_size: int, micro_batch_size: int) -> int:
     return -(-global_batch_size // micro_batch_size)
 
 
-def unit_slots(unit: int, global_batch_size: int, micro_batch_size: int) -> range:
-    """Returns the slots of a logical micro-batch of a batch of this size."""
+def unit_samples(unit: int, global_batch_size: int, micro_batch_size: int) -> range:
+    """Returns the samples of a logical micro-batch of a batch of this size."""
     return range(unit * micro_batch_size, min((unit + 1) * micro_batch_size, global_batch_size))
 
 
@@ -314,7 +316,7 @@ def _span(run: range) -> str:
     return f"{run.start}:{run.stop}"
 
 
-def _slots_text(micro_batches: tuple[MicroBatch, ...]) -> Iterator[str]:
+def _samples_text(micro_batches: tuple[MicroBatch, ...]) -> Iterator[str]:
     """Returns one word per micro-batch, or per sequence of equal adjacent ones."""
     sequence: list[range] = []
     for micro_batch in micro_batches:
@@ -337,7 +339,7 @@ def _sequence_text(runs: list[range]) -> Iterator[str]:
         yield f"{runs[0].start}:{runs[-1].stop}/{len(runs[0])}"
 
 
-def _read_slots(word: str, number: int) -> Iterator[MicroBatch]:
+def _read_samples(word: str, number: int) -> Iterator[MicroBatch]:
     """Reads the micro-batches of one word of a tile's line."""
     if steps := _STEPS.fullmatch(word):
         start, stop, size = map(int, steps.groups())

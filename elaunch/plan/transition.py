@@ -23,7 +23,7 @@ def transitional(old: Plan, new: Plan, members: tuple[str, ...]) -> Plan | None:
 
     Args:
         old: valid.
-        new: valid, for the same layers and slots.
+        new: valid, for the same layers and samples.
         members: of the generation; those of both plans are among them.
     """
     early = _first_halves(old)

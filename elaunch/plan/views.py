@@ -87,10 +87,10 @@ def inputs(plan: Plan) -> Feeds:
     """Returns [tile][micro-batch] -> the feeds that give its input rows, in row order; none for tiles that begin at
     layer 0.
 
-    The `tile` of a feed is the one that does the layer before for those slots.
+    The `tile` of a feed is the one that does the layer before for those samples.
     """
     starts = {tile.layers.start for tile in plan.tiles}
-    sources = {start: _slots_of_layer(plan, start - 1) for start in starts}
+    sources = {start: _samples_of_layer(plan, start - 1) for start in starts}
     return tuple(
         tuple(_feeds(sources[tile.layers.start], micro_batch) for micro_batch in tile.micro_batches)
         if tile.layers.start
@@ -143,7 +143,7 @@ def _ends(feeds: Feeds) -> Ends:
 
 @once_per_plan
 def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Returns, for each layer, the distinct tensor-parallel tuples that hold it, ordered by their first slot."""
+    """Returns, for each layer, the distinct tensor-parallel tuples that hold it, ordered by their first sample."""
     found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(plan.n_layers)]
     for tile in plan.tiles:
         first = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)
@@ -245,10 +245,14 @@ def units_of(plan: Plan, worker: str) -> range:
         return range(0)
     size, start, stop = plan.micro_batch_size, runs[0].start, runs[-1].stop
     if any(one.stop != other.start for one, other in pairwise(runs)):
-        raise PlanError(f"the slots {', '.join(f'{run.start}:{run.stop}' for run in runs)} of {worker} are not one run")
+        raise PlanError(
+            f"the samples {', '.join(f'{run.start}:{run.stop}' for run in runs)} of {worker} are not one run"
+        )
     if start % size or (stop % size and stop != plan.global_batch_size):
         batch = plan.global_batch_size
-        raise PlanError(f"slots {start}:{stop} of {worker} are not whole micro-batches of {size} in a batch of {batch}")
+        raise PlanError(
+            f"samples {start}:{stop} of {worker} are not whole micro-batches of {size} in a batch of {batch}"
+        )
     return range(start // size, -(-stop // size))
 
 
@@ -267,11 +271,11 @@ def unit_of(plan: Plan, micro_batch: MicroBatch) -> int | None:
 
 
 _Source = tuple[int, int, int, int, int]
-"""First slot, end, tile, micro-batch, and the row of the first slot in the micro-batch."""
+"""First sample, end, tile, micro-batch, and the row of the first sample in the micro-batch."""
 
 
-def _slots_of_layer(plan: Plan, layer: int) -> list[_Source]:
-    """Returns who does which slots of a layer, by slot; every slot comes once, because the plan is valid."""
+def _samples_of_layer(plan: Plan, layer: int) -> list[_Source]:
+    """Returns who does which samples of a layer, by sample; every sample comes once, because the plan is valid."""
     found: list[_Source] = []
     for index, tile in enumerate(plan.tiles):
         if layer not in tile.layers:
@@ -286,17 +290,17 @@ def _feeds(sources: list[_Source], micro_batch: MicroBatch) -> tuple[Feed, ...]:
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     here = 0
     for run in micro_batch:
-        slot = run.start
-        at = bisect_right(sources, slot, key=lambda source: source[0]) - 1
-        while slot < run.stop:
+        sample = run.start
+        at = bisect_right(sources, sample, key=lambda source: source[0]) - 1
+        while sample < run.stop:
             start, stop, tile, number, row = sources[at]
             runs = found.setdefault((tile, number), [])
-            there, n_rows = row + slot - start, min(stop, run.stop) - slot
+            there, n_rows = row + sample - start, min(stop, run.stop) - sample
             if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (there, here):
                 runs[-1] = runs[-1][0], runs[-1][1], runs[-1][2] + n_rows
             else:
                 runs.append((there, here, n_rows))
-            slot, here, at = slot + n_rows, here + n_rows, at + 1
+            sample, here, at = sample + n_rows, here + n_rows, at + 1
     return tuple(Feed(tile, number, tuple(runs)) for (tile, number), runs in found.items())
 
 

@@ -67,22 +67,22 @@ class Key(NamedTuple):
 
     Attributes:
         now: the plan before.
-        home: the plan to which the job returns.
+        preferred_plan: the plan to which the job returns.
         members: in order of ranks.
         settings: in their JSON form.
         profile: digest of its JSON form.
     """
 
     now: str
-    home: str
+    preferred_plan: str
     members: tuple[str, ...]
     settings: str
     profile: str
 
 
-def key(now: Plan, home: Plan, members: Sequence[str], settings: Settings, profile: str) -> Key:
+def key(now: Plan, preferred_plan: Plan, members: Sequence[str], settings: Settings, profile: str) -> Key:
     """Returns the key under which a plan is kept; `profile` is its digest."""
-    known = {*now.workers, *home.workers}
+    known = {*now.workers, *preferred_plan.workers}
     slots = Counter(map(slot_of, members))
 
     def place(worker: str) -> str:
@@ -91,7 +91,7 @@ def key(now: Plan, home: Plan, members: Sequence[str], settings: Settings, profi
         # No name has a blank in it.
         return f"{slot} anew" if new else worker
 
-    return Key(str(now), str(home), tuple(map(place, members)), settings.to_json(), profile)
+    return Key(str(now), str(preferred_plan), tuple(map(place, members)), settings.to_json(), profile)
 
 
 def digest(profile: str) -> str:
@@ -104,14 +104,14 @@ class Cache:
 
     Args:
         job: names the events.
-        now, home: its plans.
+        now, preferred_plan: its plans.
         settings: its settings.
     """
 
-    def __init__(self, job: Job, now: Plan, home: Plan, settings: Settings) -> None:
+    def __init__(self, job: Job, now: Plan, preferred_plan: Plan, settings: Settings) -> None:
         self.job = job
         self.profile = digest(job.profile)
-        self._given = now, home, settings
+        self._given = now, preferred_plan, settings
         self._left = set(range(len(job.events)))
         self._found: dict[Key, tuple[tuple[str, ...], str]] = {}
 
@@ -126,8 +126,8 @@ class Cache:
             return
         if answer.choice is not None:
             members = self.job.events[answer.event].members(self.job.members)
-            now, home, settings = self._given
-            self._found[key(now, home, members, settings, self.profile)] = members, answer.choice
+            now, preferred_plan, settings = self._given
+            self._found[key(now, preferred_plan, members, settings, self.profile)] = members, answer.choice
         self._left.remove(answer.event)
 
     def find(self, wanted: Key, members: Sequence[str]) -> Choice | None:
@@ -141,7 +141,7 @@ class Cache:
             if names:
                 choice = choice.renamed(names)
             choice.plan.validate(members)
-            choice.home.validate()
+            choice.preferred_plan.validate()
         except (PlanError, ProtocolError):
             return None
         return choice
@@ -194,7 +194,7 @@ class Ahead:
     def begin(
         self,
         now: Plan,
-        home: Plan,
+        preferred_plan: Plan,
         members: Sequence[str],
         me: str,
         profile: Profile,
@@ -206,7 +206,7 @@ class Ahead:
 
         Args:
             now: under which the state is distributed.
-            home: with every place filled, as for `choose`.
+            preferred_plan: with every place filled, as for `choose`.
             members: of the present generation, in order of ranks.
             me: this worker.
             profile: of the model.
@@ -224,13 +224,13 @@ class Ahead:
             job = Job(
                 self._number,
                 str(now),
-                str(home),
+                str(preferred_plan),
                 tuple(members),
                 profile.to_json(),
                 settings.to_json(),
                 tuple(events(members, me, last_lost, again, without)),
             )
-            self._cache = Cache(job, now, home, settings)
+            self._cache = Cache(job, now, preferred_plan, settings)
             if self._planner is not None and self._planner.ended:
                 self._planner = None
             if self._planner is None and job.events:
@@ -239,18 +239,20 @@ class Ahead:
             if self._planner is not None:
                 self._planner.send(job)
 
-    def find(self, now: Plan, home: Plan, members: Sequence[str], profile: Profile | None = None) -> Choice | None:
+    def find(
+        self, now: Plan, preferred_plan: Plan, members: Sequence[str], profile: Profile | None = None
+    ) -> Choice | None:
         """Returns what `choose` gives for these arguments if it is there already, else None. Returns at once.
 
         Args:
-            now, home, members: as for `choose`.
+            now, preferred_plan, members: as for `choose`.
             profile: with which the plan must have been made; None: with that of `begin`, whatever was measured since.
         """
         cache = self._cache
         if cache is None or os.getpid() != self._pid:
             return None
         made_with = cache.profile if profile is None else digest(profile.to_json())
-        return cache.find(key(now, home, members, self.settings, made_with), members)
+        return cache.find(key(now, preferred_plan, members, self.settings, made_with), members)
 
     def close(self) -> None:
         """Ends the process, within a second or two. Called automatically at the end of this process."""

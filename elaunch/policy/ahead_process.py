@@ -62,7 +62,7 @@ class Job:
     Attributes:
         number: of the job, for its answers.
         now: text of the plan before the events.
-        home: text of the plan to which the job returns.
+        preferred_plan: text of the plan to which the job returns.
         members: before the events, in order of ranks.
         profile: in its JSON form.
         settings: in their JSON form.
@@ -71,7 +71,7 @@ class Job:
 
     number: int
     now: str
-    home: str
+    preferred_plan: str
     members: tuple[str, ...]
     profile: str
     settings: str
@@ -130,9 +130,9 @@ def answers(job: Job) -> Iterator[Answer]:
     """Makes the plans for the events of a job, one after the other; an error becomes that event's answer."""
     for place, event in enumerate(job.events):
         try:
-            now, home = Plan.parse(job.now), Plan.parse(job.home)
+            now, preferred_plan = Plan.parse(job.now), Plan.parse(job.preferred_plan)
             profile, settings = Profile.from_json(job.profile), Settings.from_json(job.settings)
-            choice = choose(now, home, event.members(job.members), profile, settings)
+            choice = choose(now, preferred_plan, event.members(job.members), profile, settings)
         except Exception as error:
             yield Answer(job.number, place, refused=f"{type(error).__name__}: {error}")
         else:

@@ -79,8 +79,8 @@ def expanded(
         best.append(min(found, key=lambda one: one.step_s, default=None))
     ranked = sorted((one for one in best[1:] if one is not None), key=lambda one: one.step_s)
     for one in ranked:
-        n_lanes = max(len(stage.replicas) for stage in one.stages)
-        given = [with_rows(_padded(stage, n_lanes), profile) for stage in one.stages]
+        dp_size = max(len(stage.replicas) for stage in one.stages)
+        given = [with_rows(_padded(stage, dp_size), profile) for stage in one.stages]
         try:
             return balanced(plan, given, members, profile)
         except NotPossible as error:
@@ -89,12 +89,12 @@ def expanded(
 
 
 def _whole(stage: Stage) -> Stage:
-    """Returns the stage without empty lanes and without weights."""
+    """Returns the stage without empty DP ranks and without weights."""
     return Stage(stage.layers, tuple(filter(None, stage.replicas)))
 
 
-def _padded(stage: Stage, n_lanes: int) -> Stage:
-    return replace(stage, replicas=(*stage.replicas, *[()] * (n_lanes - len(stage.replicas))))
+def _padded(stage: Stage, dp_size: int) -> Stage:
+    return replace(stage, replicas=(*stage.replicas, *[()] * (dp_size - len(stage.replicas))))
 
 
 def _by_affinity(new: Sequence[tuple[str, ...]], busy: Sequence[str], profile: Profile) -> list[tuple[str, ...]]:
@@ -175,10 +175,10 @@ def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile) -> _Grown | 
 
     `balanced` looks at the layers as they are, for the few skeletons that are best.
     """
-    n_lanes = max(len(stage.replicas) for stage in skeleton)
-    if n_lanes > plan.n_units:
+    dp_size = max(len(stage.replicas) for stage in skeleton)
+    if dp_size > plan.n_units:
         return None
-    rows, turns = plan.micro_batch_size * n_lanes, math.ceil(plan.n_units / n_lanes)
+    rows, turns = plan.micro_batch_size * dp_size, math.ceil(plan.n_units / dp_size)
     costs = [_layer_s(stage, profile, rows) for stage in skeleton]
     layers = shared_out(plan.n_layers, costs, 1)
     whole = [n * cost for n, cost in zip(layers, costs)]

@@ -114,18 +114,18 @@ class Sample:
         }
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Sample:
+    def from_json(cls, fields: Mapping[str, Any]) -> Sample:
         """Reverses `to_json`, up to rounding."""
         return cls(
             {
                 (layer, rows, width): (forward_s, backward_s, wait_s)
-                for layer, rows, width, forward_s, backward_s, wait_s in said["turns"]
+                for layer, rows, width, forward_s, backward_s, wait_s in fields["turns"]
             },
-            {int(layer): n for layer, n in said["kept"].items()},
-            said["update"],
-            {slot: (rate, latency_s) for slot, (rate, latency_s) in said["links"].items()},
-            said["memory"],
-            None if said["clocks"] is None else _clock_range(*said["clocks"]),
+            {int(layer): n for layer, n in fields["kept"].items()},
+            fields["update"],
+            {slot: (rate, latency_s) for slot, (rate, latency_s) in fields["links"].items()},
+            fields["memory"],
+            None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
         )
 
     def differs(self, other: Sample | None) -> bool:

@@ -6,7 +6,7 @@ The JSON form has a `version`; an entry of its `layers` may have a `count`, for 
      "notes": ["…"], "layers": [{"count": 32, "forward_s_per_row": 0.0029, …}, …],
      "workers": {"n0/1": {"speed": 0.8}}, "links": [{"source": "n0/1", "target": "n1/0", …}]}
 
-Workers are named by their slot, node/slot: who comes back to a slot computes on the same device.
+Workers are named by their slot, node/local_rank: who comes back to a slot computes on the same device.
 """
 
 from __future__ import annotations

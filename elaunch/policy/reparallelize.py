@@ -94,14 +94,14 @@ def _of_width(
     width: int, plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees
 ) -> tuple[StepEstimate, Plan]:
     """Returns the fastest plan whose tensor-parallel tuples have so many workers, with its estimate."""
-    tuples, rest = tuples_of(plan, members, width)
-    if not tuples:
+    tp_groups, rest = tuples_of(plan, members, width)
+    if not tp_groups:
         raise NotPossible(f"{len(members)} members make no tensor-parallel tuple of {width} on a node")
     # The slow ones last: they are in the deeper pipelines then, with fewer layers.
-    tuples.sort(key=lambda workers: -min(map(profile.speed, workers)))
-    shapes = sorted(_shapes(plan, tuples, profile, degrees), key=lambda shape: shape.step_s)
-    made = [_with_workers(plan, shape, tuples, rest, profile) for shape in shapes[:MOST_PLAYED]]
-    made += _staged(plan, tuples, members, profile, degrees)
+    tp_groups.sort(key=lambda workers: -min(map(profile.speed, workers)))
+    shapes = sorted(_shapes(plan, tp_groups, profile, degrees), key=lambda shape: shape.step_s)
+    made = [_with_workers(plan, shape, tp_groups, rest, profile) for shape in shapes[:MOST_PLAYED]]
+    made += _staged(plan, tp_groups, members, profile, degrees)
     if not any(made):
         raise NotPossible(f"no pipelines of {degrees.pp[0]} to {min(degrees.pp[1], plan.n_layers)} stages fit")
     best: tuple[StepEstimate, Plan] | None = None
@@ -111,7 +111,7 @@ def _of_width(
             best = here, found
     if best is None:
         caps = [profile.cap_bytes(worker) for worker in members]
-        raise NotPossible(f"no pipelines of {len(tuples)} tuples fit into {min(caps):,.0f} bytes of each worker")
+        raise NotPossible(f"no pipelines of {len(tp_groups)} tuples fit into {min(caps):,.0f} bytes of each worker")
     return best
 
 
@@ -150,11 +150,11 @@ def _bounded(total: int, parts: int, high: int) -> Iterator[tuple[int, ...]]:
 
 
 def _staged(
-    plan: Plan, tuples: Sequence[tuple[str, ...]], members: Sequence[str], profile: Profile, degrees: Degrees
+    plan: Plan, tp_groups: Sequence[tuple[str, ...]], members: Sequence[str], profile: Profile, degrees: Degrees
 ) -> Iterator[Plan]:
     """Returns plans whose stages have different numbers of replicas, the fastest by closed form."""
     low, high = _near(plan, degrees)
-    width = len(tuples[0])
+    width = len(tp_groups[0])
     size = plan.micro_batch_size
     found: list[tuple[float, tuple[int, ...], tuple[range, ...]]] = []
 
@@ -162,28 +162,28 @@ def _staged(
     def turn_s(rows: float, start: int, stop: int) -> float:
         return profile.turn_s(range(start, stop), rows, width)
 
-    for depth in range(max(2, degrees.pp[0]), min(degrees.pp[1], plan.n_layers, len(tuples)) + 1):
-        n_lanes, uneven = -(-len(tuples) // depth), len(tuples) % depth
-        if not uneven or not low <= n_lanes <= min(high, plan.n_units):
+    for depth in range(max(2, degrees.pp[0]), min(degrees.pp[1], plan.n_layers, len(tp_groups)) + 1):
+        dp_size, uneven = -(-len(tp_groups) // depth), len(tp_groups) % depth
+        if not uneven or not low <= dp_size <= min(high, plan.n_units):
             continue
         for more in (range(uneven), range(depth - uneven, depth)):
-            replicas = tuple(n_lanes if stage in more else n_lanes - 1 for stage in range(depth))
+            replicas = tuple(dp_size if stage in more else dp_size - 1 for stage in range(depth))
 
             def cost(
-                stage: int, start: int, stop: int, replicas: Sequence[int] = replicas, lanes: int = n_lanes
+                stage: int, start: int, stop: int, replicas: Sequence[int] = replicas, dp_ranks: int = dp_size
             ) -> float:
-                return turn_s(size * lanes / replicas[stage], start, stop)
+                return turn_s(size * dp_ranks / replicas[stage], start, stop)
 
             cut = minimax(plan.n_layers, depth, cost)
             assert cut is not None
             first_s = sum(cost(stage, layers.start, layers.stop) for stage, layers in enumerate(cut.stages))
-            turns = math.ceil(plan.n_units / n_lanes)
+            turns = math.ceil(plan.n_units / dp_size)
             found.append((first_s + (turns - 1) * cut.slowest, replicas, cut.stages))
     for _, replicas, layers in sorted(found)[:MOST_STAGED]:
         roles = [span for span, n in zip(layers, replicas, strict=True) for _ in range(n)]
-        names = iter(tuples[place] for place in matched(tuples, roles, plan, profile))
-        lanes = [tuple(next(names) for _ in range(n)) for n in replicas]
-        padded = [(*some, *[()] * (max(replicas) - len(some))) for some in lanes]
+        names = iter(tp_groups[place] for place in matched(tp_groups, roles, plan, profile))
+        dp_ranks = [tuple(next(names) for _ in range(n)) for n in replicas]
+        padded = [(*some, *[()] * (max(replicas) - len(some))) for some in dp_ranks]
         given = [with_rows(Stage(*one), profile) for one in zip(layers, padded, strict=True)]
         try:
             yield balanced(plan, given, members, profile, most_played=1)
@@ -197,8 +197,8 @@ def _near(plan: Plan, degrees: Degrees) -> tuple[int, int]:
     return degrees.dp or (max(1, now - NEAR), now + NEAR)
 
 
-def _shapes(plan: Plan, tuples: Sequence[tuple[str, ...]], profile: Profile, degrees: Degrees) -> Iterator[_Shape]:
-    n_tuples, width = len(tuples), len(tuples[0])
+def _shapes(plan: Plan, tp_groups: Sequence[tuple[str, ...]], profile: Profile, degrees: Degrees) -> Iterator[_Shape]:
+    n_tuples, width = len(tp_groups), len(tp_groups[0])
     low, high = _near(plan, degrees)
     deepest = min(degrees.pp[1], plan.n_layers)
     cuts: dict[int, tuple[tuple[range, ...], float, float] | None] = {}
@@ -255,35 +255,35 @@ def _shape(plan: Plan, cuts: Sequence[tuple[tuple[range, ...], float, float]], p
 
 
 def _with_workers(
-    plan: Plan, shape: _Shape, tuples: Sequence[tuple[str, ...]], rest: Sequence[str], profile: Profile
+    plan: Plan, shape: _Shape, tp_groups: Sequence[tuple[str, ...]], rest: Sequence[str], profile: Profile
 ) -> Plan | None:
     """Returns the plan of a shape, with fewer layers and units for slow workers; None if it is no valid plan."""
     roles = [layers for stages in shape.stages for layers in stages]
-    taken = matched(tuples, roles, plan, profile)
-    names = iter(tuples[place] for place in taken)
+    taken = matched(tp_groups, roles, plan, profile)
+    names = iter(tp_groups[place] for place in taken)
     workers = [[next(names) for _ in stages] for stages in shape.stages]
     cut, units = list(shape.stages), list(shape.units)
     if profile.workers:
         size = plan.micro_batch_size
         each, first = [], []
-        for number, mine in enumerate(workers):
-            speeds = [min(map(profile.speed, some)) for some in mine]
+        for number, local in enumerate(workers):
+            speeds = [min(map(profile.speed, some)) for some in local]
 
             def cost(stage: int, start: int, stop: int, speeds: Sequence[float] = speeds) -> float:
-                return profile.turn_s(range(start, stop), size, len(tuples[0])) / speeds[stage]
+                return profile.turn_s(range(start, stop), size, len(tp_groups[0])) / speeds[stage]
 
             if len(set(speeds)) > 1:
-                found = minimax(plan.n_layers, len(mine), cost)
+                found = minimax(plan.n_layers, len(local), cost)
                 assert found is not None
                 cut[number] = found.stages
             costs = [cost(stage, layers.start, layers.stop) for stage, layers in enumerate(cut[number])]
             each.append(max(costs))
             first.append(sum(costs) - max(costs))
         units = shared_out(plan.n_units, each, 1, first)
-    spare = [workers for place, workers in enumerate(tuples) if place not in set(taken)]
+    spare = [workers for place, workers in enumerate(tp_groups) if place not in set(taken)]
     ends = pairwise(accumulate(units, initial=0))
     made = [
-        Pipeline(range(*end), tuple(zip(stages, mine, strict=True))) for end, stages, mine in zip(ends, cut, workers)
+        Pipeline(range(*end), tuple(zip(stages, local, strict=True))) for end, stages, local in zip(ends, cut, workers)
     ]
     idle = [*(worker for some in spare for worker in some), *rest]
     try:

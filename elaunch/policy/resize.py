@@ -57,8 +57,8 @@ def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool 
     if len(left) < len(found) and not move:
         gone = next(stage for stage in found if not any(stage.replicas))
         raise NotPossible(f"nobody is left of layers {gone.layers.start}:{gone.layers.stop}")
-    n_lanes = max(sum(map(bool, stage.replicas)) for stage in left)
-    left = [with_rows(_narrowed(stage, n_lanes), profile) for stage in left]
+    dp_size = max(sum(map(bool, stage.replicas)) for stage in left)
+    left = [with_rows(_narrowed(stage, dp_size), profile) for stage in left]
     if not move:
         return made(plan, left, members)
     return balanced(plan, left, members, profile)
@@ -77,8 +77,8 @@ def balanced(
     """
     if len(given) > plan.n_layers:
         raise NotPossible(f"there are {plan.n_layers} layers for {len(given)} stages")
-    n_lanes = len(given[0].replicas)
-    turns = math.ceil(plan.n_units / n_lanes)
+    dp_size = len(given[0].replicas)
+    turns = math.ceil(plan.n_units / dp_size)
     prices = _Prices(plan, given, profile, turns)
     tried: dict[tuple[int, ...], float] = {}
 
@@ -91,7 +91,7 @@ def balanced(
         _improve(partition.bounds, value)
     ranked = sorted((bounds for bounds in tried if value(bounds) < math.inf), key=value)
     length = min(turns, 2 * len(given) + PERIOD)
-    most = max(1, min(most_played, MOST_ACTIONS // (2 * n_lanes * len(given) * length)))
+    most = max(1, min(most_played, MOST_ACTIONS // (2 * dp_size * len(given) * length)))
     bounded = any(profile.cap_bytes(worker) < math.inf for worker in members)
     best: tuple[float, tuple[int, ...]] | None = None
     for number, bounds in enumerate(ranked[:MOST_REFUSED]):
@@ -100,7 +100,7 @@ def balanced(
         step_s = value(bounds)
         if most > 1 or bounded:
             # The beginning of a long step tells which cut is better, and what memory it takes.
-            short = made(_of_length(plan, length * n_lanes), _with_bounds(given, bounds), members)
+            short = made(_of_length(plan, length * dp_size), _with_bounds(given, bounds), members)
             found = estimate_step(replace(short, costs=profile.costs), profile)
             if found.over(profile):
                 continue
@@ -176,12 +176,12 @@ def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], f
     return max(rounded(rows * weight / sum(weights)) / speed for weight, speed in zip(weights, speeds, strict=True))
 
 
-def _narrowed(stage: Stage, n_lanes: int) -> Stage:
-    """Returns the stage without lanes that no stage needs."""
-    lanes = list(stage.replicas)
-    while len(lanes) > n_lanes:
-        lanes.remove(())
-    return replace(stage, replicas=tuple(lanes))
+def _narrowed(stage: Stage, dp_size: int) -> Stage:
+    """Returns the stage without DP ranks that no stage needs."""
+    dp_ranks = list(stage.replicas)
+    while len(dp_ranks) > dp_size:
+        dp_ranks.remove(())
+    return replace(stage, replicas=tuple(dp_ranks))
 
 
 _Price = Callable[[range, float, int], float]
@@ -248,9 +248,9 @@ class _Prices:
         return needed / self._widths[stage] <= self._caps[stage]
 
     def _moved(self, stage: int, start: int, stop: int) -> float:
-        mine, n_bytes = self._given[stage].layers, self._bytes[self._replicas[stage]]
-        low = min(max(start, mine.start), stop)
-        high = max(low, min(stop, mine.stop))
+        local, n_bytes = self._given[stage].layers, self._bytes[self._replicas[stage]]
+        low = min(max(start, local.start), stop)
+        high = max(low, min(stop, local.stop))
         return n_bytes[stop] - n_bytes[high] + n_bytes[low] - n_bytes[start]
 
 

@@ -47,7 +47,7 @@ class Settings:
         degrees: of `reparallelize`.
         widths: of tensor-parallel tuples, beside the present ones, that `expand` and `reparallelize` may make.
         next_s: expected seconds from one change to the next.
-        slot_samples: samples that a slot of the plan stands for.
+        row_samples: samples that a slot of the plan stands for.
     """
 
     policy: Policy = "auto"
@@ -55,11 +55,11 @@ class Settings:
     degrees: Degrees = field(default_factory=Degrees)
     widths: tuple[int, ...] = ()
     next_s: float = 3600.0
-    slot_samples: float = 1.0
+    row_samples: float = 1.0
 
     def rate(self, plan: Plan, step: StepEstimate) -> float:
         """Returns the samples per second while the job trains."""
-        return self.slot_samples * plan.global_batch_size / step.step_s if step.step_s else 0.0
+        return self.row_samples * plan.global_batch_size / step.step_s if step.step_s else 0.0
 
     def to_json(self) -> str:
         """Returns the JSON form, on one line; `from_json` gives the same settings."""
@@ -160,13 +160,13 @@ class Choice:
 
     Attributes:
         chosen: the candidate.
-        home: the plan to which the job returns when everybody is back.
+        preferred_plan: the plan to which the job returns when everybody is back.
         candidates: all of them, the best first.
         reason: for people.
     """
 
     chosen: Candidate
-    home: Plan
+    preferred_plan: Plan
     candidates: tuple[Candidate, ...]
     reason: str
 
@@ -189,13 +189,13 @@ class Choice:
         """Returns the same for other workers, by the names of those that get another one."""
         candidates = tuple(one.renamed(names) for one in self.candidates)
         chosen = candidates[self.candidates.index(self.chosen)]
-        return Choice(chosen, self.home.renamed(names), candidates, _renamed(self.reason, names))
+        return Choice(chosen, self.preferred_plan.renamed(names), candidates, _renamed(self.reason, names))
 
     def to_json(self) -> str:
         """Returns the JSON form, on one line; `from_json` gives the same choice."""
         document = {
             "reason": self.reason,
-            "home": str(self.home),
+            "preferred_plan": str(self.preferred_plan),
             "chosen": self.candidates.index(self.chosen),
             "candidates": [candidate.document() for candidate in self.candidates],
         }
@@ -214,7 +214,7 @@ class Choice:
             chosen = candidates[fields["chosen"]]
             if chosen.plan is None:
                 raise ValueError(f"{chosen.policy} was chosen and has no plan")
-            return cls(chosen, Plan.parse(fields["home"]), candidates, fields["reason"])
+            return cls(chosen, Plan.parse(fields["preferred_plan"]), candidates, fields["reason"])
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ProtocolError(f"expected a choice of a plan, found {text[:80]!r} ({error})") from error
 
@@ -232,12 +232,14 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
-def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, settings: Settings | None = None) -> Choice:
-    """Returns the best plan for the members, or `home` if each of its places has a worker and none is slow.
+def choose(
+    now: Plan, preferred_plan: Plan, members: Sequence[str], profile: Profile, settings: Settings | None = None
+) -> Choice:
+    """Returns the best plan for the members, or `preferred_plan` if each of its places has a worker and none is slow.
 
     Args:
         now: under which the state is distributed; valid.
-        home: with every place filled, by the names of those who had the places last; valid.
+        preferred_plan: with every place filled, by the names of those who had the places last; valid.
         members: who there is.
         profile: of the model; for workers of which it says nothing, speed 1 is assumed.
         settings: what the user wants.
@@ -250,7 +252,7 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
     settings = settings or Settings()
     here = set(members)
     lost = [worker for worker in now.workers if worker not in here]
-    filled = fill(home, members)
+    filled = fill(preferred_plan, members)
     bases = [now] if filled.tiles == now.tiles else [now, filled]
     makers: list[tuple[str, Callable[[], Plan]]] = []
     for base in bases:
@@ -265,11 +267,11 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
         ("expand", partial(expanded, now, members, profile, widths=widths)),
     ]
     found = [_candidate(policy, make, now, lost, profile, settings) for policy, make in makers]
-    at_home = None
+    at_preferred = None
     if set(filled.workers) == here and all(profile.speed(member) == 1 for member in members):
         # It is the plan that the user gave, or asked for, and nothing speaks against it.
-        at_home = next(one for one in reversed(found) if one.policy == "stay")
-        found = [one for one in found if one.policy != "stay" or one is at_home]
+        at_preferred = next(one for one in reversed(found) if one.policy == "stay")
+        found = [one for one in found if one.policy != "stay" or one is at_preferred]
     ranked = _ranked(found)
     able = [one for one in ranked if not one.rejected]
     if not able:
@@ -277,11 +279,11 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
             f"no plan for {len(members)} members: " + "; ".join(f"{one.policy}: {one.rejected}" for one in ranked)
         )
     allowed = [one for one in able if settings.policy in ("auto", one.policy) or one.policy in FREE]
-    chosen = at_home if at_home in able else (allowed or able)[0]
+    chosen = at_preferred if at_preferred in able else (allowed or able)[0]
     new = [worker for worker in members if worker not in now.workers]
     assert chosen.plan is not None
     assert chosen.step is not None
-    why = _reason(chosen, ranked, lost, new, settings.rate(chosen.plan, chosen.step), chosen is at_home)
+    why = _reason(chosen, ranked, lost, new, settings.rate(chosen.plan, chosen.step), chosen is at_preferred)
     if not allowed:
         refused = next(one.rejected for one in ranked if one.policy == settings.policy)
         why = f"{why}; --policy={settings.policy} is not possible here: {refused}"
@@ -289,10 +291,10 @@ def choose(now: Plan, home: Plan, members: Sequence[str], profile: Profile, sett
     return Choice(chosen, chosen.plan if grown else filled, tuple(ranked), why)
 
 
-def fill(home: Plan, members: Sequence[str]) -> Plan:
-    """Returns `home` with the places of the lost taken by members without a place; on the same slot, if it is free."""
-    here, idle = set(members), set(home.idle)
-    places = dict.fromkeys(worker for worker in home.workers if worker not in idle)
+def fill(preferred_plan: Plan, members: Sequence[str]) -> Plan:
+    """Returns the plan with the places of the lost taken by members without a place; on the same slot, if free."""
+    here, idle = set(members), set(preferred_plan.idle)
+    places = dict.fromkeys(worker for worker in preferred_plan.workers if worker not in idle)
     lost = [worker for worker in places if worker not in here]
     free = [worker for worker in members if worker not in places]
     taken: dict[str, str] = {}
@@ -302,7 +304,7 @@ def fill(home: Plan, members: Sequence[str]) -> Plan:
             if worker not in taken and fits:
                 taken[worker] = fits[0]
                 free.remove(fits[0])
-    return replace(home, idle=()).renamed({worker: taken.get(worker, worker) for worker in places})
+    return replace(preferred_plan, idle=()).renamed({worker: taken.get(worker, worker) for worker in places})
 
 
 def _n_busy(plan: Plan) -> int:
@@ -373,11 +375,16 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _reason(
-    chosen: Candidate, ranked: Sequence[Candidate], lost: Sequence[str], new: Sequence[str], rate: float, at_home: bool
+    chosen: Candidate,
+    ranked: Sequence[Candidate],
+    lost: Sequence[str],
+    new: Sequence[str],
+    rate: float,
+    at_preferred: bool,
 ) -> str:
     what = [f"{names_text(lost)} left" if lost else "", f"{names_text(new)} joined" if new else ""]
     event = "; ".join(filter(None, what)) or "the same members go on"
-    if at_home:
+    if at_preferred:
         return f"{event}: every place of the plan has its worker, and none is slow ({rate:.4g} samples/s)"
     others = [one for one in ranked if one is not chosen and not one.rejected]
     beside = f", before {others[0].policy} with {others[0].score:.4g}" if others else ""

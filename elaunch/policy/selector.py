@@ -69,12 +69,12 @@ class Decision:
 
     Attributes:
         plan: for exactly them.
-        home: to which the job returns when everybody is back.
+        preferred_plan: to which the job returns when everybody is back.
         event: fields of the `decision` event; of `clocks_mhz`, by slot, those that devices are to be locked at.
     """
 
     plan: Plan
-    home: Plan
+    preferred_plan: Plan
     event: Mapping[str, Any]
 
     @classmethod
@@ -84,7 +84,7 @@ class Decision:
         if clocking is not None:
             more = f"; {clocking.reason}{more}"
             event["clocks_mhz"] = dict(clocking.clocks_mhz)
-        return cls(choice.plan, choice.home, {**event, "reason": event["reason"] + more})
+        return cls(choice.plan, choice.preferred_plan, {**event, "reason": event["reason"] + more})
 
     def clock_mhz(self, worker: str) -> int | None:
         """Returns the clock at which to lock a worker's device; None: the device chooses."""
@@ -105,13 +105,13 @@ class Decision:
 
     def to_bytes(self) -> bytes:
         """Returns the bytes that the other members get."""
-        return json.dumps({"home": str(self.home), "event": self.event}).encode()
+        return json.dumps({"preferred_plan": str(self.preferred_plan), "event": self.event}).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Decision:
         """Reverses `to_bytes`."""
-        said = json.loads(text)
-        return cls(Plan.parse(said["event"]["plan"]), Plan.parse(said["home"]), said["event"])
+        fields = json.loads(text)
+        return cls(Plan.parse(fields["event"]["plan"]), Plan.parse(fields["preferred_plan"]), fields["event"])
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class History:
     replaced: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any] | None) -> History | None:
+    def from_json(cls, fields: Mapping[str, Any] | None) -> History | None:
         """Reads the fields from JSON values."""
-        if said is None:
+        if fields is None:
             return None
-        since_t, changes, last_lost = said["since_t"], said["changes"], tuple(said["last_lost"])
-        return cls(since_t, changes, last_lost, said["factors"], tuple(said["replaced"]))
+        since_t, changes, last_lost = fields["since_t"], fields["changes"], tuple(fields["last_lost"])
+        return cls(since_t, changes, last_lost, fields["factors"], tuple(fields["replaced"]))
 
     def after(self, before: Sequence[str], members: Sequence[str]) -> History:
         """Returns the history with one more change, from some members to others."""
@@ -355,7 +355,7 @@ class Selector:
         if here is None or not weighed:
             return
         rest = tuple(member for member in here.members if member not in weighed)
-        with_them, without = self._ahead.find(*here), self._ahead.find(here.plan, here.home, rest)
+        with_them, without = self._ahead.find(*here), self._ahead.find(here.plan, here.preferred_plan, rest)
         if self._ahead.left and (with_them is None or without is None):
             return
         stay = None if with_them is None else _staying(with_them)
@@ -381,19 +381,19 @@ class Selector:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def decide(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice:
+    def decide(self, now: Plan, preferred_plan: Plan, members: Sequence[str]) -> Choice:
         """Decides how these members go on.
 
         Args:
             now: the plan by which the state is distributed.
-            home: the plan with all places filled.
+            preferred_plan: the plan with all places filled.
             members: of the generation.
 
         Raises:
             NotPossible: no candidate has a plan; names the reasons.
         """
-        found = self._ahead.find(now, home, members)
-        return choose(now, home, members, self.profile(), self._now()) if found is None else found
+        found = self._ahead.find(now, preferred_plan, members)
+        return choose(now, preferred_plan, members, self.profile(), self._now()) if found is None else found
 
     def clocking(self, plan: Plan) -> Clocking | None:
         """Returns the clocks at which stragglers of a plan hold nobody up; None: none are to be set."""
@@ -405,12 +405,12 @@ class Selector:
         except NotPossible:
             return None
 
-    def entered(self, plan: Plan, home: Plan, members: Sequence[str], history: History | None) -> None:
+    def entered(self, plan: Plan, preferred_plan: Plan, members: Sequence[str], history: History | None) -> None:
         """Notes the plan by which the members go on.
 
         Args:
             plan: for them.
-            home: with all places filled.
+            preferred_plan: with all places filled.
             members: of the generation.
             history: until then, as the one knew it who decided, if anybody did.
         """
@@ -422,7 +422,7 @@ class Selector:
             self.measured.adopt(history.factors)
             self._remedies.replaced |= set(history.replaced)
         self._anew = self._anew or not set(members) <= set(before)
-        self._here = _Here(plan, home, tuple(members))
+        self._here = _Here(plan, preferred_plan, tuple(members))
         self.measured.keep(members)
         self.measured.plan_changed()
         self._own_links.forget()
@@ -474,7 +474,7 @@ def make_selector(
     layers: Sequence[LayerProfile],
     elements: Sequence[int],
     name: str,
-    slot_samples: float = 1.0,
+    row_samples: float = 1.0,
     min_nodes: int = 1,
     plan_widths: Collection[int] = (),
 ) -> Selector:
@@ -501,7 +501,7 @@ def make_selector(
     widths = tuple(sorted({*plan_widths, *policy_config.tp})) if plan_widths and policy_config.tp else ()
     degrees = Degrees(policy_config.dp, policy_config.pp or Degrees.pp)
     settings = Settings(
-        policy_config.policy, policy_config.consistency or "fast", degrees, widths, slot_samples=slot_samples
+        policy_config.policy, policy_config.consistency or "fast", degrees, widths, row_samples=row_samples
     )
     measured = Measured(name, layers, elements, prior)
     return Selector(worker, measured, settings, policy_config.profile, policy_config.slow_policy, min_nodes)
@@ -522,5 +522,5 @@ class _Here(NamedTuple):
     """How the members go on."""
 
     plan: Plan
-    home: Plan
+    preferred_plan: Plan
     members: tuple[str, ...]

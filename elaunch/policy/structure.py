@@ -17,9 +17,9 @@ class NotPossible(PlanError):
 
 
 def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
-    """Returns the stages of a plan in which all pipelines cut the layers alike, each replica in its lane.
+    """Returns the stages of a plan in which all pipelines cut the layers alike, each replica in its DP rank.
 
-    Replicas with somebody lost are empty. A stage may have fewer replicas than lanes.
+    Replicas with somebody lost are empty. A stage may have fewer replicas than DP ranks.
 
     Raises:
         NotPossible: the plan is of another kind.
@@ -34,36 +34,36 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
     replicas = [{tile.workers for tile in tiles} for tiles in found.values()]
     if len(set().union(*replicas)) < sum(map(len, replicas)):
         raise NotPossible("a worker has layers of several stages")
-    n_lanes = max(map(len, replicas))
+    dp_size = max(map(len, replicas))
     stages = []
     for span in spans:
-        lanes: list[tuple[str, ...]] = [()] * n_lanes
-        for lane, workers in _in_lanes(plan, found[span], n_lanes).items():
-            lanes[lane] = workers if gone.isdisjoint(workers) else ()
-        stages.append(Stage(range(*span), tuple(lanes)))
+        dp_ranks: list[tuple[str, ...]] = [()] * dp_size
+        for dp_rank, workers in _by_dp_rank(plan, found[span], dp_size).items():
+            dp_ranks[dp_rank] = workers if gone.isdisjoint(workers) else ()
+        stages.append(Stage(range(*span), tuple(dp_ranks)))
     return stages
 
 
-def _in_lanes(plan: Plan, tiles: Sequence[Tile], n_lanes: int) -> dict[int, tuple[str, ...]]:
-    """Puts each tuple in the lane of which it does the most rows, as far as that is free."""
+def _by_dp_rank(plan: Plan, tiles: Sequence[Tile], dp_size: int) -> dict[int, tuple[str, ...]]:
+    """Puts each tuple in the DP rank of which it does the most rows, as far as that is free."""
     rows: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], int] = {}
     size = plan.micro_batch_size
-    lanes = [share(plan.n_units, n_lanes, lane) for lane in range(n_lanes)]
-    ends = [units.stop * size for units in lanes]
+    dp_ranks = [share(plan.n_units, dp_size, dp_rank) for dp_rank in range(dp_size)]
+    ends = [units.stop * size for units in dp_ranks]
     for tile in tiles:
-        mine = rows.setdefault(tile.workers, [0] * n_lanes)
+        local = rows.setdefault(tile.workers, [0] * dp_size)
         for run in (run for runs in tile.micro_batches for run in runs):
             first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
-            for lane in range(bisect_right(ends, run.start), n_lanes):
-                start, stop = max(run.start, lanes[lane].start * size), min(run.stop, ends[lane])
+            for dp_rank in range(bisect_right(ends, run.start), dp_size):
+                start, stop = max(run.start, dp_ranks[dp_rank].start * size), min(run.stop, ends[dp_rank])
                 if start >= stop:
                     break
-                mine[lane] += stop - start
+                local[dp_rank] += stop - start
     found: dict[int, tuple[str, ...]] = {}
     for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
-        free = [lane for lane in range(n_lanes) if lane not in found]
-        found[max(free, key=lambda lane: (rows[workers][lane], -lane))] = workers
+        free = [dp_rank for dp_rank in range(dp_size) if dp_rank not in found]
+        found[max(free, key=lambda dp_rank: (rows[workers][dp_rank], -dp_rank))] = workers
     return found
 
 

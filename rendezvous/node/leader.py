@@ -174,7 +174,7 @@ class Leader:
             return
         report = self._session.get(f"nodes/{leader}")
         doc = read_reports(self._replica.prefix, [report]).get(leader) if report is not None else None
-        if doc is not None and _nobody_listens(doc.door) and self._take_key(entry.revision):
+        if doc is not None and _nobody_listens(doc.liveness_address) and self._take_key(entry.revision):
             self._begin_to_lead()
 
     def _campaign(self) -> None:

@@ -169,7 +169,7 @@ def _joiners(
 def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -> tuple[Worker, ...]:
     """Returns those of `ids` that hold state, on nodes that all others reach."""
     return tuple(
-        Worker(worker.id, doc.node, worker.slot, worker.address)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address)
         for doc in nodes
         if not missing.get(doc.node)
         for worker in doc.workers
@@ -182,7 +182,7 @@ def _compare(
 ) -> _Change:
     """Finds what is to change about the members."""
     present = {doc.node: doc for doc in nodes}
-    gone = {worker for doc in nodes for worker in doc.gone}
+    gone = {worker for doc in nodes for worker in doc.unreachable_peers}
     missing = cut_off(nodes)
     fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
     causes = list(fates.causes)

@@ -270,10 +270,10 @@ def test_workers_that_do_their_share_at_once_share_anew_what_a_dead_one_did(spaw
     first, *_, last = (Plan.parse(event["plan"]) for event in node.events("decision"))
     assert str(first) == (
         "plan layers 1 batch 22 micro-batch 1 zero interleaved\n"
-        "layers 0:1 slots 0:6 workers node0/0#0\n"
-        "layers 0:1 slots 6:12 workers node0/1#0\n"
-        "layers 0:1 slots 12:17 workers node0/2#0\n"
-        "layers 0:1 slots 17:22 workers node0/3#0"
+        "layers 0:1 samples 0:6 workers node0/0#0\n"
+        "layers 0:1 samples 6:12 workers node0/1#0\n"
+        "layers 0:1 samples 12:17 workers node0/2#0\n"
+        "layers 0:1 samples 17:22 workers node0/3#0"
     )
     last.validate(["node0/0#0", "node0/2#0", "node0/3#0"])
     assert all(len(tile.micro_batches) == 1 for tile in last.tiles)

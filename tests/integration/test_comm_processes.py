@@ -1,6 +1,6 @@
 """Links and groups between real processes: what remains when one of them is killed or stopped.
 
-The processes come from a *nursery*, one process that has imported torch and forks on request, so that many are cheap.
+The processes come from a *fork server*: it has imported torch and forks on request, so that many are cheap.
 Each worker obeys JSON lines on a socket: `interrupt` at once, everything else one after the other.
 """
 
@@ -59,7 +59,7 @@ def digest(tensor: torch.Tensor) -> str:
 # The processes' side.
 
 
-def nursery() -> None:
+def forkserver() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -158,7 +158,7 @@ class Crew:
     """Starts workers, and ends all it started."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._nursery = process
+        self._forkserver = process
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(PATIENCE_S)
         self._started = 0
@@ -166,11 +166,11 @@ class Crew:
         self.number = 0
 
     def start(self, count: int) -> list[Worker]:
-        assert self._nursery.stdin is not None
+        assert self._forkserver.stdin is not None
         for _ in range(count):
-            self._nursery.stdin.write(f"a/{self._started}#0 {self._listener.getsockname()[1]}\n")
+            self._forkserver.stdin.write(f"a/{self._started}#0 {self._listener.getsockname()[1]}\n")
             self._started += 1
-        self._nursery.stdin.flush()
+        self._forkserver.stdin.flush()
         fresh = sorted((Worker(self._listener.accept()[0]) for _ in range(count)), key=lambda one: one.pid)
         self._all += fresh
         return fresh
@@ -201,7 +201,7 @@ class Crew:
 
 
 @pytest.fixture(scope="module")
-def nursery_process() -> Iterator[subprocess.Popen[str]]:
+def forkserver_process() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.test_comm_processes"],
         stdin=subprocess.PIPE,
@@ -222,8 +222,8 @@ def nursery_process() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def crew(nursery_process: subprocess.Popen[str]) -> Iterator[Crew]:
-    made = Crew(nursery_process)
+def crew(forkserver_process: subprocess.Popen[str]) -> Iterator[Crew]:
+    made = Crew(forkserver_process)
     try:
         yield made
     finally:
@@ -319,4 +319,4 @@ def test_a_joiner_is_linked_while_the_others_work(crew: Crew) -> None:
 
 
 if __name__ == "__main__":
-    nursery()
+    forkserver()

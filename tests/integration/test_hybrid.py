@@ -50,9 +50,9 @@ def test_the_example_trains_by_a_plan_from_a_file(spawn: Spawner, tmp_path: Path
     # The second stage has two replicas, with six of eight and two of eight rows.
     file.write_text(
         "plan layers 4 batch 64 micro-batch 8 zero interleaved\n"
-        "layers 0:2 slots 0:64/8 workers w0\n"
-        "layers 2:4 slots 0:6 8:14 16:22 24:30 32:38 40:46 48:54 56:62 workers w1\n"
-        "layers 2:4 slots 6:8 14:16 22:24 30:32 38:40 46:48 54:56 62:64 workers w2\n"
+        "layers 0:2 samples 0:64/8 workers w0\n"
+        "layers 2:4 samples 0:6 8:14 16:22 24:30 32:38 40:46 48:54 56:62 workers w1\n"
+        "layers 2:4 samples 6:8 14:16 22:24 30:32 38:40 46:48 54:56 62:64 workers w2\n"
     )
     cut = elaunch(
         spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(EXAMPLE, *SMALL, f"--plan={file}"), name="cut"

@@ -341,7 +341,7 @@ class TestTheEndOfTheAgent:
         assert "Traceback" not in agent.text()
         assert list(temporary.iterdir()) == []
 
-    @pytest.mark.parametrize("who", ["agent", "nursery"])
+    @pytest.mark.parametrize("who", ["agent", "fork server"])
     def test_a_kill_leaves_no_process(self, spawn: Spawner, tmp_path: Path, folder: Path, who: str) -> None:
         node = elaunch(spawn, tmp_path, *TWO, script=(WORKER, folder, "--wait", "--child", "--deaf"))
         found = wait_for_reports(node, folder, 2)

@@ -81,10 +81,10 @@ def test_when_everybody_is_back_the_job_returns_to_its_plan(spawn: Spawner, tmp_
     node = elaunch(spawn, tmp_path, *FOUR, script=script)
     wait_for(node, lambda: any("node0/3#0 left" in event["reason"] for event in decisions(node)), 100, "a loss")
     given = Plan.parse(decisions(node)[0]["plan"])
-    home = given.renamed({"node0/3#0": "node0/3#1"}).tiles
+    preferred_plan = given.renamed({"node0/3#0": "node0/3#1"}).tiles
 
     def is_home() -> bool:
-        return Plan.parse(decisions(node)[-1]["plan"]).tiles == home
+        return Plan.parse(decisions(node)[-1]["plan"]).tiles == preferred_plan
 
     wait_for(node, is_home, 150, "the plan that the script gave")
     stop(node)

@@ -18,7 +18,7 @@ ENDLESS = (SCRIPT, "--steps", "100000", "--sleep", "0.01")
 GATE = "tests.jobs.plain_gate"
 
 
-def nursery(node: Node) -> psutil.Process:
+def forkserver(node: Node) -> psutil.Process:
     """The parent of the workers."""
     parent = psutil.Process(next(iter(node.pids().values()))).parent()
     assert parent is not None
@@ -26,8 +26,10 @@ def nursery(node: Node) -> psutil.Process:
 
 
 def warm_parents(node: Node) -> list[psutil.Process]:
-    """Children of the nursery that are no workers."""
-    return [child for child in nursery(node).children() if child.pid not in node.all_pids() and is_running(child.pid)]
+    """Children of the fork server that are no workers."""
+    return [
+        child for child in forkserver(node).children() if child.pid not in node.all_pids() and is_running(child.pid)
+    ]
 
 
 def test_with_a_warm_start_the_first_workers_are_forks_too(spawn: Spawner, tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_a_replacement_that_waits_for_a_preload_that_fails_is_started(
     assert_gone([parent.pid])
 
     left = descendants(node)
-    nursery(node).kill()
+    forkserver(node).kill()
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
     reason = "the process that holds this node's workers was killed, and the workers with it"
     assert node.agent.text().count(reason) == 1

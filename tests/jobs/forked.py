@@ -19,7 +19,7 @@ def serve(link: socket.socket) -> NoReturn:
     """Serves requests until the other end is closed; in a fork, ends with what its program returned."""
     status = 1
     try:
-        program = forkserver.Nursery(link).run()
+        program = forkserver.ForkServer(link).run()
         status = forkserver._run_program(program) if program is not None else 0
     finally:
         os._exit(status)

@@ -1,4 +1,4 @@
-"""Stands where the agent stands: forks the nursery while it has one thread, then passes bytes between it and a test.
+"""Stands in for the agent: starts the fork server while it has one thread, then passes bytes between it and a test.
 
 `plain_agent.py PORT`: the test listens at that port of the loopback interface. Standard error goes to a file `errors`.
 """
@@ -19,7 +19,7 @@ def main() -> None:
 
     link, pid = forkserver.start()
     test = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-    test.sendall(f'{{"nursery": {pid}}}\n'.encode())
+    test.sendall(f'{{"fork server": {pid}}}\n'.encode())
     ways = {link: test, test: link}
     while True:
         for source in select.select(list(ways), [], [])[0]:

@@ -126,21 +126,21 @@ def _stages(draw: DrawFn, most: _Most) -> Plan:
 
 @st.composite
 def _tilings(draw: DrawFn, most: _Most) -> Plan:
-    """The rectangle cut again and again, along the layers or the slots."""
+    """The rectangle cut again and again, along the layers or the samples."""
     sizes = draw(_sizes(most))
     parts: list[tuple[range, MicroBatch]] = [(range(sizes.n_layers), (range(sizes.batch),))]
     for _ in range(draw(st.integers(0, 2 * most.workers))):
         which = draw(st.integers(0, len(parts) - 1))
-        layers, slots = parts[which]
-        if len(layers) > 1 and (n_rows(slots) == 1 or draw(st.booleans())):
+        layers, samples = parts[which]
+        if len(layers) > 1 and (n_rows(samples) == 1 or draw(st.booleans())):
             at = draw(st.integers(1, len(layers) - 1))
-            parts[which : which + 1] = [(layers[:at], slots), (layers[at:], slots)]
+            parts[which : which + 1] = [(layers[:at], samples), (layers[at:], samples)]
         else:
             # Every second piece is one part and the others the other, so both may be of many runs.
-            pieces = draw(_pieces(slots))
+            pieces = draw(_pieces(samples))
             parts[which : which + 1] = [(layers, part) for part in (pieces[::2], pieces[1::2]) if part]
     pool = draw(_mixed_tuples(most))
-    tiles = tuple(Tile(layers, draw(_micro_batches(slots)), draw(st.sampled_from(pool))) for layers, slots in parts)
+    tiles = tuple(Tile(layers, draw(_micro_batches(samples)), draw(st.sampled_from(pool))) for layers, samples in parts)
     busy = {worker for tile in tiles for worker in tile.workers}
     idle = tuple(worker for worker in _names(most.workers) if worker not in busy)
     plan = Plan(sizes.n_layers, sizes.batch, sizes.unit_rows, tiles, sizes.zero, idle)
@@ -165,14 +165,14 @@ def _runs(draw: DrawFn, size: int, most: int) -> list[range]:
 
 
 @st.composite
-def _pieces(draw: DrawFn, slots: MicroBatch) -> MicroBatch:
-    return tuple(run[piece.start : piece.stop] for run in slots for piece in draw(_runs(len(run), most=len(run))))
+def _pieces(draw: DrawFn, samples: MicroBatch) -> MicroBatch:
+    return tuple(run[piece.start : piece.stop] for run in samples for piece in draw(_runs(len(run), most=len(run))))
 
 
 @st.composite
-def _micro_batches(draw: DrawFn, slots: MicroBatch) -> tuple[MicroBatch, ...]:
-    """All of the slots in pieces, in any order, some of them together in one micro-batch."""
-    pieces = draw(st.permutations(draw(_pieces(slots))))
+def _micro_batches(draw: DrawFn, samples: MicroBatch) -> tuple[MicroBatch, ...]:
+    """All of the samples in pieces, in any order, some of them together in one micro-batch."""
+    pieces = draw(st.permutations(draw(_pieces(samples))))
     return tuple(tuple(pieces[run.start : run.stop]) for run in draw(_runs(len(pieces), most=len(pieces))))
 
 

@@ -58,17 +58,17 @@ class Inline:
         self.ended = True
 
 
-def chosen(now: Plan, home: Plan, members: Sequence[str], profile: Profile = PROFILE) -> str | None:
+def chosen(now: Plan, preferred_plan: Plan, members: Sequence[str], profile: Profile = PROFILE) -> str | None:
     """What `choose` says, without its figures."""
     try:
-        choice = choose(now, home, members, profile)
+        choice = choose(now, preferred_plan, members, profile)
     except NotPossible:
         return None
     return described(choice)
 
 
 def described(choice: Choice) -> str:
-    return "\n\n".join([choice.chosen.policy, str(choice.plan), str(choice.home), choice.reason])
+    return "\n\n".join([choice.chosen.policy, str(choice.plan), str(choice.preferred_plan), choice.reason])
 
 
 @pytest.fixture
@@ -176,13 +176,13 @@ def test_a_plan_of_another_profile_is_found_only_where_any_will_do(inline: Ahead
 def test_who_returns_is_found_by_its_slot_and_called_by_its_name(inline: Ahead, incarnation: int) -> None:
     left = WORKERS[:3]
     after = choose(HOME, HOME, left, PROFILE)
-    inline.begin(after.plan, after.home, left, left[0], PROFILE, [WORKERS[3]])
+    inline.begin(after.plan, after.preferred_plan, left, left[0], PROFILE, [WORKERS[3]])
     members = (*left, f"n1/1#{incarnation}")
-    choice = inline.find(after.plan, after.home, members)
-    assert choice == choose(after.plan, after.home, members, PROFILE)
+    choice = inline.find(after.plan, after.preferred_plan, members)
+    assert choice == choose(after.plan, after.preferred_plan, members, PROFILE)
     assert choice.reason.startswith(f"{members[-1]} joined: ")
-    assert inline.find(after.plan, after.home, (*left, "n2/0#0")) is None
-    assert inline.find(after.plan, after.home, (*left, "n1/1")) is None
+    assert inline.find(after.plan, after.preferred_plan, (*left, "n2/0#0")) is None
+    assert inline.find(after.plan, after.preferred_plan, (*left, "n1/1")) is None
 
 
 def test_a_new_beginning_drops_what_was_made_before(inline: Ahead) -> None:
@@ -235,21 +235,23 @@ def test_what_is_no_answer_and_what_is_no_plan_for_the_members_is_a_miss() -> No
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_is_found_is_what_would_be_chosen(data: DataObject) -> None:
-    home = data.draw(valid_plans(max_workers=5, max_units=4, tp=(1, 2)))
-    speeds = data.draw(st.dictionaries(st.sampled_from(list(map(slot_of, home.workers))), st.sampled_from([0.5, 2.0])))
+    preferred_plan = data.draw(valid_plans(max_workers=5, max_units=4, tp=(1, 2)))
+    speeds = data.draw(
+        st.dictionaries(st.sampled_from(list(map(slot_of, preferred_plan.workers))), st.sampled_from([0.5, 2.0]))
+    )
     profile = replace(
         PROFILE,
-        layers=(LAYER,) * home.n_layers,
+        layers=(LAYER,) * preferred_plan.n_layers,
         memory_bytes=data.draw(st.sampled_from([None, 8000])),
         workers={slot: WorkerProfile(speed) for slot, speed in speeds.items()},
     )
-    now, members, lost = home, data.draw(st.permutations(home.workers)), list[str]()
+    now, members, lost = preferred_plan, data.draw(st.permutations(preferred_plan.workers)), list[str]()
     if len(members) > 1 and data.draw(st.booleans()):
         lost = members[: data.draw(st.integers(1, len(members) - 1))]
         members = members[len(lost) :]
         with contextlib.suppress(NotPossible):
-            after = choose(home, home, members, profile)
-            now, home = after.plan, after.home
+            after = choose(preferred_plan, preferred_plan, members, profile)
+            now, preferred_plan = after.plan, after.preferred_plan
     me = data.draw(st.sampled_from([members[0], *members]))
     asked = [event.members(members) for event in events(members, me, lost)]
     asked += [event.members(members) for one in members for event in events(members, one)]
@@ -258,16 +260,16 @@ def test_what_is_found_is_what_would_be_chosen(data: DataObject) -> None:
     asked.append((*members, data.draw(st.sampled_from(list(new.values())))))
     asked.append((*members, *(new[worker] for worker in lost)))
     with contextlib.closing(Ahead(start=Inline)) as ahead:
-        ahead.begin(now, home, members, me, profile, lost)
+        ahead.begin(now, preferred_plan, members, me, profile, lost)
         hits = 0
         for some in dict.fromkeys(asked):
-            choice = ahead.find(now, home, some)
+            choice = ahead.find(now, preferred_plan, some)
             if choice is not None:
                 hits += 1
                 choice.plan.validate(some)
-                assert described(choice) == chosen(now, home, some, profile)
+                assert described(choice) == chosen(now, preferred_plan, some, profile)
         possible = [event.members(members) for event in events(members, me, lost)]
-        assert hits >= sum(chosen(now, home, some, profile) is not None for some in possible)
+        assert hits >= sum(chosen(now, preferred_plan, some, profile) is not None for some in possible)
 
 
 # -- what crosses the process's pipes ---------------------------------------------------------------------------------
@@ -289,7 +291,9 @@ def test_the_choice_for_any_plan_is_read_as_it_was_written(plan: Plan) -> None:
     assert Choice.from_json(choice.to_json()) == choice
 
 
-@pytest.mark.parametrize("text", ["", "7", "[]", "{}", '{"reason": "", "home": "", "chosen": 0, "candidates": []}'])
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", "{}", '{"reason": "", "preferred_plan": "", "chosen": 0, "candidates": []}']
+)
 def test_what_is_no_choice_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="expected a choice of a plan, found "):
         Choice.from_json(text)

@@ -32,8 +32,8 @@ from tests.helpers import ROOT, child_environment
 WORKER = "a/0#0"
 
 
-class NoNursery:
-    """Stands for the nursery: it starts nothing and says nothing."""
+class NoForkServer:
+    """Stands for the fork server: it starts nothing and says nothing."""
 
     def __init__(self) -> None:
         self.link, self._other = socket.socketpair()
@@ -55,8 +55,8 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.events = folder / "events.jsonl"
         config = AgentConfig(1, 1, 2, "standalone", "", "job", "train.py", node="a", events=str(self.events))
-        self._nursery = NoNursery()
-        self.agent = Agent(config, MemoryStore, cast(Supervisor, self._nursery), "127.0.0.1")
+        self._forkserver = NoForkServer()
+        self.agent = Agent(config, MemoryStore, cast(Supervisor, self._forkserver), "127.0.0.1")
         for slot in self.agent._life.slots:
             slot.worker, slot.state, slot.pid = f"a/{slot.local_rank}#0", State.STARTING, os.getpid()
         self.agent._life.generation = Generation(3, Stage.START)
@@ -110,12 +110,12 @@ class Node:
         agent._outputs.close()
         agent._control.close()
         agent._hangs.close()
-        agent._door.close()
+        agent._liveness.close()
         agent._events.close()
         agent._selector.close()
         os.close(agent._wake_read)
         os.close(agent._wake_write)
-        self._nursery.close()
+        self._forkserver.close()
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_who_does_not_begin_as_a_worker_does_is_hung_up_on(
         Joined(1 << 62),
         b'{"v":1,"kind":"Joined","body":{"generation":-1}}\n',
         b'{"v":1,"kind":"Saved","body":{"step":' + b"9" * 4000 + b"}}\n",
-        b'{"v":1,"kind":"Unreachable","body":{"generation":1e99,"peer":"a/1#0","gone":true,"silent":false}}\n',
+        b'{"v":1,"kind":"Unreachable","body":{"generation":1e99,"peer":"a/1#0","refused":true,"silent":false}}\n',
         Report("slow", {"link": 3}),
     ],
     ids=repr,
@@ -244,7 +244,7 @@ from elaunch.wire import Attach, encode
 link = socket.socket(socket.AF_UNIX)
 link.connect(sys.argv[1])
 link.sendall(encode(Attach(sys.argv[2], 1)))
-print(len(link.recv(100)))
+print(len(link.recv(10000)))
 """
 
 
@@ -406,7 +406,7 @@ class NoMore:
 def test_without_descriptors_the_agent_pauses_and_then_accepts(
     node: Node, which: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    accepting = node.control._accepting if which == "control" else node.agent._door
+    accepting = node.control._accepting if which == "control" else node.agent._liveness
     listening = NoMore(accepting._socket)
     accepting._socket = cast(socket.socket, listening)
     link = socket.socket(socket.AF_UNIX if which == "control" else socket.AF_INET)
@@ -454,11 +454,11 @@ def test_a_long_line_in_small_parts_costs_its_length(node: Node) -> None:
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b"3\n", b'{"started": "a/0#0"}\n', b"[" * 5000 + b"\n"])
-def test_a_nursery_that_nobody_understands_ends_the_node_with_the_reason(tmp_path: Path, line: bytes) -> None:
+def test_a_fork_server_that_nobody_understands_ends_the_node_with_the_reason(tmp_path: Path, line: bytes) -> None:
     node = Node(tmp_path)
     supervisor = Supervisor.__new__(Supervisor)
-    supervisor.link, supervisor._rest, supervisor._groups = node._nursery.link, b"", set()
-    node._nursery._other.sendall(line)
+    supervisor.link, supervisor._rest, supervisor._groups = node._forkserver.link, b"", set()
+    node._forkserver._other.sendall(line)
     node.agent._serve(supervisor, 0)
     assert node.agent._exit is not None
     assert node.agent._exit.code == 1

@@ -297,8 +297,8 @@ class TestThePlan:
             (b"", r"line 1 of the plan: expected 'plan layers L .*'; mend the file and ask again"),
             (b"\xff", "expected the text of a plan, found bytes that are no UTF-8"),
             (
-                b"plan layers 2 batch 4 micro-batch 2 zero interleaved\nlayers 0:1 slots 0:4/2 workers a",
-                "not a plan: layers 1:2 slots 0:4 are done by nobody; mend the file and ask again",
+                b"plan layers 2 batch 4 micro-batch 2 zero interleaved\nlayers 0:1 samples 0:4/2 workers a",
+                "not a plan: layers 1:2 samples 0:4 are done by nobody; mend the file and ask again",
             ),
         ],
     )

@@ -290,7 +290,7 @@ class TestDeaths:
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "node b was lost")
 
     def test_a_worker_that_its_peers_found_dead_is_lost_although_its_node_lists_it(self) -> None:
-        docs = node("a", MEMBER, gone=("b/0#0",)), node("b", MEMBER)
+        docs = node("a", MEMBER, unreachable_peers=("b/0#0",)), node("b", MEMBER)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "worker b/0#0 cannot be reached")
 
@@ -342,7 +342,7 @@ class TestJoins:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER), node("b", MEMBER)))
 
     def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
-        assert_waits(ask(train("a/0#0"), node("a", MEMBER, gone=("b/0#0",)), node("b", READY)))
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable_peers=("b/0#0",)), node("b", READY)))
 
     def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)
@@ -386,7 +386,7 @@ class TestLeaving:
 
     @pytest.mark.parametrize("gone", [False, True])
     def test_with_a_death_they_stay_until_the_others_have_settled_it(self, gone: bool) -> None:
-        now, a = train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER, gone=("c/0#0",) if gone else ())
+        now, a = train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER, unreachable_peers=("c/0#0",) if gone else ())
         b, c = node("b", MEMBER, draining=True, settled=5), node("c", MEMBER if gone else None)
         after = announced(ask(now, a, b, c))
         assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0", "b/0#0"), (), 6)
@@ -419,7 +419,7 @@ class TestLeaving:
         assert_waits(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER)))
 
     def test_one_that_dies_before_it_could_leave_makes_an_urgent_generation(self) -> None:
-        after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, gone=("b/0#0",))))
+        after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, unreachable_peers=("b/0#0",))))
         assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), (), 6)
         assert after.cause == "worker b/0#0 died before it could leave"
 
@@ -623,7 +623,7 @@ class TestTheEnd:
         assert ended(ask(train("b/0#0"), *docs)).succeeded
 
     def test_a_member_that_still_needs_one_that_has_finished_gets_a_generation_without_it(self) -> None:
-        docs = node("a", DONE, finished=True), node("b", MEMBER, gone=("a/0#0",))
+        docs = node("a", DONE, finished=True), node("b", MEMBER, unreachable_peers=("a/0#0",))
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before) == (("b/0#0",), 6)
 
@@ -661,7 +661,7 @@ class TestTheCauseOfDeathsThatComeTogether:
         nodes = [
             node("a", None, cause="worker a/0#0 was killed by SIGABRT", cause_t=77.2),
             node("b", MEMBER, None, cause="worker b/1#0 exited with code 1: ValueError: no", cause_t=77.0),
-            node("c", MEMBER, gone=("d/0#0",)),
+            node("c", MEMBER, unreachable_peers=("d/0#0",)),
         ]
         before = train("a/0#0", "b/0#0", "b/1#0", "c/0#0", "d/0#0", aborts_step_before=5)
         after = announced(ask(before, *nodes, settings=replace(SETTINGS, max_nodes=4), pending_s=NOW_S - 1))
@@ -787,7 +787,7 @@ docs = st.lists(
                 "generation": generation,
                 "failed": failed,
                 "reset_generation": reset,
-                "gone": gone,
+                "unreachable_peers": gone,
                 "cut": tuple(Cut(name, f"host-{name}") for name in cut),
             },
         ),

@@ -102,7 +102,7 @@ def test_without_any_device_there_is_the_cpu_and_a_debug_line(
     assert isinstance(found, Cpu)
     assert (found.kind, found.variable, found.names(), found.read(), found.wait(0.0)) == ("cpu", "", {}, {}, [])
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG"]
-    with pytest.raises(ClocksUnsupported, match="slot 1 computes on the CPU"):
+    with pytest.raises(ClocksUnsupported, match="local rank 1 computes on the CPU"):
         found.clocks(1)
 
 
@@ -228,7 +228,7 @@ for line in sys.stdin:
     elif name == "read":
         answer = {slot: {**asdict(one), "slowdowns": sorted(one.slowdowns)} for slot, one in found.read().items()}
     elif name == "wait":
-        answer = [[xid.slot, xid.number] for xid in found.wait(*arguments)]
+        answer = [[xid.local_rank, xid.number] for xid in found.wait(*arguments)]
     print(json.dumps(answer), flush=True)
 """
 
@@ -253,8 +253,8 @@ class Asked:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def read(self, slot: int = 0) -> Mapping[str, Any]:
-        answer: dict[str, Any] = self.ask("read")[str(slot)]
+    def read(self, local_rank: int = 0) -> Mapping[str, Any]:
+        answer: dict[str, Any] = self.ask("read")[str(local_rank)]
         return answer
 
     def end(self) -> None:

@@ -367,8 +367,8 @@ def test_who_gets_a_layer_twice_gets_both(way: str, first: int) -> None:
     after = Plan.parse(
         f"""
         plan layers 4 batch 12 micro-batch 3 zero interleaved
-        layers 0:4 slots 0:6/3 workers {W[0]},{W[1]}
-        layers 0:4 slots 6:12/3 workers {W[0]}
+        layers 0:4 samples 0:6/3 workers {W[0]},{W[1]}
+        layers 0:4 samples 6:12/3 workers {W[0]}
         idle {W[2]}
         idle {W[3]}
         """

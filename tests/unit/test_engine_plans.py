@@ -52,37 +52,37 @@ WHOLE = {
     ),
     # ReCycle
     "micro-batches of a lost worker go to its peer": parsed(
-        f"layers 0:3 slots 0:8/2 workers {W[0]}",
-        f"layers 0:3 slots 8:12/2 workers {W[0]}",
-        f"layers 0:3 slots 12:16/2 workers {W[1]}",
-        f"layers 3:6 slots 0:8/2 workers {W[2]}",
-        f"layers 3:6 slots 8:16/2 workers {W[3]}",
+        f"layers 0:3 samples 0:8/2 workers {W[0]}",
+        f"layers 0:3 samples 8:12/2 workers {W[0]}",
+        f"layers 0:3 samples 12:16/2 workers {W[1]}",
+        f"layers 3:6 samples 0:8/2 workers {W[2]}",
+        f"layers 3:6 samples 8:16/2 workers {W[3]}",
     ),
     # ElasWave 6.2
     "a layer on its way to the next stage": parsed(
-        f"layers 0:4 slots 0:6/2 workers {W[0]}",
-        f"layers 0:3 slots 6:16/2 workers {W[0]}",
-        f"layers 4:6 slots 0:6/2 workers {W[1]}",
-        f"layers 3:6 slots 6:16/2 workers {W[1]}",
+        f"layers 0:4 samples 0:6/2 workers {W[0]}",
+        f"layers 0:3 samples 6:16/2 workers {W[0]}",
+        f"layers 4:6 samples 0:6/2 workers {W[1]}",
+        f"layers 3:6 samples 6:16/2 workers {W[1]}",
     ),
     "stages of unequal length, forwards first": Plan.parse(
         f"""plan layers {LAYERS} batch {BATCH} micro-batch {UNIT} zero interleaved order forward
         costs 0 4*8 3
-        layers 0:4 slots 0:8/2 workers {W[0]}
-        layers 0:4 slots 8:16/2 workers {W[1]}
-        layers 4:6 slots 0:16/2 workers {W[2]}"""
+        layers 0:4 samples 0:8/2 workers {W[0]}
+        layers 0:4 samples 8:16/2 workers {W[1]}
+        layers 4:6 samples 0:16/2 workers {W[2]}"""
     ),
     "stages that alternate between two workers": parsed(
-        f"layers 0:2 slots 0:16/2 workers {W[0]}",
-        f"layers 2:3 slots 0:16/2 workers {W[1]}",
-        f"layers 3:5 slots 0:16/2 workers {W[0]}",
-        f"layers 5:6 slots 0:16/2 workers {W[1]}",
+        f"layers 0:2 samples 0:16/2 workers {W[0]}",
+        f"layers 2:3 samples 0:16/2 workers {W[1]}",
+        f"layers 3:5 samples 0:16/2 workers {W[0]}",
+        f"layers 5:6 samples 0:16/2 workers {W[1]}",
     ),
     "stages with one, two and four replicas": parsed(
-        f"layers 0:1 slots 0:16/2 workers {W[0]}",
-        f"layers 1:4 slots 0:8/2 workers {W[1]}",
-        f"layers 1:4 slots 8:16/2 workers {W[2]}",
-        *(f"layers 4:6 slots {4 * i}:{4 * i + 4}/2 workers {W[3 + i]}" for i in range(4)),
+        f"layers 0:1 samples 0:16/2 workers {W[0]}",
+        f"layers 1:4 samples 0:8/2 workers {W[1]}",
+        f"layers 1:4 samples 8:16/2 workers {W[2]}",
+        *(f"layers 4:6 samples {4 * i}:{4 * i + 4}/2 workers {W[3 + i]}" for i in range(4)),
     ),
 }
 
@@ -110,9 +110,9 @@ CUT = {
     "tensor parallelism of two": even(tp=2),
     "two replicas of two stages of two": even(dp=2, pp=2, tp=2),
     "tensor parallelism of four beside none": parsed(
-        f"layers 0:6 slots 0:8/2 workers {W[0]},{W[1]},{W[2]},{W[3]}",
-        f"layers 0:2 slots 8:16/2 workers {W[4]}",
-        f"layers 2:6 slots 8:16/2 workers {W[1]}",
+        f"layers 0:6 samples 0:8/2 workers {W[0]},{W[1]},{W[2]},{W[3]}",
+        f"layers 0:2 samples 8:16/2 workers {W[4]}",
+        f"layers 2:6 samples 8:16/2 workers {W[1]}",
     ),
 }
 

@@ -155,7 +155,7 @@ MESSAGES: list[wire.Message] = [
     wire.Ready("10.0.0.1:4711", True),
     wire.Joined(7),
     wire.Report("step", {"step": 3, "loss": 0.5, "digest": "00ff"}),
-    wire.Unreachable(7, "b/0#0", gone=False),
+    wire.Unreachable(7, "b/0#0", refused=False),
     wire.Evict(True, "it is slow"),
     wire.Announce(to_json(GENERATION).decode()),
 ]
@@ -168,10 +168,10 @@ TIMER = b'{"version":1,"pid":7,"scope_id":"s","expiration_time":1.7e9,"signal":9
 AWS = b'{"action":"stop","time":"2026-11-20T10:11:12Z"}'
 AZURE = b'{"Events":[{"EventType":"Preempt","Resources":["a"]}]}'
 PLAN = b"""plan layers 4 batch 8 micro-batch 2 zero interleaved
-layers 0:4 slots 0:2 2:8 workers a/0#0,a/1#0
+layers 0:4 samples 0:2 2:8 workers a/0#0,a/1#0
 costs 2*3 1 1
 """
-SHARES = b"plan layers 1 batch 7 micro-batch 2 zero interleaved\nlayers 0:1 slots 0:6/2 6:7 workers a/0#0\nidle b"
+SHARES = b"plan layers 1 batch 7 micro-batch 2 zero interleaved\nlayers 0:1 samples 0:6/2 6:7 workers a/0#0\nidle b"
 LAYER = LayerProfile(1e-3, 2e-3, 100, 200, 300, 400)
 PROFILE = Profile("net", (LAYER,) * 3, 1, 1e9, 1e-5, workers={"a/0": WorkerProfile(speed=0.9)})
 

@@ -115,7 +115,7 @@ def test_an_xid_means_what_the_catalogue_says(number: int, verdict: Verdict) -> 
     assert xid_meaning(number)[0] is verdict
     (found,) = Device().xid(number)
     assert found.verdict is max(verdict, Verdict.WATCH)
-    assert (found.subject, found.what, found.slot) == ("GPU 3", f"xid {number}", 1)
+    assert (found.subject, found.what, found.local_rank) == ("GPU 3", f"xid {number}", 1)
     assert found.evidence == {"xid": number, "count": 1, "application": verdict is Verdict.HEALTHY}
     assert ("the fault of the application" in found.text) == (verdict is Verdict.HEALTHY)
 

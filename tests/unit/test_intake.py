@@ -36,7 +36,7 @@ class TestReading:
 
     @pytest.mark.parametrize("worker", ["b/0#0", "a/0", "a/1#0", "a/0#x", "a/0#-1", "a/0#0\n", "a/0#" + "9" * 20, ""])
     def test_its_workers_are_of_that_node_and_their_slots(self, worker: str) -> None:
-        with pytest.raises(ProtocolError, match="is no worker of slot 0"):
+        with pytest.raises(ProtocolError, match="is no worker of local rank 0"):
             read_node("a", report((worker, 0)), 7)
 
     def test_nobody_is_named_twice(self) -> None:

@@ -121,7 +121,7 @@ class TestStart:
     def test_a_node_of_the_generation_starts_a_worker_in_each_slot(self) -> None:
         node = Node(slots=2)
         starts = only(Start, node.start("a/0", "a/1", "b/0"))
-        assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#0", False), (1, "a/1#0", False)]
+        assert [(one.local_rank, one.worker, one.warm) for one in starts] == [(0, "a/0#0", False), (1, "a/1#0", False)]
         assert starts[0].generation.ids == ("a/0", "a/1", "b/0")
         assert node.states() == {"a/0#0": WorkerState.STARTING, "a/1#0": WorkerState.STARTING}
 
@@ -282,7 +282,7 @@ class TestReplacement:
         node = member_node()
         node.life.on_progress("a/0#0", 2)
         starts = only(Start, node.dies("a/0#0"))
-        assert [(one.slot, one.worker, one.warm) for one in starts] == [(0, "a/0#1", True)]
+        assert [(one.local_rank, one.worker, one.warm) for one in starts] == [(0, "a/0#1", True)]
         assert said(node.actions) == "worker a/0#0 was killed by SIGKILL; a replacement starts"
         doc = node.life.doc()
         assert (doc.cause, doc.cause_t) == ("worker a/0#0 was killed by SIGKILL", T)
@@ -561,41 +561,41 @@ class TestGivenUpByPeers:
 class TestUnreachablePeers:
     def test_a_dead_peer_is_reported_until_it_is_no_member(self) -> None:
         node = member_node()
-        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
-        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
-        assert node.life.doc().gone == ("b/0#0",)
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        assert node.life.doc().unreachable_peers == ("b/0#0",)
         node.train("a/0#0")
-        assert node.life.doc().gone == ()
+        assert node.life.doc().unreachable_peers == ()
 
     def test_a_broken_link_to_a_living_one_asks_for_a_new_link(self) -> None:
         node = member_node()
-        node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", refused=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.gone, doc.reset_generation) == ((), 2)
+        assert (doc.unreachable_peers, doc.reset_generation) == ((), 2)
 
     def test_reports_that_an_urgent_generation_has_settled_are_ignored(self) -> None:
         node = member_node(others=("b/0#0", "c/0#0"), max_nodes=3)
         node.train("a/0#0", "b/0#0", aborts_step_before=3)
-        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
-        node.life.on_unreachable(2, "b/0#0", gone=False, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        node.life.on_unreachable(2, "b/0#0", refused=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.gone, doc.reset_generation) == ((), 0)
+        assert (doc.unreachable_peers, doc.reset_generation) == ((), 0)
 
     def test_reports_of_an_older_generation_count_while_changes_are_planned(self) -> None:
         node = member_node()
         node.train("a/0#0", "b/0#0", "c/0#2", aborts_step_before=2)
-        node.life.on_unreachable(2, "b/0#0", gone=True, now_s=0.0)
-        assert node.life.doc().gone == ("b/0#0",)
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        assert node.life.doc().unreachable_peers == ("b/0#0",)
 
     def test_whether_a_worker_of_this_node_lives_the_agent_knows_best(self) -> None:
         node = member_node(slots=2)
-        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=0.0)
-        assert node.life.doc().gone == ()
+        node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
+        assert node.life.doc().unreachable_peers == ()
 
     def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:
         node = member_node(slots=2)
         node.life.on_progress("a/1#0", 2)
-        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=node.now_s)
+        node.life.on_unreachable(2, "a/1#0", refused=True, now_s=node.now_s)
         assert signalled(node.later(REFUSED_S - 0.1)) == []
         assert node.life.due_s() == pytest.approx(node.now_s + 0.1)
         actions = node.later(0.1)
@@ -607,7 +607,7 @@ class TestUnreachablePeers:
     @pytest.mark.parametrize("end", ["finished", "left", "ended"])
     def test_one_that_ends_in_order_may_refuse_its_peers(self, end: str) -> None:
         node = member_node(slots=2)
-        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=node.now_s)
+        node.life.on_unreachable(2, "a/1#0", refused=True, now_s=node.now_s)
         if end == "finished":
             node.life.on_finished("a/1#0")
         elif end == "left":
@@ -639,8 +639,8 @@ class TestUnreachablePeers:
         node = member_node(slots=2)
         node.life.on_finished("a/1#0")
         node.exits("a/1#0", 0)
-        node.life.on_unreachable(2, "a/1#0", gone=True, now_s=0.0)
-        assert node.life.doc().gone == ("a/1#0",)
+        node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
+        assert node.life.doc().unreachable_peers == ("a/1#0",)
 
 
 class TestWhatIsNamedAsTheCause:
@@ -782,7 +782,7 @@ class TestSignals:
         node.train("b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert node.exits("a/0#0", 0) == [Exit(0)]
-        assert node.life.doc().gone == ()
+        assert node.life.doc().unreachable_peers == ()
 
     def test_the_last_node_says_that_nobody_goes_on_and_ends_with_1(self) -> None:
         node = member_node(others=())
@@ -797,7 +797,7 @@ class TestSignals:
         assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/1#1", signal.SIGTERM)]
         assert node.dies("a/1#1", signal.SIGTERM) == []
         assert started(node.later(1)) == []
-        assert node.life.doc().gone == ()
+        assert node.life.doc().unreachable_peers == ()
 
     @pytest.mark.parametrize("code", [0, 1])
     def test_a_worker_that_ends_before_it_could_leave_is_reported_as_gone(self, code: int) -> None:
@@ -805,7 +805,7 @@ class TestSignals:
         node.life.on_signal(signal.SIGTERM, NOW_S)
         node.exits("a/0#0", code)
         doc = node.life.doc()
-        assert doc.gone == ("a/0#0",)
+        assert doc.unreachable_peers == ("a/0#0",)
         assert doc.cause == f"worker a/0#0 exited with code {code} before the step boundary at which it was to leave"
         assert said(node.actions) == doc.cause
 
@@ -1080,7 +1080,7 @@ class TestLeavers:
         node.life.drain("x", NOW_S)
         node.generation(Stage.ASSEMBLE, attempt=1)
         assert node.exits("a/0#0", 0) == [Exit(0)]
-        assert node.life.doc().gone == ()
+        assert node.life.doc().unreachable_peers == ()
 
     def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:
         node = member_node()

@@ -32,7 +32,7 @@ class Devices(Cpu):
         self.reads = 0
 
     def names(self) -> dict[int, str]:
-        return {slot: f"GPU {slot + 4}" for slot in self.says}
+        return {local_rank: f"GPU {local_rank + 4}" for local_rank in self.says}
 
     def read(self) -> dict[int, Reading]:
         self.reads += 1
@@ -89,7 +89,7 @@ def test_readings_and_errors_of_devices_are_reported_for_their_slot(devices: Dev
     devices.says = {0: WELL, 1: Reading(uncorrectable=3)}
     devices.reported.append(Xid(0, 79))
     wait_until(lambda: watched.whats() == {"xid 79", "ecc uncorrectable"}, 30, "both findings")
-    subjects: Mapping[str, tuple[str, int | None]] = {one.what: (one.subject, one.slot) for one in watched.found}
+    subjects: Mapping[str, tuple[str, int | None]] = {one.what: (one.subject, one.local_rank) for one in watched.found}
     assert subjects == {"xid 79": ("GPU 4", 0), "ecc uncorrectable": ("GPU 5", 1)}
 
 

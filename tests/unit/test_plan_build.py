@@ -36,10 +36,10 @@ def test_a_symmetric_plan_places_workers_as_megatron_does() -> None:
         str(symmetric(WORKERS, 5, 10, 2, dp=2, pp=2, tp=2))
         == """\
 plan layers 5 batch 10 micro-batch 2 zero interleaved
-layers 0:3 slots 0:6/2 workers n0,n1
-layers 0:3 slots 6:10/2 workers n2,n3
-layers 3:5 slots 0:6/2 workers n4,n5
-layers 3:5 slots 6:10/2 workers n6,n7"""
+layers 0:3 samples 0:6/2 workers n0,n1
+layers 0:3 samples 6:10/2 workers n2,n3
+layers 3:5 samples 0:6/2 workers n4,n5
+layers 3:5 samples 6:10/2 workers n6,n7"""
     )
 
 
@@ -78,18 +78,18 @@ def test_each_place_of_a_symmetric_plan_follows_from_the_rank(dp: int, pp: int, 
             "dp is 8, but a step has 7 micro-batches of 2 for them: make it 1 to 7, or micro_batch_size smaller",
         ),
         (lambda: symmetric(["a", "a"], 2, 2, 1, tp=2), r"tile 0 \(a,a\) has worker a twice"),
-        (lambda: pipelines(2, 4, 2, [Pipeline(range(1), ((range(2), ("a",)),))]), "slots 2:4 are done by nobody"),
-        (lambda: pipelines(2, 4, 3, [Pipeline(range(1), ((range(2), ("a",)),))]), "slots 3:4 are done by nobody"),
+        (lambda: pipelines(2, 4, 2, [Pipeline(range(1), ((range(2), ("a",)),))]), "samples 2:4 are done by nobody"),
+        (lambda: pipelines(2, 4, 3, [Pipeline(range(1), ((range(2), ("a",)),))]), "samples 3:4 are done by nobody"),
         (lambda: stages(2, 4, 2, []), "the widest stage's number of replicas is 0"),
         (lambda: stages(2, 4, 2, [Stage(range(2), ((),))]), "no workers are left for layers 0:2"),
-        (lambda: stages(2, 4, 2, [Stage(range(1), (("a",),))]), "layers 1:2 slots 0:4 are done by nobody"),
+        (lambda: stages(2, 4, 2, [Stage(range(1), (("a",),))]), "layers 1:2 samples 0:4 are done by nobody"),
         (
             lambda: stages(2, 4, 2, [Stage(range(2), (("a",), ("b",)), (1,))]),
             r"layers 0:2 need a share of 0 or more for each of their 2 replicas, and one above 0; got \(1,\)",
         ),
         (lambda: stages(2, 4, 2, [Stage(range(2), (("a",),), (0,))]), r"got \(0,\)"),
         (lambda: stages(2, 4, 2, [Stage(range(2), (("a",), ("b",)), (2, -1))]), r"got \(2, -1\)"),
-        (lambda: stages(2, 4, 2, [Stage(range(2), (("a",), ()), (2, 1))]), "must have share 0, got 1 for lane 1"),
+        (lambda: stages(2, 4, 2, [Stage(range(2), (("a",), ()), (2, 1))]), "must have share 0, got 1 for DP rank 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_what_would(make: Callable[[], Plan], message: str) -> None:

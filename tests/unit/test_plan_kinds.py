@@ -26,11 +26,11 @@ from elaunch.plan.schedule import in_flight_limits
 # ElasWave 4.1 and fig. 3: of three replicas one is lost; the others' micro-batches of 2 grow to 3.
 RESIZED = """\
 plan layers 8 batch 12 micro-batch 2 zero interleaved
-layers 0:4 slots 0:2+4:5 2:4+6:7 workers a0
-layers 0:4 slots 8:10+5:6 10:12+7:8 workers a2
-layers 4:8 slots 0:4/2 workers b0
-layers 4:8 slots 4:8/2 workers b1
-layers 4:8 slots 8:12/2 workers b2"""
+layers 0:4 samples 0:2+4:5 2:4+6:7 workers a0
+layers 0:4 samples 8:10+5:6 10:12+7:8 workers a2
+layers 4:8 samples 0:4/2 workers b0
+layers 4:8 samples 4:8/2 workers b1
+layers 4:8 samples 8:12/2 workers b2"""
 
 # ElasWave 4.2 and fig. 3: then the stage that lost a replica gives a layer to the next one.
 RESIZED_AND_MOVED = RESIZED.replace("layers 0:4", "layers 0:3").replace("layers 4:8", "layers 3:8")
@@ -38,45 +38,45 @@ RESIZED_AND_MOVED = RESIZED.replace("layers 0:4", "layers 0:3").replace("layers 
 # Suika fig. 3: two more devices make a third replica of the second stage, which takes a layer from the first.
 EXPANDED = """\
 plan layers 8 batch 12 micro-batch 2 zero interleaved
-layers 0:3 slots 0:2+8:9 2:4+10:11 workers n0/0#0,n0/1#0
-layers 0:3 slots 4:6+9:10 6:8+11:12 workers n0/2#0,n0/3#0
-layers 3:8 slots 0:4/2 workers n1/0#0,n1/1#0
-layers 3:8 slots 4:8/2 workers n1/2#0,n1/3#0
-layers 3:8 slots 8:12/2 workers n1/4#0,n1/5#0"""
+layers 0:3 samples 0:2+8:9 2:4+10:11 workers n0/0#0,n0/1#0
+layers 0:3 samples 4:6+9:10 6:8+11:12 workers n0/2#0,n0/3#0
+layers 3:8 samples 0:4/2 workers n1/0#0,n1/1#0
+layers 3:8 samples 4:8/2 workers n1/2#0,n1/3#0
+layers 3:8 samples 8:12/2 workers n1/4#0,n1/5#0"""
 
 # Chameleon fig. 4: one of two pipelines has lost a stage, so the cuts of the layers no longer meet.
 UNEVEN_DEPTHS = """\
 plan layers 12 batch 8 micro-batch 1 zero interleaved
-layers 0:3 slots 0:5/1 workers p0
-layers 3:6 slots 0:5/1 workers p1
-layers 6:9 slots 0:5/1 workers p2
-layers 9:12 slots 0:5/1 workers p3
-layers 0:4 slots 5:8/1 workers q0
-layers 4:8 slots 5:8/1 workers q1
-layers 8:12 slots 5:8/1 workers q2"""
+layers 0:3 samples 0:5/1 workers p0
+layers 3:6 samples 0:5/1 workers p1
+layers 6:9 samples 0:5/1 workers p2
+layers 9:12 samples 0:5/1 workers p3
+layers 0:4 samples 5:8/1 workers q0
+layers 4:8 samples 5:8/1 workers q1
+layers 8:12 samples 5:8/1 workers q2"""
 
 # ElasWave 6.2: while layer 3 moves from a to b, the early micro-batches meet it on a, the late ones on b.
 IN_MIGRATION = """\
 plan layers 6 batch 8 micro-batch 2 zero interleaved
-layers 0:4 slots 0:4/2 workers a
-layers 0:3 slots 4:8/2 workers a
-layers 4:6 slots 0:4/2 workers b
-layers 3:6 slots 4:8/2 workers b"""
+layers 0:4 samples 0:4/2 workers a
+layers 0:3 samples 4:8/2 workers a
+layers 4:6 samples 0:4/2 workers b
+layers 3:6 samples 4:8/2 workers b"""
 
 # Each worker has two tiles, an early and a late one (interleaved stages of Megatron).
 TWO_TILES_EACH = """\
 plan layers 4 batch 4 micro-batch 1 zero contiguous
-layers 0:1 slots 0:4/1 workers a
-layers 1:2 slots 0:4/1 workers b
-layers 2:3 slots 0:4/1 workers a
-layers 3:4 slots 0:4/1 workers b"""
+layers 0:1 samples 0:4/1 workers a
+layers 1:2 samples 0:4/1 workers b
+layers 2:3 samples 0:4/1 workers a
+layers 3:4 samples 0:4/1 workers b"""
 
 # ReCycle, Chameleon 4.A: p1 is lost, its micro-batches go whole to q1, which has the same layers.
 REROUTED = """\
 plan layers 4 batch 8 micro-batch 2 zero interleaved
-layers 0:2 slots 0:4/2 workers p0
-layers 0:2 slots 4:8/2 workers q0
-layers 2:4 slots 4:6 0:2 6:8 2:4 workers q1
+layers 0:2 samples 0:4/2 workers p0
+layers 0:2 samples 4:8/2 workers q0
+layers 2:4 samples 4:6 0:2 6:8 2:4 workers q1
 idle spare"""
 
 

@@ -16,9 +16,9 @@ repeatable = settings(deadline=None, derandomize=True)
 SVG = "{http://www.w3.org/2000/svg}"
 PLAN = """\
 plan layers 3 batch 6 micro-batch 2 zero interleaved
-layers 0:2 slots 0:2 2:4 workers n0/0#0,n0/1#0
-layers 0:2 slots 4:6 workers <&>
-layers 2:3 slots 0:6/2 workers "x"
+layers 0:2 samples 0:2 2:4 workers n0/0#0,n0/1#0
+layers 0:2 samples 4:6 workers <&>
+layers 2:3 samples 0:6/2 workers "x"
 idle n1/0#0"""
 
 
@@ -38,7 +38,7 @@ def descriptions(svg: str) -> list[str]:
 
 def test_a_drawing_has_a_symbol_per_tuple_and_a_legend() -> None:
     assert draw(Plan.parse(PLAN)).splitlines() == [
-        "layer  slots 0:6, 1 in a column",
+        "layer  samples 0:6, 1 in a column",
         "    0  AAAABB",
         "    1  AAAABB",
         "    2  CCCCCC",
@@ -56,8 +56,8 @@ def test_each_cell_shows_who_does_it(plan: Plan) -> None:
     names = {symbol: tuple(name.split(",")) for symbol, name in (line.split() for line in lines[1 + plan.n_layers :])}
     for tile in plan.tiles:
         for layer in tile.layers:
-            for slot in (slot for micro_batch in tile.micro_batches for run in micro_batch for slot in run):
-                assert names[rows[layer][slot]] == tile.workers
+            for sample in (sample for micro_batch in tile.micro_batches for run in micro_batch for sample in run):
+                assert names[rows[layer][sample]] == tile.workers
 
 
 @repeatable
@@ -76,7 +76,7 @@ def test_gaps_and_overlaps_are_seen_at_any_size(plan: Plan, columns: int, rows: 
 
 def test_a_large_plan_is_drawn_in_a_small_space() -> None:
     lines = draw(large()).splitlines()
-    assert lines[0] == "layer  slots 0:4096, 43 in a column"
+    assert lines[0] == "layer  samples 0:4096, 43 in a column"
     assert lines[1].startswith("  0:3  AABCCD")
     assert lines[-1] == "       and 962 more, with the same symbols again"
     assert len(lines) < 110
@@ -92,18 +92,18 @@ def test_the_svg_has_a_rectangle_per_run_with_a_colour_per_tuple_and_escapes_nam
     plan = Plan.parse(PLAN)
     svg = plan.to_svg()
     assert descriptions(svg) == [
-        "tile 0, micro-batch 0: layers 0:2, slots 0:2: n0/0#0,n0/1#0",
-        "tile 0, micro-batch 1: layers 0:2, slots 2:4: n0/0#0,n0/1#0",
-        "tile 1, micro-batch 0: layers 0:2, slots 4:6: <&>",
-        'tile 2, micro-batch 0: layers 2:3, slots 0:2: "x"',
-        'tile 2, micro-batch 1: layers 2:3, slots 2:4: "x"',
-        'tile 2, micro-batch 2: layers 2:3, slots 4:6: "x"',
+        "tile 0, micro-batch 0: layers 0:2, samples 0:2: n0/0#0,n0/1#0",
+        "tile 0, micro-batch 1: layers 0:2, samples 2:4: n0/0#0,n0/1#0",
+        "tile 1, micro-batch 0: layers 0:2, samples 4:6: <&>",
+        'tile 2, micro-batch 0: layers 2:3, samples 0:2: "x"',
+        'tile 2, micro-batch 1: layers 2:3, samples 2:4: "x"',
+        'tile 2, micro-batch 2: layers 2:3, samples 4:6: "x"',
     ]
     colours = [rect.get("fill") for rect in rectangles(svg)]
     assert len(set(colours)) == 3
     assert colours[0] == colours[1]
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    for text in ("3 layers × 6 sample slots, micro-batches of 2", "layers", "sample slots", "<&>", "idle: n1/0#0"):
+    for text in ("3 layers × 6 samples, micro-batches of 2", "layers", "samples", "<&>", "idle: n1/0#0"):
         assert text in texts
 
 
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_outlined_in_red() -> None:
     plan = Plan.parse(PLAN.replace("2:4 workers", "1:3 workers"))
     svg = plan.to_svg()
     red = [what for what, rect in zip(descriptions(svg), rectangles(svg)) if rect.get("stroke") == "red"]
-    assert red == ["layers 0:2, slots 1:2: more than one", "layers 0:2, slots 3:4: nobody"]
+    assert red == ["layers 0:2, samples 1:2: more than one", "layers 0:2, samples 3:4: nobody"]
 
 
 def test_the_svg_of_a_large_plan_stays_small() -> None:

@@ -20,22 +20,22 @@ repeatable = settings(deadline=None, derandomize=True)
 
 PLAN = """\
 plan layers 8 batch 16 micro-batch 2 zero interleaved
-layers 0:4 slots 0:8/2 workers n0/0#0,n0/1#0
-layers 0:4 slots 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
-layers 4:8 slots 0:16/4 workers n0/3#0
+layers 0:4 samples 0:8/2 workers n0/0#0,n0/1#0
+layers 0:4 samples 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
+layers 4:8 samples 0:16/4 workers n0/3#0
 idle n0/4#0,n0/5#1"""
 
 
 def cells(plan: Plan) -> dict[tuple[int, int], list[int]]:
-    """For each (layer, slot) of the rectangle the tiles on it."""
+    """For each (layer, sample) of the rectangle the tiles on it."""
     found: dict[tuple[int, int], list[int]] = {
-        (layer, slot): [] for layer in range(plan.n_layers) for slot in range(plan.global_batch_size)
+        (layer, sample): [] for layer in range(plan.n_layers) for sample in range(plan.global_batch_size)
     }
     for index, tile in enumerate(plan.tiles):
         for layer in tile.layers:
-            for slot in (slot for micro_batch in tile.micro_batches for run in micro_batch for slot in run):
-                if (layer, slot) in found:
-                    found[layer, slot].append(index)
+            for sample in (sample for micro_batch in tile.micro_batches for run in micro_batch for sample in run):
+                if (layer, sample) in found:
+                    found[layer, sample].append(index)
     return found
 
 
@@ -68,7 +68,7 @@ def test_the_order_and_the_costs_have_a_text_and_what_is_as_usual_is_left_out() 
 
 
 def test_blank_lines_and_any_white_space_are_read() -> None:
-    spread = PLAN.replace("\n", "\n \n\t").replace(" slots ", "\t slots   ")
+    spread = PLAN.replace("\n", "\n \n\t").replace(" samples ", "\t samples   ")
     assert Plan.parse(f"\n{spread}\n") == Plan.parse(PLAN)
 
 
@@ -79,7 +79,7 @@ def test_equal_micro_batches_may_be_written_one_by_one() -> None:
 def test_only_equal_micro_batches_that_follow_each_other_are_abbreviated() -> None:
     runs = [(range(2),), (range(2, 4),), (range(4, 5),), (range(6, 7),), (range(7, 8), range(5, 6)), (range(8, 9),)]
     tile = Tile(range(3), tuple(runs), ("a",))
-    assert str(tile) == "layers 0:3 slots 0:4/2 4:5 6:7 7:8+5:6 8:9 workers a"
+    assert str(tile) == "layers 0:3 samples 0:4/2 4:5 6:7 7:8+5:6 8:9 workers a"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_only_equal_micro_batches_that_follow_each_other_are_abbreviated() -> No
         ("", "line 1 of the plan: expected 'plan layers L batch B"),
         ("\nplan layers 8", "line 2 of the plan: expected 'plan layers L batch B"),
         (PLAN.replace("interleaved", "striped"), "line 1 of the plan: expected 'plan layers L"),
-        (PLAN.replace("layers 4:8", "layers 4-8"), "line 4 of the plan: expected 'layers LO:HI slots"),
+        (PLAN.replace("layers 4:8", "layers 4-8"), "line 4 of the plan: expected 'layers LO:HI samples"),
         (
             PLAN.replace("0:8/2", "0:8/3"),
             "line 2 of the plan: expected START:STOP/SIZE with whole steps .* got '0:8/3'",
@@ -97,7 +97,7 @@ def test_only_equal_micro_batches_that_follow_each_other_are_abbreviated() -> No
         (PLAN.replace("0:8/2", "8:0/2"), "whole steps of SIZE"),
         (PLAN.replace("12:14", "12+14"), r"line 3 .* expected START:STOP, .* got '12\+14'"),
         (PLAN.replace("12:14", "-2:14"), "line 3 .* expected START:STOP"),
-        (PLAN + "\n# a comment", "line 6 .* expected 'layers LO:HI slots .* or 'idle"),
+        (PLAN + "\n# a comment", "line 6 .* expected 'layers LO:HI samples .* or 'idle"),
         (PLAN + " n0/6#0", "line 5 .* expected"),
         (PLAN.replace("interleaved", "interleaved order sideways"), r"line 1 .* \[order backward|forward\]"),
         (PLAN + "\ncosts 1 0*2", r"line 6 .* 'costs COST N\*COST ...' or 'idle"),
@@ -112,11 +112,11 @@ def test_text_that_is_no_plan_is_refused_with_the_line_and_what_was_expected(tex
 @given(st.one_of(valid_plans(tp=(1, 2)), well_formed_plans()))
 def test_bands_and_patches_say_of_each_cell_which_tiles_are_on_it(plan: Plan) -> None:
     found = {
-        (layer, slot): list(patch.tiles)
+        (layer, sample): list(patch.tiles)
         for layers, patches in bands(plan)
         for layer in layers
         for patch in patches
-        for slot in range(patch.start, patch.stop)
+        for sample in range(patch.start, patch.stop)
     }
     assert found == cells(plan)
     for _, patches in bands(plan):
@@ -157,28 +157,28 @@ def test_validation_agrees_with_counting_every_cell(plan: Plan, data: st.DataObj
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (lambda text: text.replace("4:8", "5:8"), ["layers 4:5 slots 0:16 are done by nobody"]),
-        (lambda text: text.replace("12:14", "13:14"), ["layers 0:4 slots 12:13 are done by nobody"]),
+        (lambda text: text.replace("4:8", "5:8"), ["layers 4:5 samples 0:16 are done by nobody"]),
+        (lambda text: text.replace("12:14", "13:14"), ["layers 0:4 samples 12:13 are done by nobody"]),
         (
             lambda text: text.replace("layers 4:8", "layers 3:8"),
             [
-                r"layers 3:4 slots 0:8 are done by both tile 0 \(n0/0#0,n0/1#0\) and tile 2 \(n0/3#0\)",
-                r"layers 3:4 slots 8:16 are done by both tile 1 \(n0/2#0\) and tile 2",
+                r"layers 3:4 samples 0:8 are done by both tile 0 \(n0/0#0,n0/1#0\) and tile 2 \(n0/3#0\)",
+                r"layers 3:4 samples 8:16 are done by both tile 1 \(n0/2#0\) and tile 2",
             ],
         ),
         (
             lambda text: text.replace("12:14", "12:14 12:13"),
-            [r"slots 12:13 are done by tile 1 \(n0/2#0\) more than once"],
+            [r"samples 12:13 are done by tile 1 \(n0/2#0\) more than once"],
         ),
         (
             lambda text: text.replace("0:16/4", "0:16/4 16:18"),
-            [r"tile 2 .* range\(16, 18\), which is no run of the slots"],
+            [r"tile 2 .* range\(16, 18\), which is no run of the samples"],
         ),
         (lambda text: text.replace("4:8", "4:9"), [r"range\(4, 9\), which is no run of the layers 0:8"]),
-        (lambda text: text.replace("12:14", "12:14 3:3"), [r"range\(3, 3\), which is no run of the slots 0:16"]),
+        (lambda text: text.replace("12:14", "12:14 3:3"), [r"range\(3, 3\), which is no run of the samples 0:16"]),
         (
             lambda text: text.replace("0:16/4", ""),
-            [r"tile 2 \(n0/3#0\) has no micro-batch", "slots 0:16 are done by no"],
+            [r"tile 2 \(n0/3#0\) has no micro-batch", "samples 0:16 are done by no"],
         ),
         (lambda text: text.replace("n0/1#0", "n0/0#0"), [r"tile 0 \(n0/0#0,n0/0#0\) has worker n0/0#0 twice"]),
         (lambda text: text.replace("n0/1#0", ""), ["'' is no worker id"]),
@@ -219,11 +219,11 @@ def test_all_that_is_wrong_is_said_at_once_with_the_rectangle() -> None:
         Plan.parse(wrong).validate()
     first, *drawing = str(caught.value).splitlines()
     assert first == (
-        "not a plan: idle worker n0/4#0 is named twice; layers 0:4 slots 10:12 are done by tile 1 (n0/2#0) more than "
-        "once; layers 4:5 slots 0:16 are done by nobody"
+        "not a plan: idle worker n0/4#0 is named twice; layers 0:4 samples 10:12 are done by tile 1 (n0/2#0) more than "
+        "once; layers 4:5 samples 0:16 are done by nobody"
     )
     assert drawing == [
-        "layer  slots 0:16, 1 in a column",
+        "layer  samples 0:16, 1 in a column",
         "    0  AAAAAAAABB!!BBBB",
         "    1  AAAAAAAABB!!BBBB",
         "    2  AAAAAAAABB!!BBBB",
@@ -250,7 +250,7 @@ def test_values_that_have_no_text_form_are_refused_too() -> None:
         r"costs must be 2 numbers of 0 or more, one per layer, got 2\*1 -1",
         "tile 0 has no workers",
         r"tile 0 \(\) has an empty micro-batch",
-        r"range\(0, 4, 2\), which is no run of the slots 0:4",
+        r"range\(0, 4, 2\), which is no run of the samples 0:4",
         r"range\(1, -1, -1\), which is no run of the layers 0:2",
         "'a b' is no worker id",
     ):
@@ -258,7 +258,7 @@ def test_values_that_have_no_text_form_are_refused_too() -> None:
 
 
 def test_a_long_list_of_findings_is_cut() -> None:
-    tiles = tuple(Tile(range(1), ((range(slot, slot + 1),),), ("a",)) for slot in range(0, 100, 2))
+    tiles = tuple(Tile(range(1), ((range(sample, sample + 1),),), ("a",)) for sample in range(0, 100, 2))
     with pytest.raises(PlanError) as caught:
         Plan(1, 100, 1, tiles).validate()
     first = str(caught.value).splitlines()[0]
@@ -281,7 +281,7 @@ def test_a_long_list_of_findings_is_cut() -> None:
 def test_tensor_parallel_tuples_are_equal_or_disjoint_or_of_one_worker(
     one: str, other: str, message: str | None
 ) -> None:
-    tiles = f"layers 0:1 slots 0:2 workers {one}\nlayers 1:2 slots 0:2 workers {other}"
+    tiles = f"layers 0:1 samples 0:2 workers {one}\nlayers 1:2 samples 0:2 workers {other}"
     plan = Plan.parse(f"plan layers 2 batch 2 micro-batch 2 zero interleaved\n{tiles}")
     if message is None:
         plan.validate()

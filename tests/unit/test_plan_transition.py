@@ -23,29 +23,29 @@ def members_of(*plans: Plan) -> tuple[str, ...]:
 
 def test_a_layer_moves_in_the_middle_of_the_step() -> None:
     old = Plan.parse("plan layers 4 batch 8 micro-batch 1 zero interleaved\n"
-                     "layers 0:2 slots 0:8/1 workers a\nlayers 2:4 slots 0:8/1 workers b")  # fmt: skip
+                     "layers 0:2 samples 0:8/1 workers a\nlayers 2:4 samples 0:8/1 workers b")  # fmt: skip
     new = Plan.parse(str(old).replace("0:2", "0:1", 1).replace("2:4", "1:4"))
     between = transitional(old, new, ("a", "b"))
     assert str(between).splitlines() == [
         "plan layers 4 batch 8 micro-batch 1 zero interleaved",
-        "layers 0:2 slots 0:4/1 workers a",
-        "layers 2:4 slots 0:4/1 workers b",
-        "layers 0:1 slots 4:8/1 workers a",
-        "layers 1:4 slots 4:8/1 workers b",
+        "layers 0:2 samples 0:4/1 workers a",
+        "layers 2:4 samples 0:4/1 workers b",
+        "layers 0:1 samples 4:8/1 workers a",
+        "layers 1:4 samples 4:8/1 workers b",
     ]
     assert between is not None
     for worker in ("a", "b"):
         forwards = [action for action in schedule(between).by_worker[worker] if action.kind == "F"]
-        slots = [between.tiles[one.tile].micro_batches[one.micro_batch][0].start for one in forwards]
-        assert slots == list(range(8)), "what is done under the old plan comes first"
+        samples = [between.tiles[one.tile].micro_batches[one.micro_batch][0].start for one in forwards]
+        assert samples == list(range(8)), "what is done under the old plan comes first"
 
 
 def test_who_joins_begins_with_the_second_half() -> None:
     old, new = symmetric(W[:1], 2, 8, 1), symmetric(W[:2], 2, 8, 1, dp=2)
     between = transitional(old, new, tuple(W))
     assert str(between).splitlines()[1:] == [
-        "layers 0:2 slots 0:4/1 workers a/0",
-        "layers 0:2 slots 4:8/1 workers a/1",
+        "layers 0:2 samples 0:4/1 workers a/0",
+        "layers 0:2 samples 4:8/1 workers a/1",
         "idle b/0,b/1",
     ]
 

@@ -30,8 +30,8 @@ repeatable = settings(deadline=None, derandomize=True)
 
 CUT = Plan.parse("""\
 plan layers 4 batch 8 micro-batch 4 zero interleaved
-layers 0:2 slots 0:4 4:8 workers a
-layers 2:4 slots 2:6 6:8+0:2 workers b
+layers 0:2 samples 0:4 4:8 workers a
+layers 2:4 samples 2:6 6:8+0:2 workers b
 """)
 
 
@@ -63,8 +63,8 @@ def test_feeds_name_the_source_and_its_rows_in_row_order() -> None:
 def test_adjacent_rows_of_a_feed_are_one_run_and_others_are_not() -> None:
     plan = Plan.parse("""\
         plan layers 2 batch 6 micro-batch 6 zero interleaved
-        layers 0:1 slots 0:2+2:4+5:6+4:5 workers a
-        layers 1:2 slots 0:3+3:6 workers b""")
+        layers 0:1 samples 0:2+2:4+5:6+4:5 workers a
+        layers 1:2 samples 0:3+3:6 workers b""")
     assert inputs(plan)[1] == ((Feed(0, 0, ((0, 0, 4), (5, 4, 1), (4, 5, 1))),),)
 
 
@@ -118,9 +118,9 @@ def test_every_output_row_is_taken_once_by_the_next_layer(plan: Plan) -> None:
 def test_the_holders_of_a_layer_are_those_met_on_a_walk_along_its_slots(plan: Plan) -> None:
     for layer in range(plan.n_layers):
         met: dict[tuple[str, ...], None] = {}
-        for slot in range(plan.global_batch_size):
+        for sample in range(plan.global_batch_size):
             for tile in plan.tiles:
-                if layer in tile.layers and any(slot in run for run in chain(*tile.micro_batches)):
+                if layer in tile.layers and any(sample in run for run in chain(*tile.micro_batches)):
                     met[tile.workers] = None
         assert holders(plan)[layer] == tuple(met)
 
@@ -190,8 +190,8 @@ def test_shards_cover_every_layer_once_at_aligned_points(plan: Plan, data: st.Da
 def test_interleaved_cuts_each_layer_and_contiguous_the_layers_of_a_group() -> None:
     text = """\
         plan layers 3 batch 2 micro-batch 1 zero {}
-        layers 0:3 slots 0:1 workers a
-        layers 0:3 slots 1:2 workers b"""
+        layers 0:3 samples 0:1 workers a
+        layers 0:3 samples 1:2 workers b"""
     elements = [256, 130, 100]
     assert optimizer_shards(Plan.parse(text.format("interleaved")), elements) == (
         (Shard(0, 0, 128), Shard(1, 128, 256)),
@@ -240,14 +240,14 @@ def test_parts_of_units_say_of_each_row_which_unit_it_is_of(plan: Plan) -> None:
     size = plan.micro_batch_size
     for tile, number in micro_batches(plan):
         micro_batch = plan.tiles[tile].micro_batches[number]
-        slots = slots_of(plan, tile, number)
+        samples = slots_of(plan, tile, number)
         parts = rows_by_unit(plan, micro_batch)
-        assert [unit * size + row for unit, rows, _ in parts for row in rows] == slots
+        assert [unit * size + row for unit, rows, _ in parts for row in rows] == samples
         assert [first for _, _, first in parts] == [
             sum(len(rows) for _, rows, _ in parts[:i]) for i in range(len(parts))
         ]
         ends = [*range(0, plan.global_batch_size, size), plan.global_batch_size]
-        whole = [unit for unit, pair in enumerate(pairwise(ends)) if slots == list(range(*pair))]
+        whole = [unit for unit, pair in enumerate(pairwise(ends)) if samples == list(range(*pair))]
         assert unit_of(plan, micro_batch) == (whole[0] if whole else None)
 
 

@@ -122,6 +122,6 @@ def test_files_of_another_model_and_of_no_model_are_refused(
     other.write_text("{")
     assert cli.main([*flags, f"--profile={other}"]) == 2
     assert f"{other} is not JSON" in capsys.readouterr().err
-    other.write_text("plan layers 12 batch 64 micro-batch 2 zero interleaved\nlayers 0:6 slots 0:64/2 workers a\n")
+    other.write_text("plan layers 12 batch 64 micro-batch 2 zero interleaved\nlayers 0:6 samples 0:64/2 workers a\n")
     assert cli.main([*flags, f"--plan={other}"]) == 2
-    assert "not a plan: layers 6:12 slots 0:64 are done by nobody" in capsys.readouterr().err
+    assert "not a plan: layers 6:12 samples 0:64 are done by nobody" in capsys.readouterr().err

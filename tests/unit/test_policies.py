@@ -429,18 +429,18 @@ def test_no_plan_at_all_names_every_reason() -> None:
 
 def test_who_returns_gets_the_place_and_the_job_its_first_plan() -> None:
     workers = names(12)
-    home = symmetric(workers, 12, 3 * 32, 1, dp=3, pp=4)
+    preferred_plan = symmetric(workers, 12, 3 * 32, 1, dp=3, pp=4)
     members = [worker for worker in workers if worker != workers[5]]
-    lost = choose(home, home, members, EVEN, Settings("resize"))
-    assert lost.home == home
-    back = choose(lost.plan, lost.home, [*members, "n5/0#1"], EVEN, Settings("resize"))
-    assert back.plan.tiles == home.renamed({workers[5]: "n5/0#1"}).tiles
-    assert back.home.tiles == back.plan.tiles
+    lost = choose(preferred_plan, preferred_plan, members, EVEN, Settings("resize"))
+    assert lost.preferred_plan == preferred_plan
+    back = choose(lost.plan, lost.preferred_plan, [*members, "n5/0#1"], EVEN, Settings("resize"))
+    assert back.plan.tiles == preferred_plan.renamed({workers[5]: "n5/0#1"}).tiles
+    assert back.preferred_plan.tiles == back.plan.tiles
 
 
 def test_places_go_to_the_same_slot_first() -> None:
-    home = symmetric(["a/0#0", "b/0#0", "c/0#0"], 3, 3, 1, pp=3)
-    found = fill(home, ["a/0#0", "c/0#1", "d/0#0"])
+    preferred_plan = symmetric(["a/0#0", "b/0#0", "c/0#0"], 3, 3, 1, pp=3)
+    found = fill(preferred_plan, ["a/0#0", "c/0#1", "d/0#0"])
     assert found.workers == ("a/0#0", "d/0#0", "c/0#1")
 
 
@@ -450,5 +450,5 @@ def test_more_workers_make_a_new_home() -> None:
     members = [*workers, *(f"m{number}/0#0" for number in range(4))]
     found = choose(plan, plan, members, EVEN)
     assert not found.plan.idle
-    assert found.home == found.plan
+    assert found.preferred_plan == found.plan
     assert found.chosen.policy in ("expand", "reparallelize")

@@ -129,8 +129,8 @@ def test_a_message_costs_latency_and_the_bytes_of_its_rows() -> None:
 
 def test_nothing_travels_between_tiles_of_the_same_workers() -> None:
     text = """plan layers 4 batch 2 micro-batch 2 zero interleaved
-        layers 0:3 slots 0:2 workers a
-        layers 3:4 slots 0:2 workers a"""
+        layers 0:3 samples 0:2 workers a
+        layers 3:4 samples 0:2 workers a"""
     assert transfer_s(PROFILE, Plan.parse(text))(0, 1, 2) == 0.0
 
 

@@ -175,7 +175,7 @@ def test_a_joiner_gets_even_parts_from_all_who_have_them() -> None:
 
 
 def test_what_the_own_node_has_comes_from_there() -> None:
-    before = {f"n{node}/{slot}#0": ALL for node, slot in product(range(3), range(2))}
+    before = {f"n{node}/{sample}#0": ALL for node, sample in product(range(3), range(2))}
     router = Router(BIG, before, {"n1/5#0": ALL})
     assert {piece.source for piece in router.of("n1/5#0").receive} == {"n1/0#0", "n1/1#0"}
 
@@ -228,7 +228,7 @@ def test_who_has_a_box_sends_it_once_however_many_need_it(n_holders: int, n_rece
 def test_a_box_comes_to_each_node_without_it_once_and_to_the_others_never(
     places: set[tuple[int, int]], data: DataObject
 ) -> None:
-    workers = data.draw(st.permutations([f"n{node}/{slot}#0" for node, slot in sorted(places)]))
+    workers = data.draw(st.permutations([f"n{node}/{sample}#0" for node, sample in sorted(places)]))
     n_holders = data.draw(st.integers(1, len(workers) - 1))
     holders, receivers = workers[:n_holders], workers[n_holders:]
     sent = Sent(holders, receivers)
@@ -243,7 +243,7 @@ def test_a_box_comes_to_each_node_without_it_once_and_to_the_others_never(
 
 
 def test_a_node_that_has_a_box_serves_its_own_workers() -> None:
-    sent = Sent(["n0/0#0"], [f"n{node}/{slot}#0" for node, slot in product(range(4), range(8)) if node or slot])
+    sent = Sent(["n0/0#0"], [f"n{node}/{sample}#0" for node, sample in product(range(4), range(8)) if node or sample])
     # One copy to its own node, one to all others together.
     assert sent.by["n0/0#0"] == pytest.approx(2)
     assert sent.out_of["n0"] == pytest.approx(1)

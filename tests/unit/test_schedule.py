@@ -52,8 +52,8 @@ def test_the_limits_of_a_pipeline_are_those_of_1f1b() -> None:
 def test_a_stage_that_takes_several_micro_batches_at_once_gets_them() -> None:
     plan = Plan.parse(
         """plan layers 2 batch 16 micro-batch 2 zero interleaved
-        layers 0:1 slots 0:16/2 workers a
-        layers 1:2 slots 0:8 8:16 workers b"""
+        layers 0:1 samples 0:16/2 workers a
+        layers 1:2 samples 0:8 8:16 workers b"""
     )
     assert in_flight_limits(plan) == (5, 1)
     assert str(schedule(plan)).splitlines()[1] == "b F1.0 B1.0 F1.1 B1.1"
@@ -62,9 +62,9 @@ def test_a_stage_that_takes_several_micro_batches_at_once_gets_them() -> None:
 def test_two_tiles_of_a_worker_share_their_limit_where_they_share_layers() -> None:
     plan = Plan.parse(
         """plan layers 2 batch 8 micro-batch 1 zero interleaved
-        layers 0:1 slots 0:6/1 workers a
-        layers 0:1 slots 6:8/1 workers a
-        layers 1:2 slots 0:8/1 workers b"""
+        layers 0:1 samples 0:6/1 workers a
+        layers 0:1 samples 6:8/1 workers a
+        layers 1:2 samples 0:8/1 workers b"""
     )
     assert most_in_flight(plan, schedule(plan).by_worker["a"], {0, 1}) == 2
 
@@ -223,11 +223,11 @@ def test_parts_share_neither_units_nor_workers(plan: Plan) -> None:
     for part in found:
         mine: set[object] = set(part.plan.workers)
         mine |= {
-            slot // plan.micro_batch_size
+            sample // plan.micro_batch_size
             for t in part.plan.tiles
             for runs in t.micro_batches
             for run in runs
-            for slot in run
+            for sample in run
         }
         assert seen.isdisjoint(mine)
         seen |= mine

@@ -54,7 +54,7 @@ class Prepared:
     def begin(
         self,
         now: Plan,
-        home: Plan,
+        preferred_plan: Plan,
         members: Sequence[str],
         me: str,
         profile: Profile,
@@ -69,10 +69,10 @@ class Prepared:
     def left(self) -> int:
         return 0 if self.answers else 1
 
-    def find(self, now: Plan, home: Plan, members: Sequence[str]) -> Choice | None:
+    def find(self, now: Plan, preferred_plan: Plan, members: Sequence[str]) -> Choice | None:
         if not self.begun or not self.answers:
             return None
-        return choose(now, home, members, self.begun[-1]["profile"], self.settings)
+        return choose(now, preferred_plan, members, self.begun[-1]["profile"], self.settings)
 
     def close(self) -> None:
         self.closed = True
@@ -176,7 +176,7 @@ def test_a_slow_worker_makes_the_first_member_ask_for_another_plan_and_all_hear_
     choice = workers[W[0]].decide(HOME, HOME, W)
     assert choice.chosen.policy in ("resize", "reparallelize")
     for one in workers.values():
-        one.entered(choice.plan, choice.home, W, None)
+        one.entered(choice.plan, choice.preferred_plan, W, None)
     # It is the same worker: nobody asks again.
     for _ in range(3 * EVERY):
         for one in workers.values():
@@ -225,7 +225,7 @@ def test_a_decision_is_read_as_it_was_written() -> None:
     decision = Decision.of(choice, None, "; more")
     assert decision.event["reason"].endswith("; more")
     read = Decision.from_bytes(decision.to_bytes())
-    assert (read.plan, read.home) == (choice.plan, choice.home)
+    assert (read.plan, read.preferred_plan) == (choice.plan, choice.preferred_plan)
     assert read.event["candidates"] == json.loads(json.dumps(choice.event()["candidates"]))
     given = Decision.given(HOME, "given", "the script gave the plan")
     assert Decision.from_bytes(given.to_bytes()) == given
@@ -387,13 +387,13 @@ def test_with_everybody_back_and_nobody_slow_the_job_goes_home() -> None:
     left = [W[0], *W[2:]]
     after = choose(HOME, HOME, left, EVEN)
     back = [*left, "n0/1#1"]
-    again = choose(after.plan, after.home, back, EVEN)
+    again = choose(after.plan, after.preferred_plan, back, EVEN)
     assert again.plan.tiles == HOME.renamed({W[1]: "n0/1#1"}).tiles
     # A slow one is no reason to forget the plan, either.
     slow = Profile("slow", EVEN.layers, 1, 1e9, 0.0, workers={"n1/0": WorkerProfile(0.4)})
     aside = choose(HOME, HOME, W, slow)
     assert aside.plan.tiles != HOME.tiles
-    assert choose(aside.plan, aside.home, W, EVEN).plan.tiles == HOME.tiles
+    assert choose(aside.plan, aside.preferred_plan, W, EVEN).plan.tiles == HOME.tiles
 
 
 def test_no_plan_is_an_error_with_all_reasons() -> None:
@@ -445,7 +445,7 @@ def test_who_is_to_be_replaced_hears_it_with_all_others_and_no_other_plan_is_mad
     assert [worker for worker, excuse in told.items() if excuse is not None] == [W[1]]
     excuse = told[W[1]]
     assert excuse is not None
-    assert excuse.again
+    assert excuse.replace
     for _ in range(4 * EVERY):
         step(workers, {W[1]: 3.0})
         assert not any(one.due or one.excused() for one in workers.values())
@@ -465,7 +465,7 @@ def test_who_is_left_out_is_weighed_first() -> None:
     step(workers, {W[1]: 60.0})
     excuse = workers[W[1]].excused()
     assert excuse is not None
-    assert not excuse.again
+    assert not excuse.replace
 
 
 def test_nobody_is_left_out_where_too_few_nodes_would_be_left() -> None:

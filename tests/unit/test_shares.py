@@ -12,16 +12,16 @@ from elaunch.plan import Plan, PlanError, data_parallel, even_shares, n_rows, sh
 
 PLAN = """\
 plan layers 1 batch 60 micro-batch 16 zero interleaved
-layers 0:1 slots 0:32/16 workers a/0#0
-layers 0:1 slots 32:48 workers a/1#2
-layers 0:1 slots 48:60 workers b/0#0
+layers 0:1 samples 0:32/16 workers a/0#0
+layers 0:1 samples 32:48 workers a/1#2
+layers 0:1 samples 48:60 workers b/0#0
 idle b/1#0"""
 SHARES = {"a/0#0": 2, "a/1#2": 1, "b/0#0": 1, "b/1#0": 0}
 
 
-def plan(*slots: str) -> Plan:
+def plan(*samples: str) -> Plan:
     """Of a batch of 64 in micro-batches of 8; each text is what one worker does."""
-    lines = [f"layers 0:1 slots {text} workers a/{number}#0" for number, text in enumerate(slots)]
+    lines = [f"layers 0:1 samples {text} workers a/{number}#0" for number, text in enumerate(samples)]
     return Plan.parse("\n".join(["plan layers 1 batch 64 micro-batch 8 zero interleaved", *lines]))
 
 
@@ -76,7 +76,7 @@ def test_each_sample_is_done_once_whatever_the_shares(shares: dict[str, int], mi
         batch = n_units * micro - left_over
         made = data_parallel(batch, micro, shares, whole_shares=whole)
         runs = [run for tile in made.tiles for (run,) in tile.micro_batches]
-        assert [slot for run in runs for slot in run] == list(range(batch))
+        assert [sample for run in runs for sample in run] == list(range(batch))
         assert {worker: len(units_of(made, worker)) for worker in shares} == shares_of(made) == shares
         assert all(len(tile.micro_batches) == (1 if whole else shares[tile.workers[0]]) for tile in made.tiles)
         assert Plan.parse(str(made)) == made
@@ -100,7 +100,7 @@ def test_a_whole_share_is_one_micro_batch_of_many_units() -> None:
         ((range(21_846, 43_691),),),
         ((range(43_691, 65_536),),),
     ]
-    assert str(large).splitlines()[1] == "layers 0:1 slots 0:21846 workers a"
+    assert str(large).splitlines()[1] == "layers 0:1 samples 0:21846 workers a"
     assert shares_of(large) == {"a": 21_846, "b": 21_845, "c": 21_845}
 
 
@@ -110,21 +110,21 @@ def test_an_unknown_worker_is_named_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "message"),
+    ("samples", "message"),
     [
         ("0:6 6:64", ""),
         ("0:6", "0:6 of a/0#0 are not whole micro-batches of 8 in a batch of 64"),
         ("4:16", "4:16 of a/0#0 are not whole micro-batches of 8"),
-        ("0:8 16:24", "the slots 0:8, 16:24 of a/0#0 are not one run"),
-        ("8:16 0:8", "the slots 8:16, 0:8 of a/0#0 are not one run"),
+        ("0:8 16:24", "the samples 0:8, 16:24 of a/0#0 are not one run"),
+        ("8:16 0:8", "the samples 8:16, 0:8 of a/0#0 are not one run"),
     ],
 )
-def test_what_is_no_run_of_whole_micro_batches_is_no_share(slots: str, message: str) -> None:
+def test_what_is_no_run_of_whole_micro_batches_is_no_share(samples: str, message: str) -> None:
     if not message:
-        assert units_of(plan(slots), "a/0#0") == range(8)
+        assert units_of(plan(samples), "a/0#0") == range(8)
         return
     with pytest.raises(PlanError, match=message):
-        units_of(plan(slots), "a/0#0")
+        units_of(plan(samples), "a/0#0")
 
 
 @pytest.mark.parametrize("shares", [{}, {"a": 7}, {"a": 9}, {"a": 9, "b": -1}])
@@ -136,14 +136,14 @@ def test_shares_of_another_number_of_micro_batches_are_refused(shares: Mapping[s
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (plan("0:32/8", "40:64/8"), "slots 32:40 are done by nobody"),
-        (plan("8:64/8"), "slots 0:8 are done by nobody"),
-        (plan("0:48/8"), "slots 48:64 are done by nobody"),
-        (plan("0:40/8", "32:64/8"), r"slots 32:40 are done by both tile 0 \(a/0#0\) and tile 1 \(a/1#0\)"),
-        (plan("0:64/8", "16:24"), r"slots 16:24 are done by both tile 0 \(a/0#0\) and tile 1 \(a/1#0\)"),
-        (plan("0:72/8"), "no run of the slots 0:64"),
-        (plan("0:64/8", "8:4"), r"tile 1 \(a/1#0\) has range\(8, 4\), which is no run of the slots"),
-        (plan(), "layers 0:1 slots 0:64 are done by nobody"),
+        (plan("0:32/8", "40:64/8"), "samples 32:40 are done by nobody"),
+        (plan("8:64/8"), "samples 0:8 are done by nobody"),
+        (plan("0:48/8"), "samples 48:64 are done by nobody"),
+        (plan("0:40/8", "32:64/8"), r"samples 32:40 are done by both tile 0 \(a/0#0\) and tile 1 \(a/1#0\)"),
+        (plan("0:64/8", "16:24"), r"samples 16:24 are done by both tile 0 \(a/0#0\) and tile 1 \(a/1#0\)"),
+        (plan("0:72/8"), "no run of the samples 0:64"),
+        (plan("0:64/8", "8:4"), r"tile 1 \(a/1#0\) has range\(8, 4\), which is no run of the samples"),
+        (plan(), "layers 0:1 samples 0:64 are done by nobody"),
         (Plan.parse(f"{PLAN},a/0#0"), r"idle worker a/0#0 has tile 0 \(a/0#0\)"),
         (Plan.parse(f"{PLAN},b/1#0"), r"idle worker b/1#0 is named twice"),
     ],
@@ -162,7 +162,7 @@ def test_the_message_about_a_wrong_plan_shows_the_rectangle() -> None:
     with pytest.raises(PlanError, match="not a plan") as caught:
         plan("0:32/8", "40:64/8").validate()
     assert str(caught.value).splitlines()[1:] == [
-        "layer  slots 0:64, 1 in a column",
+        "layer  samples 0:64, 1 in a column",
         f"    0  {'A' * 32}{'.' * 8}{'B' * 24}",
         "    A  a/0#0",
         "    B  a/1#0",
@@ -171,7 +171,7 @@ def test_the_message_about_a_wrong_plan_shows_the_rectangle() -> None:
 
 
 def test_the_rectangle_of_a_large_plan_stays_readable() -> None:
-    lines = [f"layers 0:1 slots {rank}:{rank + 1} workers n{rank}/0#0" for rank in range(2000)]
+    lines = [f"layers 0:1 samples {rank}:{rank + 1} workers n{rank}/0#0" for rank in range(2000)]
     large = Plan.parse("\n".join(["plan layers 1 batch 100000 micro-batch 1 zero interleaved", *lines]))
     with pytest.raises(PlanError, match="1938 more") as caught:
         large.validate()
@@ -180,8 +180,8 @@ def test_the_rectangle_of_a_large_plan_stays_readable() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), max_size=4))
 def test_validation_agrees_with_counting_every_slot(ends: list[list[int]]) -> None:
-    busy = [(f"a/{slot}#0", range(*pair)) for slot, pair in enumerate(ends) if pair[0] < pair[1]]
-    lines = [f"layers 0:1 slots {2 * units.start}:{2 * units.stop}/2 workers {worker}" for worker, units in busy]
+    busy = [(f"a/{sample}#0", range(*pair)) for sample, pair in enumerate(ends) if pair[0] < pair[1]]
+    lines = [f"layers 0:1 samples {2 * units.start}:{2 * units.stop}/2 workers {worker}" for worker, units in busy]
     tried = Plan.parse("\n".join(["plan layers 1 batch 12 micro-batch 2 zero interleaved", *lines]))
     if all(sum(unit in units for _, units in busy) == 1 for unit in range(6)):
         tried.validate()

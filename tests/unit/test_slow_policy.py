@@ -78,7 +78,7 @@ def test_who_is_left_out_is_decided_by_estimates(
     assert len(one.weighed) == 0
     excuse = one.take()
     assert (excuse is not None) == (action == "exclude") == (not bool(one.rebalances))
-    assert excuse is None or not excuse.again
+    assert excuse is None or not excuse.replace
 
 
 def test_the_minimum_of_nodes_stays() -> None:

@@ -28,7 +28,15 @@ def steps_until_noticed(monkeypatch: pytest.MonkeyPatch, factor: float, noise: f
     asked: list[dict[str, float]] = []
 
     def begin(
-        self: Ahead, now: Plan, home: Plan, members: Any, me: str, profile: Profile, *more: Any, again: bool, **_: Any
+        self: Ahead,
+        now: Plan,
+        preferred_plan: Plan,
+        members: Any,
+        me: str,
+        profile: Profile,
+        *more: Any,
+        again: bool,
+        **_: Any,
     ) -> None:
         if again:
             asked.append({slot: one.speed for slot, one in profile.workers.items()})

@@ -144,13 +144,13 @@ def test_a_message_without_one_of_its_parts_is_refused(missing: str) -> None:
     [
         {},
         {"generation": 1, "peer": "a"},
-        {"generation": 1, "peer": "a", "gone": True, "more": 1},
-        {"generation": "1", "peer": "a", "gone": True},
-        {"generation": 1.0, "peer": "a", "gone": True},
-        {"generation": True, "peer": "a", "gone": True},
-        {"generation": 1, "peer": None, "gone": True},
-        {"generation": 1, "peer": "a", "gone": 1},
-        {"generation": 1, "peer": ["a"], "gone": True},
+        {"generation": 1, "peer": "a", "refused": True, "more": 1},
+        {"generation": "1", "peer": "a", "refused": True},
+        {"generation": 1.0, "peer": "a", "refused": True},
+        {"generation": True, "peer": "a", "refused": True},
+        {"generation": 1, "peer": None, "refused": True},
+        {"generation": 1, "peer": "a", "refused": 1},
+        {"generation": 1, "peer": ["a"], "refused": True},
     ],
 )
 def test_missing_unknown_and_mistyped_fields_are_refused(fields: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def report_text(before: NodeDoc | None, after: NodeDoc) -> str:
         parts.append(f"{', '.join(former)} no more")
     if after.cause != before.cause and after.cause:
         parts.append(f'cause "{after.cause}"')
-    parts += [f"{worker} is dead" for worker in after.gone if worker not in before.gone]
+    parts += [f"{worker} is dead" for worker in after.unreachable_peers if worker not in before.unreachable_peers]
     parts += [f"the link of {link.worker} to {link.peer} failed" for link in after.broken if link not in before.broken]
     if after.reset_generation > before.reset_generation:
         parts.append(f"links of generation {after.reset_generation} have to be made anew")

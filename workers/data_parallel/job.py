@@ -254,15 +254,15 @@ class Job(BaseJob):
         selector = self._member.selector
         measured = selector is not None and selector.measures()
         own_s = 0.0
-        for place, slots in enumerate(micro_batches):
+        for place, samples in enumerate(micro_batches):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
             heartbeat.enter(Phase.STEP, self.step)
-            seed_micro_batch(layout.seed, self.step, slots.start // layout.micro_batch_size)
+            seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - self._waited_s
-            batch = data.load(dataset, order.ids(start + slots.start, len(slots)), collate_fn)
-            self._micro_samples = len(slots) if counts else 0
+            batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
+            self._micro_samples = len(samples) if counts else 0
             self._last_micro_batch = place == len(micro_batches) - 1
             if self._buckets is not None:
                 self._buckets.weight = self._micro_samples / usual
@@ -481,16 +481,16 @@ class Job(BaseJob):
         self._history = history_of(verdict)
         if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        mine, before, layout, selector = b"", self._plan, self._layout, self._member.selector
+        local, before, layout, selector = b"", self._plan, self._layout, self._member.selector
         decides = group.rank == verdict.passed
         # A script may call `batches` again with other sizes; then the plan before is of no use.
         if decides and selector is not None and layout is not None and before is not None and layout.fits(before):
             now = _by_unit(before)
             choice = selector.decide(now, now, group.members)
             plan = layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
-            mine = json.dumps({**choice.event(), "plan": str(plan)}).encode()
-        said = group.all_gather_bytes(mine)[verdict.passed]
-        event: dict[str, Any] = json.loads(said) if said else {}
+            local = json.dumps({**choice.event(), "plan": str(plan)}).encode()
+        notes = group.all_gather_bytes(local)[verdict.passed]
+        event: dict[str, Any] = json.loads(notes) if notes else {}
         self._plan = Plan.parse(event["plan"]) if event else None
         return event
 
@@ -508,7 +508,7 @@ class Job(BaseJob):
 
 
 def _by_unit(plan: Plan) -> Plan:
-    """Returns a plan with a slot for each unit: policies are not to cut units, and a unit is what is measured."""
+    """Returns a plan with a sample for each unit: policies are not to cut units, and a unit is what is measured."""
     return data_parallel(plan.n_units, 1, shares_of(plan))
 
 

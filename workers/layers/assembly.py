@@ -25,14 +25,14 @@ class Assembly:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], mine: Shards | None, items: Mapping[str, Item], device: torch.device
+        self, pieces: Sequence[Piece], local: Shards | None, items: Mapping[str, Item], device: torch.device
     ) -> None:
         self._pieces, self._items, self._device = pieces, items, device
         wanted = {piece.shape for piece in pieces}
         self._stay = {
-            piece.shape: mine.tensors(place)
-            for place, piece in enumerate(mine.pieces if mine is not None else ())
-            if mine is not None and piece.shape in wanted
+            piece.shape: local.tensors(place)
+            for place, piece in enumerate(local.pieces if local is not None else ())
+            if local is not None and piece.shape in wanted
         }
         self._by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
         self._flats: dict[Piece, tuple[Tensor, ...]] = {}

@@ -91,12 +91,12 @@ def _check_shapes(saved: Saved, specs: Sequence[LayerSpec]) -> None:
     there, here = saved.shapes(MODEL), _shapes(specs)
     saved.refuse(
         [
-            f"{path} is {_said(there.get(path))} there and {_said(here.get(path))} here"
+            f"{path} is {_shape_text(there.get(path))} there and {_shape_text(here.get(path))} here"
             for path in dict.fromkeys([*there, *here])
             if there.get(path) != here.get(path)
         ]
     )
 
 
-def _said(shape: tuple[int, ...] | None) -> str:
+def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))

@@ -126,7 +126,7 @@ class Engine:
         joining: `change` will say what this worker does; it holds nothing before.
 
     Raises:
-        PlanError: the plan does not tile layers and slots, or its workers are not those of the group.
+        PlanError: the plan does not tile layers and samples, or its workers are not those of the group.
         StateError: the layers, data set or optimizer cannot be used so.
     """
 
@@ -256,7 +256,7 @@ class Engine:
         part = self._here
         with part.group.open() as traffic:
             part.snapshots.begin(traffic)
-            load = lambda slots: self._samples.load(part.plan, step, slots)  # noqa: E731
+            load = lambda samples: self._samples.load(part.plan, step, samples)  # noqa: E731
             outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
             part.snapshots.ship(traffic, outcome.gradients)
             part.snapshots.arrive(traffic)
@@ -344,8 +344,8 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
-        said = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
-        standings = {who: HeldState.from_json(json.loads(one)) for who, one in zip(group.members, said, strict=True)}
+        notes = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
+        standings = {who: HeldState.from_json(json.loads(one)) for who, one in zip(group.members, notes, strict=True)}
         self._next_migration, self._next_step = None, step
         if not any(one.plan for one in standings.values()):
             if step:
@@ -417,7 +417,7 @@ class Engine:
     ) -> Migration:
         worker = group.members[group.rank]
         part = self._part
-        mine, sums, had = (None, {}, {}) if part is None else (part.zero.shards, part.sums, part.layers)
+        local, sums, had = (None, {}, {}) if part is None else (part.zero.shards, part.sums, part.layers)
         return Migration(
             between,
             group,
@@ -427,7 +427,7 @@ class Engine:
             survey.lacking,
             self.specs,
             survey.items,
-            mine,
+            local,
             sums,
             self._device,
             partial(self._executor, worker),
@@ -436,18 +436,18 @@ class Engine:
     def _moved(self, group: Group, survey: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
         router, forms, schedule = survey.router(), survey.forms, survey.schedule
-        mine = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        assembly = Assembly(pieces, mine, router.items, self._device)
-        state = self._mixed if self._mixed is not None else mine.regions() if mine is not None else {}
+        local = self._part.zero.shards if self._part is not None and self._mixed is None else None
+        assembly = Assembly(pieces, local, router.items, self._device)
+        state = self._mixed if self._mixed is not None else local.regions() if local is not None else {}
         hosted = self._hosted
         if hosted is None:
             hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms, schedule)
         self._next_hosted = hosted
         if self._max_extra_bytes is not None:
             self._mixed, self._hosted = state, hosted
-            if mine is not None:
+            if local is not None:
                 # From here on the regions alone hold it, so that what is let go is free.
-                mine.release()
+                local.release()
         new, moved = reshard(
             group,
             router,
@@ -573,7 +573,7 @@ class Engine:
         return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
 
     def sample_ids(self, step: int) -> list[int]:
-        """The samples of a step, by slot."""
+        """The samples of a step, by sample."""
         return self._samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
 
     @property
@@ -645,12 +645,12 @@ class Engine:
 
     def _check_same(self, plan: Plan, group: Group) -> None:
         """That all workers were given the same; also, nobody begins before all have got this far."""
-        mine = {"plan": str(plan), **self._settings}
-        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-        for what in mine:
-            for member, theirs in zip(group.members, said, strict=True):
-                if theirs[what] != said[0][what]:
+        local = {"plan": str(plan), **self._settings}
+        notes = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(local).encode())]
+        for what in local:
+            for member, theirs in zip(group.members, notes, strict=True):
+                if theirs[what] != notes[0][what]:
                     raise StateError(
-                        f"{group.members[0]} and {member} were given different {what}: {said[0][what]} and "
+                        f"{group.members[0]} and {member} were given different {what}: {notes[0][what]} and "
                         f"{theirs[what]}; all workers must run the same script with the same arguments"
                     )

@@ -39,7 +39,7 @@ SMALL_BYTES = 32 << 10
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 Load = Callable[[MicroBatch], tuple[Tensor, Any]]
-"""Inputs and targets of some slots of the step under way, on this worker's device."""
+"""Inputs and targets of some samples of the step under way, on this worker's device."""
 
 LayerKey = tuple[int, int]
 """A layer and the number of one of the tuples that hold it."""
@@ -50,7 +50,7 @@ class Outcome:
     """What a worker has after its actions.
 
     Attributes:
-        losses: (first slot, rows, mean loss over them) of each micro-batch that this worker reports.
+        losses: (first sample, rows, mean loss over them) of each micro-batch that this worker reports.
         gradients: of the shards that this worker owns, of the mean loss over the global batch.
     """
 
@@ -222,33 +222,33 @@ class _Step:
                 self._post(coming)
             (self._forward if action.kind == "F" else self._backward)(action)
         gradients = {shard: self._total(shard) for shard in self._of._owned}
-        return Outcome(tuple((slot, rows, float(loss)) for slot, rows, loss in self._losses), gradients)
+        return Outcome(tuple((sample, rows, float(loss)) for sample, rows, loss in self._losses), gradients)
 
     # -- actions ------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         key = (action.tile, action.micro_batch)
         tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
-        slots = tile.micro_batches[action.micro_batch]
+        samples = tile.micro_batches[action.micro_batch]
         first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
-        data = self._load(slots) if first or last else None
+        data = self._load(samples) if first or last else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
         self._ready(tile.layers)
-        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(slots), self._watch)
+        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), self._watch)
         if last:
             assert data is not None
-            self._dy[key] = self._loss(x, data[1], slots, reports=tile.workers[0] == self._of._worker)
+            self._dy[key] = self._loss(x, data[1], samples, reports=tile.workers[0] == self._of._worker)
         self._hand_over(Kind.ACTIVATION, x, peers.y_to)
 
-    def _loss(self, y: Tensor, target: Any, slots: MicroBatch, reports: bool) -> Tensor:
+    def _loss(self, y: Tensor, target: Any, samples: MicroBatch, reports: bool) -> Tensor:
         """The gradient of the output, in units of a whole micro-batch's mean loss."""
         leaf = y.detach().requires_grad_()
         loss = self._of._loss_fn(leaf, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(f"loss_fn must return one number that depends on the output, got {loss!r}")
-        rows = n_rows(slots)
+        rows = n_rows(samples)
         if reports:
-            self._losses.append((slots[0].start, rows, loss.detach()))
+            self._losses.append((samples[0].start, rows, loss.detach()))
         weight = rows / self._plan.micro_batch_size
         (grad,) = torch.autograd.grad(loss if weight == 1 else loss * weight, leaf)
         return grad
@@ -256,8 +256,8 @@ class _Step:
     def _backward(self, action: Action) -> None:
         key = (action.tile, action.micro_batch)
         tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
-        slots = tile.micro_batches[action.micro_batch]
-        unit = unit_of(self._plan, slots) if self._of._bitwise else None
+        samples = tile.micro_batches[action.micro_batch]
+        unit = unit_of(self._plan, samples) if self._of._bitwise else None
         dy: Tensor | None = self._dy.pop(key, None)
         if dy is None:
             dy = self._collect(Kind.INPUT_GRADIENT, peers.dy_from)
@@ -276,7 +276,7 @@ class _Step:
             else:
                 add(layer.spec.index, grads)
 
-        dx = self._of._chains[action.tile].backward(self._saved.pop(key), dy, self._draw(slots), done)
+        dx = self._of._chains[action.tile].backward(self._saved.pop(key), dy, self._draw(samples), done)
         if peers.dx_to:
             # Others wait for this, and for the gradients of the first layer, which come with it, nobody does yet.
             assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
@@ -285,9 +285,9 @@ class _Step:
         for key in sorted(later, key=lambda key: (self._of._round[key[0]], -key[0])):
             self._send_gradient(key)
 
-    def _draw(self, slots: MicroBatch) -> Draw:
+    def _draw(self, samples: MicroBatch) -> Draw:
         plan = self._plan
-        return Draw(self._of._seed, self._step, rows_by_unit(plan, slots), plan.micro_batch_size)
+        return Draw(self._of._seed, self._step, rows_by_unit(plan, samples), plan.micro_batch_size)
 
     # -- activations and their gradients --------------------------------------------------------------------------
 

@@ -57,19 +57,19 @@ class HeldState:
         return {**asdict(self), "forms": forms_to_json(self.forms)}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> HeldState:
+    def from_json(cls, fields: Mapping[str, Any]) -> HeldState:
         read = {
-            "forms": forms_from_json(said["forms"]),
-            "boxes": _boxes_from_json(said["boxes"]),
-            "hosted": _boxes_from_json(said["hosted"]),
+            "forms": forms_from_json(fields["forms"]),
+            "boxes": _boxes_from_json(fields["boxes"]),
+            "hosted": _boxes_from_json(fields["hosted"]),
         }
-        return cls(**{**said, **read})
+        return cls(**{**fields, **read})
 
 
-def _boxes_from_json(said: Mapping[str, Any] | None) -> Holdings | None:
-    if said is None:
+def _boxes_from_json(fields: Mapping[str, Any] | None) -> Holdings | None:
+    if fields is None:
         return None
-    return {name: tuple(tuple(map(tuple, box)) for box in boxes) for name, boxes in said.items()}
+    return {name: tuple(tuple(map(tuple, box)) for box in boxes) for name, boxes in fields.items()}
 
 
 def forms_to_json(forms: Mapping[str, Form]) -> list[Any]:
@@ -80,10 +80,10 @@ def forms_to_json(forms: Mapping[str, Form]) -> list[Any]:
     return [[form.tensors, form.numbers, form.options, names] for form, names in alike.items()]
 
 
-def forms_from_json(said: list[Any]) -> dict[str, Form]:
+def forms_from_json(fields: list[Any]) -> dict[str, Form]:
     """The inverse of `forms_to_json`."""
     found: dict[str, Form] = {}
-    for tensors, numbers, options, names in said:
+    for tensors, numbers, options, names in fields:
         form = Form(tuple(map(tuple, tensors)), tuple(map(tuple, numbers)), options)
         found |= dict.fromkeys(names, form)
     return found

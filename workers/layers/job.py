@@ -51,7 +51,7 @@ class HybridJob(BaseJob):
 
     def __init__(self, client: agent_client.Client) -> None:
         self._governor: Governor | None = None
-        self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.slot)
+        self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.local_rank)
         self._engine: Engine | None = None
         self._next: Decision | None = None
         self._holds = False
@@ -92,7 +92,7 @@ class HybridJob(BaseJob):
             settings: further arguments of `Engine`, `dataset` among them.
 
         Raises:
-            PlanError: the plan does not tile layers and slots.
+            PlanError: the plan does not tile layers and samples.
             StateError: it is for another number of workers, or the engine cannot be made so.
         """
         if self._engine is not None:
@@ -241,9 +241,9 @@ class HybridJob(BaseJob):
             self._governor.hold(self._next.clock_mhz(self.worker))
 
 
-def _own_clocks(slot: int) -> Clocks:
+def _own_clocks(local_rank: int) -> Clocks:
     """Of the GPU that this worker computes on; it may be the only one that it sees (--virtual-local-rank)."""
-    return NvmlClocks(gpu_of(int(os.environ.get("LOCAL_RANK", slot)), os.environ))
+    return NvmlClocks(gpu_of(int(os.environ.get("LOCAL_RANK", local_rank)), os.environ))
 
 
 def _memory_bytes(device: torch.device) -> int | None:

@@ -70,7 +70,7 @@ class Migration:
         lacking: Keys,
         specs: tuple[LayerSpec, ...],
         optimizer_items: Mapping[str, Item],
-        mine: Shards | None,
+        local: Shards | None,
         sums: Mapping[tuple[str, ...], TupleSum],
         device: torch.device,
         make_executor: Callable[[Plan, StateLayout, Mapping[LayerKey, Layer]], Executor],
@@ -86,7 +86,7 @@ class Migration:
                 add = self._sums.setdefault(workers, TupleSum(workers, worker)) if len(workers) > 1 else None
                 layer.membership = Membership(workers.index(worker), len(workers), add)
         self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new, layers))
-        self.assembly = Assembly(new.layout.pieces(worker), mine, optimizer_items, device)
+        self.assembly = Assembly(new.layout.pieces(worker), local, optimizer_items, device)
 
         before, after = old.layout, new.layout
         items: dict[str, Item] = {}
@@ -108,7 +108,7 @@ class Migration:
         # What is passed on would come later, and all has the time of a step.
         router = Router(items, held, needed, relays=False)
         routes = router.of(worker)
-        state: dict[str, list[Region]] = {} if mine is None else mine.regions()
+        state: dict[str, list[Region]] = {} if local is None else local.regions()
         moved = {key: layer for key, layer in layers[0].items() if key[0] in self._parameters}
         state |= _parameter_regions(before, worker, moved)
         places = self.assembly.regions()
@@ -125,7 +125,7 @@ class Migration:
     def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
         """Do the step; when it returns, all that this worker will own is here, with the gradients for it."""
         self._move.begin(traffic)
-        load = lambda slots: samples.load(self.plan, step, slots)  # noqa: E731
+        load = lambda part: samples.load(self.plan, step, part)  # noqa: E731
         outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
         self._move.wait()
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
@@ -167,8 +167,8 @@ def _layers_of(
     """This worker's layers under a plan of which each tuple is one of the two others'."""
     found = {
         (index, under.layout.holders[index][replica]): layer
-        for under, mine in ((new, layers[1]), (old, layers[0]))
-        for (index, replica), layer in mine.items()
+        for under, local in ((new, layers[1]), (old, layers[0]))
+        for (index, replica), layer in local.items()
     }
     return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
 

@@ -17,7 +17,7 @@ from elaunch.workers.random.trace import GENERATORS
 
 
 class Samples:
-    """Loads (input, target) for slots of a step.
+    """Loads (input, target) for samples of a step.
 
     Whole logical micro-batches are loaded, and the rows taken from them, so that transforms with random numbers, which
     are seeded for each, give the same samples under every plan.
@@ -51,10 +51,10 @@ class Samples:
         x, _ = self._pair(data.load(self._dataset, self.order.ids(0, 1), self._collate), 1)
         return x
 
-    def load(self, plan: Plan, step: int, slots: MicroBatch) -> tuple[Tensor, Any]:
-        """Inputs and targets of these slots, in their order."""
+    def load(self, plan: Plan, step: int, samples: MicroBatch) -> tuple[Tensor, Any]:
+        """Inputs and targets of these samples, in their order."""
         parts = []
-        for unit, rows, _ in rows_by_unit(plan, slots):
+        for unit, rows, _ in rows_by_unit(plan, samples):
             pair = self._unit(plan, step, unit)
             whole = len(rows) == len(plan.unit(unit))
             parts.append(pair if whole else pytree.tree_map(lambda one, rows=rows: _rows(one, rows), pair))
@@ -67,11 +67,11 @@ class Samples:
         """A logical micro-batch; the parts of one are loaded in turn, so the last is kept."""
         found = self._units.get((step, unit))
         if found is None:
-            slots = plan.unit(unit)
+            samples = plan.unit(unit)
             with GENERATORS:
                 seed_micro_batch(self._seed, step, unit)
-                ids = self.order.ids(step * plan.global_batch_size + slots.start, len(slots))
-                found = self._pair(data.load(self._dataset, ids, self._collate), len(slots))
+                ids = self.order.ids(step * plan.global_batch_size + samples.start, len(samples))
+                found = self._pair(data.load(self._dataset, ids, self._collate), len(samples))
             self._units = {(step, unit): found}
         pair: tuple[Tensor, Any] = found
         return pair

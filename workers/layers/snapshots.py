@@ -99,17 +99,17 @@ class Snapshots:
         layout: StateLayout,
         workers: Sequence[str],
         worker: str,
-        mine: Shards,
+        local: Shards,
         copies: int,
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
     ) -> None:
-        self._layout, self._mine = layout, mine
+        self._layout, self._mine = layout, local
         self._make = make_optimizer, make_scheduler
         holders = ring(workers, copies)
         self._numbers = {shard: number for number, shard in enumerate(layout.all_shards)}
         self._holders = holders[worker]
-        self._own = _Copy(worker, _shards(mine.pieces), mine.pieces)
+        self._own = _Copy(worker, _shards(local.pieces), local.pieces)
         self._copies = [
             _Copy(owner, _shards(pieces), pieces)
             for owner in workers

@@ -362,7 +362,9 @@ class Saved:
                 begin = tuple(chunk.offsets)
                 box = tuple((start, start + size) for start, size in zip(begin, chunk.sizes, strict=True))
                 copies = [
-                    (common, mine, part) for mine, part in pieces.parts if (common := intersect(box, mine)) is not None
+                    (common, local, part)
+                    for local, part in pieces.parts
+                    if (common := intersect(box, local)) is not None
                 ]
                 if copies:
                     found += sum(n_elements(common) for common, _, _ in copies)
@@ -443,8 +445,8 @@ class _Slice:
 
     def copy(self, loaded: Tensor) -> None:
         """Fill the parts."""
-        for common, mine, part in self.copies:
-            part.detach()[_within(common, mine)].copy_(loaded[_within(common, self.box)])
+        for common, local, part in self.copies:
+            part.detach()[_within(common, local)].copy_(loaded[_within(common, self.box)])
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

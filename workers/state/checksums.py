@@ -92,9 +92,9 @@ def sync(folder: Path) -> None:
         os.close(opened)
 
 
-def seal(said: Mapping[str, Any]) -> bytes:
+def seal(fields: Mapping[str, Any]) -> bytes:
     """Return a JSON object whose last entry is the checksum of the text before it."""
-    body = json.dumps(said)[:-1]
+    body = json.dumps(fields)[:-1]
     return f"{body}{_MARK}{checksum(body.encode())}{_END}".encode()
 
 
@@ -109,6 +109,6 @@ def unseal(data: bytes) -> dict[str, Any]:
         raise ValueError("it has no checksum")
     if rest != f"{checksum(body)}{_END}".encode():
         raise ValueError(f"its checksum is {checksum(body)}, expected {rest[:32].decode(errors='replace')}")
-    said: dict[str, Any] = json.loads(data)
-    del said["checksum"]
-    return said
+    fields: dict[str, Any] = json.loads(data)
+    del fields["checksum"]
+    return fields

@@ -45,8 +45,8 @@ def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], ste
     """
     sends = group.rank in verdict.sources
     manifest, tensors = describe(objects) if sends else ({}, [])
-    mine = {"step": step, "tensors": zlib.crc32(repr(_forms(manifest)).encode())} if sends else None
-    told = [json.loads(one) for one in group.all_gather_bytes(json.dumps(mine).encode())]
+    local = {"step": step, "tensors": zlib.crc32(repr(_forms(manifest)).encode())} if sends else None
+    told = [json.loads(one) for one in group.all_gather_bytes(json.dumps(local).encode())]
     heads = [told[source] for source in verdict.sources]
     if any(head != heads[0] for head in heads):
         raise StateError(f"the members that hold the state differ in it: {heads}; this is a bug in elaunch")
@@ -87,8 +87,8 @@ def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[
     for spec in manifest["tensors"]:
         shape, dtype, strides = spec["shape"], dtype_of(spec["dtype"]), spec.get("strides")
         new = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
-        mine = own.pop(spec["path"], None)
-        result.append(mine if mine is not None and _form(mine) == _form(new) else new)
+        local = own.pop(spec["path"], None)
+        result.append(local if local is not None and _form(local) == _form(new) else new)
     return result
 
 
@@ -98,13 +98,13 @@ def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, 
 
     manifest, tensors = describe(objects)
     total, end = max(1, sum(tensor.nbytes for tensor in tensors)), 0
-    mine = {}
+    local = {}
     for name, tensor in zip(_names(manifest), tensors, strict=True):
         # The member in whose share of the bytes it begins.
         if end * size // total == rank and tensor.numel():
-            mine[name] = _pieces(tensor)
+            local[name] = _pieces(tensor)
         end += tensor.nbytes
-    return Part(KIND, settings, mine, {"manifest": manifest} if rank == 0 else {})
+    return Part(KIND, settings, local, {"manifest": manifest} if rank == 0 else {})
 
 
 @dataclass(frozen=True)

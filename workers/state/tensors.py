@@ -109,10 +109,10 @@ class Layout:
         return {"mesh": self.mesh, "members": self.members, "placements": placements}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Layout:
+    def from_json(cls, fields: Mapping[str, Any]) -> Layout:
         """What `to_json` wrote."""
-        placements = {name: tuple(map(_placement, many)) for name, many in said["placements"].items()}
-        return cls(tuple(said["mesh"]), tuple(said["members"]), placements)
+        placements = {name: tuple(map(_placement, many)) for name, many in fields["placements"].items()}
+        return cls(tuple(fields["mesh"]), tuple(fields["members"]), placements)
 
 
 class TensorSpace:
@@ -275,10 +275,10 @@ class TensorSpace:
             "layout": layout.to_json() if layout is not None else None,
             "items": [[item.name, item.shape, str(item.dtypes[0])] for item in self._items.values()],
         }
-        said = _told(group, mine)
-        layout = _only_one([Layout.from_json(one["layout"]) for one in said if one["layout"] is not None])
+        notes = _told(group, mine)
+        layout = _only_one([Layout.from_json(one["layout"]) for one in notes if one["layout"] is not None])
         known = {
-            name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in said for name, shape, dtype in one["items"]
+            name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in notes for name, shape, dtype in one["items"]
         }
         self._restored = source.read(layout, self._worker, self._device, tuple(known.values())).state
         self._next = layout, {name: [Region(box, (tensor,))] for name, (box, tensor) in self._restored.tensors.items()}
@@ -310,12 +310,12 @@ class TensorSpace:
         mine: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
         if self._layout is None and self._state:
             mine |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
-        said = _told(group, mine)
+        notes = _told(group, mine)
         # Of those who would say the same, one does.
-        first = {kind: [one[kind] for one in said].index(mine[kind]) == group.rank for kind in texts}
-        heard = _told(group, {kind: text for kind, text in texts.items() if text and first[kind]})
-        held = {said[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(heard) if "held" in one}
-        targets = [Layout.from_json(json.loads(one["wanted"])) for one in heard if "wanted" in one]
+        first = {kind: [one[kind] for one in notes].index(mine[kind]) == group.rank for kind in texts}
+        texts_of = _told(group, {kind: text for kind, text in texts.items() if text and first[kind]})
+        held = {notes[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(texts_of) if "held" in one}
+        targets = [Layout.from_json(json.loads(one["wanted"])) for one in texts_of if "wanted" in one]
         if not held:
             raise StateError("no member holds any tensor; hold() what the job begins with on one member at least")
         self._items = {
@@ -329,7 +329,7 @@ class TensorSpace:
         }
         before: dict[str, Holdings] = {}
         guarded: dict[str, Holdings] = {}
-        for member, one in zip(group.members, said, strict=True):
+        for member, one in zip(group.members, notes, strict=True):
             if one["held"] in lying:
                 before[member] = _lists(lying[one["held"]].get(member, {}))
             elif "boxes" in one:
@@ -344,8 +344,8 @@ def _only_one(targets: Sequence[Layout]) -> Layout:
     return different[0]
 
 
-def _packed(said: Any) -> str:
-    return json.dumps(said, sort_keys=True, separators=(",", ":"))
+def _packed(fields: Any) -> str:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 def _told(group: Group, mine: Any) -> list[Any]:
@@ -393,5 +393,5 @@ def _lists(boxes: Mapping[str, Box]) -> dict[str, tuple[Box, ...]]:
     return {name: (box,) for name, box in boxes.items() if n_elements(box)}
 
 
-def _boxes(said: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
-    return {name: tuple(tuple((lo, hi) for lo, hi in box) for box in boxes) for name, boxes in said.items()}
+def _boxes(fields: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
+    return {name: tuple(tuple((lo, hi) for lo, hi in box) for box in boxes) for name, boxes in fields.items()}

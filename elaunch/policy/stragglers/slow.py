@@ -58,8 +58,8 @@ class Detector:
         self._sums: dict[str, tuple[float, float]] = {}
         self._common: deque[float] = deque([0.0], maxlen=3)
         self._waiting: dict[str, _Waiting] = {}
-        self._said: dict[str, float] = {}
-        self._said_node: set[str] = set()
+        self._reported: dict[str, float] = {}
+        self._reported_nodes: set[str] = set()
         self._renewed: set[str] = set()
         self._stale = False
         self._n_nodes = 0
@@ -84,12 +84,12 @@ class Detector:
 
     def told(self, slot: str, seconds: Mapping[Work, float]) -> None:
         """Takes in the seconds of computing that the worker of a slot took in recent steps, by kind of work."""
-        mine = {work: max(1e-9, spent) for work, spent in seconds.items()}
-        if self._told.get(slot, {}).keys() != mine.keys():
+        local = {work: max(1e-9, spent) for work, spent in seconds.items()}
+        if self._told.get(slot, {}).keys() != local.keys():
             self._own.pop(slot, None)
             if slot in self._tracks and not self._tracks[slot].side:
                 self._tracks[slot].restart()
-        self._told[slot] = mine
+        self._told[slot] = local
         self._stale = True
 
     def look(self, step: int, time_s: float, paces: Mapping[str, float]) -> list[Change]:
@@ -173,7 +173,7 @@ class Detector:
             track = self._tracks.setdefault(slot, Track())
             track.level = math.log(factor)
             track.side = 1 if factor > 1 else -1
-            self._said[slot] = track.level
+            self._reported[slot] = track.level
 
     def _expect(self) -> None:
         """Keeps a short past from looking too quiet: no look deviates by less than those of most workers do."""
@@ -228,15 +228,15 @@ class Detector:
 
     def _moved(self, slot: str, track: Track) -> bool:
         """Returns whether a worker that was reported as slow has another factor now, or is another process."""
-        said = self._said.get(slot)
-        if track.side != 1 or said is None or slot in self._waiting or not track.sure:
+        reported = self._reported.get(slot)
+        if track.side != 1 or reported is None or slot in self._waiting or not track.sure:
             return False
-        return slot in self._renewed or abs(track.level - said) > TOLD_AGAIN
+        return slot in self._renewed or abs(track.level - reported) > TOLD_AGAIN
 
     def _changes(self, found: Iterable[str], step: int) -> list[Change]:
         """Returns what to report of those that have changed, and of those that waited for others of their node."""
         for slot in found:
-            told_slow = slot in self._said
+            told_slow = slot in self._reported
             if self._tracks[slot].side == 1 or told_slow:
                 self._waiting[slot] = _Waiting(HOLD)
         ready: dict[tuple[str, State], list[str]] = defaultdict(list)
@@ -255,22 +255,22 @@ class Detector:
             whole = sorted(slots) == sorted(slot for slot in self._workers if node_of(slot) == node)
             if whole and len(slots) > 1 and self._n_nodes > 1:
                 if state == "slow":
-                    self._said_node.add(node)
-                if state == "slow" or node in self._said_node:
+                    self._reported_nodes.add(node)
+                if state == "slow" or node in self._reported_nodes:
                     changes.append(self._node_change(node, state, slots, step))
                     continue
             changes += [
-                self._worker_change(slot, state, step) for slot in slots if state == "slow" or slot in self._said
+                self._worker_change(slot, state, step) for slot in slots if state == "slow" or slot in self._reported
             ]
         for (node, state), slots in ready.items():
             for slot in slots:
                 self._renewed.discard(slot)
                 if state == "slow":
-                    self._said[slot] = self._tracks[slot].level
+                    self._reported[slot] = self._tracks[slot].level
                 else:
-                    self._said.pop(slot, None)
+                    self._reported.pop(slot, None)
             if state == "recovered":
-                self._said_node.discard(node)
+                self._reported_nodes.discard(node)
         return changes
 
     def _worker_change(self, slot: str, state: State, step: int) -> Change:

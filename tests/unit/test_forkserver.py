@@ -1,4 +1,4 @@
-"""The nursery: what it starts, signals, reaps and ends, and how a fork of its warm parent differs from a fresh process.
+"""The fork server: what it starts, signals, reaps and ends, and how a fork differs from a fresh process.
 
 It must be forked by a process with one thread, so each test starts `tests/jobs/plain_agent.py`, which does that.
 """
@@ -29,8 +29,8 @@ DELAY = "import time; time.sleep(600)"
 Message = dict[str, Any]
 
 
-class Nursery:
-    """A nursery, the process that forked it, and the test's line to it."""
+class ForkServer:
+    """A fork server, the process that forked it, and the test's line to it."""
 
     def __init__(self, spawn: Spawner, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Nursery:
         self.rest = b""
         self.heard: list[Message] = []
         self.count = 0
-        self.pid: int = self.hear("nursery")["nursery"]
+        self.pid: int = self.hear("fork server")["fork server"]
 
     def send(self, *requests: Message) -> None:
         """Send them at once, so that they arrive together."""
@@ -59,7 +59,7 @@ class Nursery:
                     self.heard.remove(message)
                     return message
             data = self.link.recv(1 << 16)
-            assert data, f"the nursery ended without {kind}: {self.errors()}"
+            assert data, f"the fork server ended without {kind}: {self.errors()}"
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.heard.extend(json.loads(line) for line in lines)
 
@@ -85,7 +85,7 @@ class Nursery:
         return [child.pid for child in psutil.Process(self.pid).children()]
 
     def warm_pid(self) -> int:
-        """The only child of the nursery while no worker runs."""
+        """The only child of the fork server while no worker runs."""
         (child,) = self.children()
         return child
 
@@ -137,12 +137,12 @@ def warm_request(*modules: str) -> Message:
 
 
 @pytest.fixture
-def nursery(spawn: Spawner, tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(spawn, tmp_path)
-    yield nursery
-    nursery.link.close()
-    nursery.agent.wait(LIMIT_S)
-    print(nursery.errors())
+def forkserver(spawn: Spawner, tmp_path: Path) -> Iterator[ForkServer]:
+    forkserver = ForkServer(spawn, tmp_path)
+    yield forkserver
+    forkserver.link.close()
+    forkserver.agent.wait(LIMIT_S)
+    print(forkserver.errors())
 
 
 @pytest.fixture
@@ -203,76 +203,76 @@ def written(path: Path) -> str:
 
 class TestWorkers:
     @pytest.mark.parametrize("code", [0, 1, 3, 127, 255])
-    def test_an_exit_code_is_reported(self, nursery: Nursery, code: int) -> None:
-        nursery.send(program_request("w", "sh", "-c", f"exit {code}"))
-        pid = nursery.hear("started", "w")["pid"]
-        end = nursery.hear("exited", "w")
+    def test_an_exit_code_is_reported(self, forkserver: ForkServer, code: int) -> None:
+        forkserver.send(program_request("w", "sh", "-c", f"exit {code}"))
+        pid = forkserver.hear("started", "w")["pid"]
+        end = forkserver.hear("exited", "w")
         assert (end["exitcode"], end["signal"], end["pid"]) == (code, None, pid)
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
-    def test_a_death_by_signal_is_reported_as_one(self, nursery: Nursery, number: int) -> None:
-        nursery.send(program_request("w", "sleep", "600"))
-        os.kill(nursery.hear("started", "w")["pid"], number)
-        end = nursery.hear("exited", "w")
+    def test_a_death_by_signal_is_reported_as_one(self, forkserver: ForkServer, number: int) -> None:
+        forkserver.send(program_request("w", "sleep", "600"))
+        os.kill(forkserver.hear("started", "w")["pid"], number)
+        end = forkserver.hear("exited", "w")
         assert (end["exitcode"], end["signal"]) == (None, number)
 
-    def test_many_that_end_together_are_all_reported(self, nursery: Nursery) -> None:
+    def test_many_that_end_together_are_all_reported(self, forkserver: ForkServer) -> None:
         names = [f"w{number}" for number in range(40)]
-        nursery.send(*(program_request(name, "sh", "-c", f"exit {number}") for number, name in enumerate(names)))
-        assert [nursery.hear("exited", name)["exitcode"] for name in names] == list(range(40))
+        forkserver.send(*(program_request(name, "sh", "-c", f"exit {number}") for number, name in enumerate(names)))
+        assert [forkserver.hear("exited", name)["exitcode"] for name in names] == list(range(40))
 
-    def test_a_program_that_cannot_be_started_is_named(self, nursery: Nursery) -> None:
-        nursery.send(program_request("w", "no-such-program"))
-        assert nursery.hear("exited", "w")["exitcode"] == 127
-        assert "cannot start 'no-such-program': No such file or directory" in nursery.errors()
+    def test_a_program_that_cannot_be_started_is_named(self, forkserver: ForkServer) -> None:
+        forkserver.send(program_request("w", "no-such-program"))
+        assert forkserver.hear("exited", "w")["exitcode"] == 127
+        assert "cannot start 'no-such-program': No such file or directory" in forkserver.errors()
 
-    def test_a_signal_that_follows_at_once_ends_the_worker(self, nursery: Nursery) -> None:
-        # The nursery ignores SIGTERM itself; a child that is not itself yet must not.
+    def test_a_signal_that_follows_at_once_ends_the_worker(self, forkserver: ForkServer) -> None:
+        # The fork server ignores SIGTERM itself; a child that is not itself yet must not.
         for number in range(20):
             worker = f"w{number}"
-            nursery.send(program_request(worker, "sleep", "600"), signal_request(worker, signal.SIGTERM))
-            assert nursery.hear("exited", worker)["signal"] == signal.SIGTERM
+            forkserver.send(program_request(worker, "sleep", "600"), signal_request(worker, signal.SIGTERM))
+            assert forkserver.hear("exited", worker)["signal"] == signal.SIGTERM
 
-    def test_a_signal_for_a_worker_that_has_ended_is_nothing(self, nursery: Nursery) -> None:
-        nursery.send(program_request("w", "true"))
-        nursery.hear("exited", "w")
-        nursery.send(signal_request("w", signal.SIGKILL), signal_request("x", signal.SIGKILL))
-        nursery.send(program_request("v", "true"))
-        assert nursery.hear("exited", "v")["exitcode"] == 0
+    def test_a_signal_for_a_worker_that_has_ended_is_nothing(self, forkserver: ForkServer) -> None:
+        forkserver.send(program_request("w", "true"))
+        forkserver.hear("exited", "w")
+        forkserver.send(signal_request("w", signal.SIGKILL), signal_request("x", signal.SIGKILL))
+        forkserver.send(program_request("v", "true"))
+        assert forkserver.hear("exited", "v")["exitcode"] == 0
 
-    def test_a_signal_reaches_what_the_worker_has_started(self, nursery: Nursery) -> None:
-        nursery.send(program_request("w", "sh", "-c", "sleep 600 & echo $! > child; wait"))
-        child = int(written(nursery.folder / "child"))
-        nursery.send(signal_request("w", signal.SIGTERM))
-        assert nursery.hear("exited", "w")["signal"] == signal.SIGTERM
+    def test_a_signal_reaches_what_the_worker_has_started(self, forkserver: ForkServer) -> None:
+        forkserver.send(program_request("w", "sh", "-c", "sleep 600 & echo $! > child; wait"))
+        child = int(written(forkserver.folder / "child"))
+        forkserver.send(signal_request("w", signal.SIGTERM))
+        assert forkserver.hear("exited", "w")["signal"] == signal.SIGTERM
         wait_until(lambda: not is_running(child), LIMIT_S, "the end of the child")
 
-    def test_children_do_not_outlive_a_worker_that_failed(self, nursery: Nursery) -> None:
-        nursery.send(program_request("w", "sh", "-c", "(trap '' TERM; sleep 600) & echo $! > child; exit 3"))
-        child = int(written(nursery.folder / "child"))
-        assert nursery.hear("exited", "w")["exitcode"] == 3
+    def test_children_do_not_outlive_a_worker_that_failed(self, forkserver: ForkServer) -> None:
+        forkserver.send(program_request("w", "sh", "-c", "(trap '' TERM; sleep 600) & echo $! > child; exit 3"))
+        child = int(written(forkserver.folder / "child"))
+        assert forkserver.hear("exited", "w")["exitcode"] == 3
         wait_until(lambda: not is_running(child), LIMIT_S, "the end of the child")
 
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("changes", [{"stdout": "/no/such/folder/log"}, {"argv": ["true", "\0"]}], ids=["log", "argv"])
 def test_a_worker_that_cannot_be_started_has_ended(
-    nursery: Nursery, script: Callable[..., Path], warm: bool, changes: dict[str, Any]
+    forkserver: ForkServer, script: Callable[..., Path], warm: bool, changes: dict[str, Any]
 ) -> None:
     if warm:
-        nursery.warm("json")
+        forkserver.warm("json")
     else:
         changes = {**changes, "program": None}
     if warm and "argv" in changes:
         changes = {"program": {"module": False, "target": "\0", "args": []}}
-    nursery.send({**request("w", script("print('never')"), warm=warm), **changes})
-    assert nursery.hear("exited", "w")["exitcode"] != 0
+    forkserver.send({**request("w", script("print('never')"), warm=warm), **changes})
+    assert forkserver.hear("exited", "w")["exitcode"] != 0
     path = script("print('well')")
-    assert nursery.run("next", path, warm=warm)["exitcode"] == 0
+    assert forkserver.run("next", path, warm=warm)["exitcode"] == 0
 
 
 class TestEnd:
-    def workers(self, nursery: Nursery, script: Callable[..., Path]) -> list[int]:
+    def workers(self, forkserver: ForkServer, script: Callable[..., Path]) -> list[int]:
         """An exec'd worker, a fork of the warm parent, and a child of each: all deaf to SIGTERM."""
         text = (
             "import signal, subprocess, sys, os, time\n"
@@ -283,40 +283,42 @@ class TestEnd:
             "time.sleep(600)\n"
         )
         path = script(text)
-        nursery.warm("json")
-        nursery.spawn("fresh", path, "fresh")
-        nursery.spawn("fork", path, "fork", warm=True)
-        return [int(pid) for name in ("fresh", "fork") for pid in written(nursery.folder / name).split()]
+        forkserver.warm("json")
+        forkserver.spawn("fresh", path, "fresh")
+        forkserver.spawn("fork", path, "fork", warm=True)
+        return [int(pid) for name in ("fresh", "fork") for pid in written(forkserver.folder / name).split()]
 
-    def test_the_end_of_the_agent_ends_all(self, nursery: Nursery, script: Callable[..., Path]) -> None:
-        pids = self.workers(nursery, script)
-        nursery.agent.signal(signal.SIGKILL)
-        nursery.agent.wait(LIMIT_S)
-        wait_until(lambda: not any(map(is_running, [nursery.pid, *pids])), LIMIT_S, "the end of all")
+    def test_the_end_of_the_agent_ends_all(self, forkserver: ForkServer, script: Callable[..., Path]) -> None:
+        pids = self.workers(forkserver, script)
+        forkserver.agent.signal(signal.SIGKILL)
+        forkserver.agent.wait(LIMIT_S)
+        wait_until(lambda: not any(map(is_running, [forkserver.pid, *pids])), LIMIT_S, "the end of all")
 
-    def test_the_end_of_the_nursery_ends_the_workers(self, nursery: Nursery, script: Callable[..., Path]) -> None:
-        pids = self.workers(nursery, script)
-        warm = {child.pid for child in psutil.Process(nursery.pid).children()} - set(pids)
-        os.kill(nursery.pid, signal.SIGKILL)
+    def test_the_end_of_the_forkserver_ends_the_workers(
+        self, forkserver: ForkServer, script: Callable[..., Path]
+    ) -> None:
+        pids = self.workers(forkserver, script)
+        warm = {child.pid for child in psutil.Process(forkserver.pid).children()} - set(pids)
+        os.kill(forkserver.pid, signal.SIGKILL)
         workers = [pids[0], pids[2], *warm]
         wait_until(lambda: not any(map(is_running, workers)), LIMIT_S, "the end of the workers")
         for child in (pids[1], pids[3]):  # these are for the agent to end: tests/integration/test_warm.py
             os.kill(child, signal.SIGKILL)
 
-    def test_signals_of_a_terminal_do_not_end_it(self, nursery: Nursery) -> None:
+    def test_signals_of_a_terminal_do_not_end_it(self, forkserver: ForkServer) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            os.kill(nursery.pid, number)
-        nursery.send(program_request("w", "true"))
-        assert nursery.hear("exited", "w")["exitcode"] == 0
-        assert os.getsid(nursery.pid) == nursery.pid
+            os.kill(forkserver.pid, number)
+        forkserver.send(program_request("w", "true"))
+        assert forkserver.hear("exited", "w")["exitcode"] == 0
+        assert os.getsid(forkserver.pid) == forkserver.pid
 
 
-def probe(nursery: Nursery, *argv: str | Path, **more: Any) -> Message:
+def probe(forkserver: ForkServer, *argv: str | Path, **more: Any) -> Message:
     """What the probe saw of the process it ran in."""
-    nursery.count += 1
-    end = nursery.run(f"probe{nursery.count}", *argv, "facts", **more)
-    assert end["exitcode"] == 0, nursery.errors()
-    file = nursery.folder / "facts"
+    forkserver.count += 1
+    end = forkserver.run(f"probe{forkserver.count}", *argv, "facts", **more)
+    assert end["exitcode"] == 0, forkserver.errors()
+    file = forkserver.folder / "facts"
     found: Message = json.loads(file.read_text())
     file.unlink()
     return found
@@ -331,16 +333,16 @@ def assert_alike(fork: Message, fresh: Message) -> None:
     assert fork == fresh
 
 
-def outcome(nursery: Nursery, *argv: str | Path, warm: bool) -> tuple[object, ...]:
+def outcome(forkserver: ForkServer, *argv: str | Path, warm: bool) -> tuple[object, ...]:
     """Exit code, signal, standard output and standard error of a script."""
-    output, errors = nursery.agent.text(), nursery.errors()
-    nursery.count += 1
-    end = nursery.run(f"run{nursery.count}", *argv, warm=warm)
+    output, errors = forkserver.agent.text(), forkserver.errors()
+    forkserver.count += 1
+    end = forkserver.run(f"run{forkserver.count}", *argv, warm=warm)
     return (
         end["exitcode"],
         end["signal"],
-        nursery.agent.text().removeprefix(output),
-        nursery.errors().removeprefix(errors),
+        forkserver.agent.text().removeprefix(output),
+        forkserver.errors().removeprefix(errors),
     )
 
 
@@ -373,90 +375,94 @@ class TestFork:
             ("local/probe.pyz", "argument"),
         ],
     )
-    def test_a_script_sees_the_process_it_expects(self, nursery: Nursery, local: Path, argv: tuple[str, ...]) -> None:
-        nursery.warm("json")
-        fork, fresh = (probe(nursery, *argv, warm=warm, ONLY_HERE="1") for warm in (True, False))
+    def test_a_script_sees_the_process_it_expects(
+        self, forkserver: ForkServer, local: Path, argv: tuple[str, ...]
+    ) -> None:
+        forkserver.warm("json")
+        fork, fresh = (probe(forkserver, *argv, warm=warm, ONLY_HERE="1") for warm in (True, False))
         assert fork["environment"] == environment(ONLY_HERE="1")
         assert_alike(fork, fresh)
 
     @pytest.mark.parametrize("module", ["top", "local.package.inside", "tests.jobs.plain_probe"])
-    def test_a_module_sees_the_process_it_expects(self, nursery: Nursery, local: Path, module: str) -> None:
-        nursery.warm("json")
-        fork, fresh = (probe(nursery, module, "--flag", module=True, warm=warm) for warm in (True, False))
+    def test_a_module_sees_the_process_it_expects(self, forkserver: ForkServer, local: Path, module: str) -> None:
+        forkserver.warm("json")
+        fork, fresh = (probe(forkserver, module, "--flag", module=True, warm=warm) for warm in (True, False))
         assert_alike(fork, fresh)
 
     @pytest.mark.parametrize("text", SCRIPTS, ids=SCRIPTS.values())
-    def test_it_ends_like_a_fresh_process(self, nursery: Nursery, script: Callable[..., Path], text: str) -> None:
-        nursery.warm("json")
+    def test_it_ends_like_a_fresh_process(self, forkserver: ForkServer, script: Callable[..., Path], text: str) -> None:
+        forkserver.warm("json")
         path = script(text)
-        fresh = outcome(nursery, path, "argument", warm=False)
-        assert outcome(nursery, path, "argument", warm=True) == fresh
+        fresh = outcome(forkserver, path, "argument", warm=False)
+        assert outcome(forkserver, path, "argument", warm=True) == fresh
 
-    def test_a_missing_module_is_named(self, nursery: Nursery) -> None:
-        nursery.warm("json")
-        end = nursery.run("w", "no_such_module", module=True, warm=True)
+    def test_a_missing_module_is_named(self, forkserver: ForkServer) -> None:
+        forkserver.warm("json")
+        end = forkserver.run("w", "no_such_module", module=True, warm=True)
         assert end["exitcode"] == 1
-        assert "No module named no_such_module" in nursery.errors()
+        assert "No module named no_such_module" in forkserver.errors()
 
-    def test_files_left_open_are_written(self, nursery: Nursery, script: Callable[..., Path]) -> None:
-        nursery.warm("json")
+    def test_files_left_open_are_written(self, forkserver: ForkServer, script: Callable[..., Path]) -> None:
+        forkserver.warm("json")
         text = "import sys; kept = open(sys.argv[1], 'w'); kept.write('text'); alias = [kept]; kept.loop = alias\n"
-        assert nursery.run("w", script(text), "file", warm=True)["exitcode"] == 0
-        assert (nursery.folder / "file").read_text() == "text"
+        assert forkserver.run("w", script(text), "file", warm=True)["exitcode"] == 0
+        assert (forkserver.folder / "file").read_text() == "text"
 
-    def test_random_numbers_differ_between_forks(self, nursery: Nursery, script: Callable[..., Path]) -> None:
-        nursery.warm("random", "numpy")
+    def test_random_numbers_differ_between_forks(self, forkserver: ForkServer, script: Callable[..., Path]) -> None:
+        forkserver.warm("random", "numpy")
         path = script("import random, numpy; print('drawn', random.random(), numpy.random.random())")
         for number in range(3):
-            assert nursery.run(f"w{number}", path, warm=True)["exitcode"] == 0
-        drawn = re.findall(r"drawn (\S+) (\S+)", nursery.agent.text())
+            assert forkserver.run(f"w{number}", path, warm=True)["exitcode"] == 0
+        drawn = re.findall(r"drawn (\S+) (\S+)", forkserver.agent.text())
         assert len(set(drawn)) == len({python for python, _ in drawn}) == len({array for _, array in drawn}) == 3
 
-    def test_it_is_a_child_of_the_nursery_and_outlives_the_warm_parent(
-        self, nursery: Nursery, script: Callable[..., Path]
+    def test_it_is_a_child_of_the_forkserver_and_outlives_the_warm_parent(
+        self, forkserver: ForkServer, script: Callable[..., Path]
     ) -> None:
-        nursery.warm("json")
-        parent = nursery.warm_pid()
-        pid = nursery.spawn("w", script("with open('here', 'w') as f: f.write('yes')\n" + DELAY), warm=True)
-        written(nursery.folder / "here")
-        assert psutil.Process(pid).ppid() == nursery.pid
+        forkserver.warm("json")
+        parent = forkserver.warm_pid()
+        pid = forkserver.spawn("w", script("with open('here', 'w') as f: f.write('yes')\n" + DELAY), warm=True)
+        written(forkserver.folder / "here")
+        assert psutil.Process(pid).ppid() == forkserver.pid
         os.kill(parent, signal.SIGKILL)
-        assert nursery.hear("warm")["warm"] is False
-        nursery.send(signal_request("w", signal.SIGTERM))
-        assert nursery.hear("exited", "w")["signal"] == signal.SIGTERM
+        assert forkserver.hear("warm")["warm"] is False
+        forkserver.send(signal_request("w", signal.SIGTERM))
+        assert forkserver.hear("exited", "w")["signal"] == signal.SIGTERM
 
 
-def spawn_late(nursery: Nursery, *requests: Message) -> None:
-    """Let the nursery find the end of its warm parent and these requests at the same moment."""
-    warm = nursery.warm_pid()
-    os.kill(nursery.pid, signal.SIGSTOP)
+def spawn_late(forkserver: ForkServer, *requests: Message) -> None:
+    """Let the fork server find the end of its warm parent and these requests at the same moment."""
+    warm = forkserver.warm_pid()
+    os.kill(forkserver.pid, signal.SIGSTOP)
     os.kill(warm, signal.SIGKILL)
     wait_until(lambda: not is_running(warm), LIMIT_S, "the end of the warm parent")
-    nursery.send(*requests)
-    os.kill(nursery.pid, signal.SIGCONT)
+    forkserver.send(*requests)
+    os.kill(forkserver.pid, signal.SIGCONT)
 
 
 class TestWithoutWarmParent:
     """The warm parent is a convenience: without one, workers start by exec."""
 
-    def assert_fresh(self, nursery: Nursery, script: Callable[..., Path]) -> None:
+    def assert_fresh(self, forkserver: ForkServer, script: Callable[..., Path]) -> None:
         path = script("import sys; print('modules', 'tests.jobs.plain_gate' in sys.modules, 'no' in sys.modules)")
-        assert nursery.run("after", path, warm=True)["exitcode"] == 0
-        assert "modules False False" in nursery.agent.text()
+        assert forkserver.run("after", path, warm=True)["exitcode"] == 0
+        assert "modules False False" in forkserver.agent.text()
 
-    def test_a_module_that_cannot_be_imported_is_named(self, nursery: Nursery, script: Callable[..., Path]) -> None:
-        message = nursery.warm("json", "no.such", "zlib", answer=False)
+    def test_a_module_that_cannot_be_imported_is_named(
+        self, forkserver: ForkServer, script: Callable[..., Path]
+    ) -> None:
+        message = forkserver.warm("json", "no.such", "zlib", answer=False)
         assert message["error"] == "cannot import no.such: No module named 'no'"
-        self.assert_fresh(nursery, script)
+        self.assert_fresh(forkserver, script)
 
-    def test_a_failure_leaves_no_process_and_no_work_behind(self, nursery: Nursery) -> None:
-        process = psutil.Process(nursery.pid)
-        nursery.warm("no_such_module", answer=False)
+    def test_a_failure_leaves_no_process_and_no_work_behind(self, forkserver: ForkServer) -> None:
+        process = psutil.Process(forkserver.pid)
+        forkserver.warm("no_such_module", answer=False)
         wait_until(lambda: not process.children(), LIMIT_S, "the end of the warm parent")
-        wait_until(lambda: process.status() == psutil.STATUS_SLEEPING, LIMIT_S, "the nursery to wait")
-        nursery.warm("json")
+        wait_until(lambda: process.status() == psutil.STATUS_SLEEPING, LIMIT_S, "the fork server to wait")
+        forkserver.warm("json")
         assert len(process.children()) == 1
-        assert nursery.heard == []
+        assert forkserver.heard == []
 
     @pytest.mark.parametrize(
         ("wish", "error"),
@@ -466,31 +472,31 @@ class TestWithoutWarmParent:
         ],
     )
     def test_workers_that_wait_for_a_preload_that_fails_are_started(
-        self, nursery: Nursery, script: Callable[..., Path], gate: Gate, wish: str, error: str
+        self, forkserver: ForkServer, script: Callable[..., Path], gate: Gate, wish: str, error: str
     ) -> None:
         path = script("import sys; sys.exit(7)")
-        nursery.send(gate.request, request("a", path, warm=True), request("b", path, warm=True))
+        forkserver.send(gate.request, request("a", path, warm=True), request("b", path, warm=True))
         gate.open(wish)
-        assert nursery.hear("warm")["error"] == error
-        assert [nursery.hear("exited", worker)["exitcode"] for worker in "ab"] == [7, 7]
-        self.assert_fresh(nursery, script)
+        assert forkserver.hear("warm")["error"] == error
+        assert [forkserver.hear("exited", worker)["exitcode"] for worker in "ab"] == [7, 7]
+        self.assert_fresh(forkserver, script)
 
     def test_workers_that_wait_for_a_warm_parent_that_is_killed_are_started(
-        self, nursery: Nursery, script: Callable[..., Path], gate: Gate
+        self, forkserver: ForkServer, script: Callable[..., Path], gate: Gate
     ) -> None:
         path = script("import sys; sys.exit(7)")
-        nursery.send(gate.request, request("a", path, warm=True), request("b", path, warm=True))
-        os.kill(wait_until(lambda: nursery.children(), LIMIT_S, "the warm parent")[0], signal.SIGKILL)
-        assert nursery.hear("warm") == {"warm": False, "error": "the process that had the modules imported ended"}
-        assert [nursery.hear("exited", worker)["exitcode"] for worker in "ab"] == [7, 7]
-        self.assert_fresh(nursery, script)
+        forkserver.send(gate.request, request("a", path, warm=True), request("b", path, warm=True))
+        os.kill(wait_until(lambda: forkserver.children(), LIMIT_S, "the warm parent")[0], signal.SIGKILL)
+        assert forkserver.hear("warm") == {"warm": False, "error": "the process that had the modules imported ended"}
+        assert [forkserver.hear("exited", worker)["exitcode"] for worker in "ab"] == [7, 7]
+        self.assert_fresh(forkserver, script)
 
     def test_a_worker_asked_for_as_the_warm_parent_dies_is_started(
-        self, nursery: Nursery, script: Callable[..., Path]
+        self, forkserver: ForkServer, script: Callable[..., Path]
     ) -> None:
-        nursery.warm("json")
-        spawn_late(nursery, request("w", script("import sys; sys.exit(7)"), warm=True))
-        assert nursery.hear("exited", "w")["exitcode"] == 7
+        forkserver.warm("json")
+        spawn_late(forkserver, request("w", script("import sys; sys.exit(7)"), warm=True))
+        assert forkserver.hear("exited", "w")["exitcode"] == 7
 
 
 class TestPendingSignals:
@@ -498,25 +504,25 @@ class TestPendingSignals:
 
     @pytest.mark.parametrize("wish", ["go", "fail"])
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-    def test_it_reaches_the_worker(self, nursery: Nursery, gate: Gate, wish: str, number: int) -> None:
-        path = nursery.folder / "sleep.py"
+    def test_it_reaches_the_worker(self, forkserver: ForkServer, gate: Gate, wish: str, number: int) -> None:
+        path = forkserver.folder / "sleep.py"
         path.write_text(DELAY)
-        nursery.send(gate.request, request("w", path, warm=True), signal_request("w", number))
+        forkserver.send(gate.request, request("w", path, warm=True), signal_request("w", number))
         gate.open(wish)
-        assert nursery.hear("exited", "w")["signal"] == number
+        assert forkserver.hear("exited", "w")["signal"] == number
 
-    def test_it_reaches_the_worker_when_the_warm_parent_is_killed(self, nursery: Nursery, gate: Gate) -> None:
-        path = nursery.folder / "sleep.py"
+    def test_it_reaches_the_worker_when_the_warm_parent_is_killed(self, forkserver: ForkServer, gate: Gate) -> None:
+        path = forkserver.folder / "sleep.py"
         path.write_text(DELAY)
-        nursery.send(gate.request, request("w", path, warm=True), signal_request("w", signal.SIGTERM))
-        os.kill(wait_until(lambda: nursery.children(), LIMIT_S, "the warm parent")[0], signal.SIGKILL)
-        assert nursery.hear("exited", "w")["signal"] == signal.SIGTERM
+        forkserver.send(gate.request, request("w", path, warm=True), signal_request("w", signal.SIGTERM))
+        os.kill(wait_until(lambda: forkserver.children(), LIMIT_S, "the warm parent")[0], signal.SIGKILL)
+        assert forkserver.hear("exited", "w")["signal"] == signal.SIGTERM
 
-    def test_it_reaches_a_fork_at_once(self, nursery: Nursery) -> None:
-        path = nursery.folder / "sleep.py"
+    def test_it_reaches_a_fork_at_once(self, forkserver: ForkServer) -> None:
+        path = forkserver.folder / "sleep.py"
         path.write_text(DELAY)
-        nursery.warm("json")
+        forkserver.warm("json")
         for number in range(20):
             worker = f"w{number}"
-            nursery.send(request(worker, path, warm=True), signal_request(worker, signal.SIGTERM))
-            assert nursery.hear("exited", worker)["signal"] == signal.SIGTERM
+            forkserver.send(request(worker, path, warm=True), signal_request(worker, signal.SIGTERM))
+            assert forkserver.hear("exited", worker)["signal"] == signal.SIGTERM
