@@ -206,14 +206,14 @@ class Streak:
 class NodeDoc:
     """One node's report. `order` is the store's revision at which it joined; it is not written.
 
-    `liveness_address` is an address (host:port) at which the agent listens for nothing but this: where nobody listens any more, the
-    agent is dead. `rank` is what the user has fixed (--node-rank), 0 for all where
-    nothing is. `took_part` says that a worker of this agent has been a member in the present attempt, `takes_plans`
-    that its workers can go over to any plan (`elaunch.hybrid()`). `saved` is the number of steps in the newest
-    checkpoint that it knows of. `settled` is the newest generation that all its members have entered; only a node some
-    of whose workers are to leave tells it. `excused` are workers that are to leave although the node stays. `cut` are
-    nodes which it cannot reach although they may be well. `stalled` are its members, as long as all of them wait for
-    longer than they may. `broken` are links to live peers that failed its members in the present generation.
+    At `liveness_address` (host:port) the agent listens for nothing but this: where nobody listens any more, it is
+    dead. `rank` is what the user has fixed (--node-rank), 0 for all where nothing is. `took_part` says that a worker
+    of this agent has been a member in the present attempt, `takes_plans` that its workers can go over to any plan
+    (`elaunch.hybrid()`). `saved` is the number of steps in the newest checkpoint that it knows of. `settled` is the
+    newest generation that all its members have entered; only a node some of whose workers are to leave tells it.
+    `excused` are workers that are to leave although the node stays. `cut` are nodes which it cannot reach although
+    they may be well. `stalled` are its members, as long as all of them wait for longer than they may. `broken` are
+    links to live peers that failed its members in the present generation.
     `committed` is the newest generation in which a step has committed; only the first member's node tells it, and only
     during a streak of generations without one.
     """

@@ -5,8 +5,8 @@
                          └ reaps every worker and reports its end
 
 Why not the agent itself: its gRPC threads make forking unsound, and a parent that only waits notices a death at once.
-- The fork server ends every worker's process group when the agent goes away, for whatever reason; should the fork server be
-  killed too, the kernel ends the workers (PR_SET_PDEATHSIG). So a killed agent leaves no orphans.
+- The fork server ends every worker's process group when the agent goes away, for whatever reason; should it be killed
+  too, the kernel ends the workers (PR_SET_PDEATHSIG). So a killed agent leaves no orphans.
 - A warm parent has the heavy modules imported and has neither threads nor device contexts, which is checked; a fork of
   it runs the script within milliseconds. The worker is a grandchild of it and is adopted by the fork server
   (PR_SET_CHILD_SUBREAPER), so the warm parent may die without consequence.
@@ -344,7 +344,7 @@ def _keep_warm(link: socket.socket, forkserver: int, modules: list[str]) -> Prog
 def _adopted(request: dict[str, Any], middle: int, forkserver: int, tell: int, go: int) -> Program:
     """In the new worker: wait until the fork server is the parent, then look like a fresh process.
 
-    The script begins only when the fork server has been told: else the end of the warm parent could leave a worker twice.
+    The script begins only when the fork server knows it: else the end of the warm parent could leave a worker twice.
     """
     while os.getppid() == middle:
         time.sleep(0.0005)

@@ -378,7 +378,7 @@ class AscendNpus:
     def clocks(self, local_rank: int) -> Clocks:
         """As `Accelerators`."""
         raise ClocksUnsupported(
-            f"the clock of {self.names().get(local_rank, f'local rank {local_rank}')} cannot be set: Ascend offers no call"
+            f"the clock of {self.names().get(local_rank, f'local rank {local_rank}')} cannot be set: Ascend has no call"
         )
 
     def close(self) -> None:

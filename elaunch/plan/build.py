@@ -40,7 +40,7 @@ class Stage:
 
     Attributes:
         layers: [lo, hi).
-        replicas: tensor-parallel workers. The position is the replica's DP rank; an empty tuple is a DP rank whose workers
+        replicas: tensor-parallel workers. The position is the replica's DP rank; an empty tuple is one whose workers
             are lost, as is each DP rank that only another stage has.
         shares: for each replica its weight in an uneven distribution of the rows; None for an even one.
     """
@@ -152,9 +152,9 @@ def stages(
 ) -> Plan:
     """Returns a plan of stages that may differ in their number of replicas; all do the batch in the same turns.
 
-    There are as many *DP ranks* as the widest stage has replicas. A DP rank is a contiguous run of units; in turn t the t-th
-    unit of each DP rank is done. A stage with a replica in every DP rank does whole units. In a stage with fewer, each
-    replica does its own DP rank's unit and a part of the rows of the DP ranks without one, such that the micro-batches of a
+    There are as many *DP ranks* as the widest stage has replicas. Each has a contiguous run of units; in turn t the
+    t-th unit of each is done. A stage with a replica in every DP rank does whole units. In a stage with fewer, each
+    replica does its own DP rank's unit and a part of the rows of those without one, such that the micro-batches of a
     turn are as equal as they can be (ElasWave 4.1); odd rows go to whoever has done the fewest. With `shares`, all rows
     of a turn are instead apportioned by weight: each goes to the replica that is furthest behind its share of the step
     so far (Sainte-Laguë). A replica without rows in a turn has no micro-batch for it; without any, it becomes idle.

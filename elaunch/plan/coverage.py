@@ -24,7 +24,7 @@ class Patch(NamedTuple):
 def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
     """Returns the bands of layers in which no tile begins or ends, in order, each with its patches in sample order.
 
-    The bands partition the layers and the patches of a band the samples; neighbouring patches differ in their tiles. What
+    The bands partition the layers and the patches of a band the samples; neighbouring patches have other tiles. What
     lies outside the rectangle is left out. Any plan will do, also an invalid one. The cost grows with the number of
     runs in each band, not with the number of samples.
     """

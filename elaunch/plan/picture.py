@@ -30,8 +30,8 @@ _MOST_HEIGHT = 640
 def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
     """Returns a drawing for a terminal, with one symbol per tensor-parallel tuple and a legend.
 
-    A plan of more than `columns` samples or `rows` layers is drawn with several in a cell: the cell shows the first tuple
-    in it, unless there is a gap or an overlap anywhere in it.
+    A plan of more than `columns` samples or `rows` layers is drawn with several in a cell: it shows the first tuple in
+    it, unless there is a gap or an overlap anywhere in it.
     """
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return "(nothing to draw)"

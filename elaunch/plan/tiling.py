@@ -1,8 +1,8 @@
 """The execution plan: a tiling of the rectangle layers × samples.
 
-Layers run 0..n_layers-1, samples (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a logical
-micro-batch: the samples [u*b, (u+1)*b) for micro-batch size b; the last one may be shorter. It does not depend on the
-plan; a plan may cut units or join them.
+Layers run 0..n_layers-1, samples (positions in the global batch of a step) 0..global_batch_size-1. A *unit* is a
+logical micro-batch: the samples [u*b, (u+1)*b) for micro-batch size b; the last one may be shorter. It does not
+depend on the plan; a plan may cut units or join them.
 
 The text form is one line each for the sizes, the costs, the tiles and the members without a tile:
 

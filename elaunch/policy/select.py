@@ -292,7 +292,7 @@ def choose(
 
 
 def fill(preferred_plan: Plan, members: Sequence[str]) -> Plan:
-    """Returns `preferred_plan` with the places of the lost taken by members without a place; on the same slot, if it is free."""
+    """Returns the plan with the places of the lost taken by members without a place; on the same slot, if free."""
     here, idle = set(members), set(preferred_plan.idle)
     places = dict.fromkeys(worker for worker in preferred_plan.workers if worker not in idle)
     lost = [worker for worker in places if worker not in here]

@@ -1,6 +1,6 @@
 """Links and groups between real processes: what remains when one of them is killed or stopped.
 
-The processes come from a *fork server*, one process that has imported torch and forks on request, so that many are cheap.
+The processes come from a *fork server*: it has imported torch and forks on request, so that many are cheap.
 Each worker obeys JSON lines on a socket: `interrupt` at once, everything else one after the other.
 """
 

@@ -191,8 +191,8 @@ def main() -> None:
         "--slow",
         action="append",
         default=[],
-        metavar="SLOT:STEP:FACTOR[:END]",
-        help="from this step on, to another one, the worker of this slot, or `node/local_rank`, takes so many times as long",
+        metavar="LOCAL_RANK:STEP:FACTOR[:END]",
+        help="from this step on, to another one, this local rank, or `node/local_rank`, takes so many times as long",
     )
     parser.add_argument("--slow-again", action="store_true", help="--slow is of the slot: replacements are slow too")
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")

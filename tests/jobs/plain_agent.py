@@ -1,4 +1,4 @@
-"""Stands where the agent stands: forks the fork server while it has one thread, then passes bytes between it and a test.
+"""Stands in for the agent: starts the fork server while it has one thread, then passes bytes between it and a test.
 
 `plain_agent.py PORT`: the test listens at that port of the loopback interface. Standard error goes to a file `errors`.
 """

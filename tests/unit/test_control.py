@@ -244,7 +244,7 @@ from elaunch.wire import Attach, encode
 link = socket.socket(socket.AF_UNIX)
 link.connect(sys.argv[1])
 link.sendall(encode(Attach(sys.argv[2], 1)))
-print(len(link.recv(100)))
+print(len(link.recv(10000)))
 """
 
 

@@ -228,7 +228,7 @@ for line in sys.stdin:
     elif name == "read":
         answer = {slot: {**asdict(one), "slowdowns": sorted(one.slowdowns)} for slot, one in found.read().items()}
     elif name == "wait":
-        answer = [[xid.slot, xid.number] for xid in found.wait(*arguments)]
+        answer = [[xid.local_rank, xid.number] for xid in found.wait(*arguments)]
     print(json.dumps(answer), flush=True)
 """
 

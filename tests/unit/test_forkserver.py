@@ -1,4 +1,4 @@
-"""The fork server: what it starts, signals, reaps and ends, and how a fork of its warm parent differs from a fresh process.
+"""The fork server: what it starts, signals, reaps and ends, and how a fork differs from a fresh process.
 
 It must be forked by a process with one thread, so each test starts `tests/jobs/plain_agent.py`, which does that.
 """

@@ -5,7 +5,7 @@ A *link* is one TCP connection to one peer. It is keyed by the peer's identity a
     wire            what travels on a link: the handshake lines and the frame header
     link            one connection: frames in, frames out, what an interrupted operation left half done
     drive           the loop that moves an operation's bytes over links, in whichever thread runs it
-    door            the thread that accepts and dials connections
+    listener        the thread that accepts and dials connections
     traffic         an operation that stays open: messages are posted over time, a thread moves them
     transport          all links of this worker, and the operations on them (`Transport.exchange`, `Transport.open`)
     group           collectives of one generation, written over `exchange`, and `Group.open`

@@ -26,22 +26,22 @@ class Excuse:
 
     Attributes:
         workers: their names.
-        again: whether other processes take their slots.
+        replace: whether other processes take their slots.
         why: for people.
     """
 
     workers: tuple[str, ...]
-    again: bool
+    replace: bool
     why: str
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values; `from_json` reads them."""
-        return {"workers": list(self.workers), "again": self.again, "why": self.why}
+        return {"workers": list(self.workers), "replace": self.replace, "why": self.why}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Excuse:
+    def from_json(cls, fields: Mapping[str, Any]) -> Excuse:
         """Reads the fields from JSON values."""
-        return cls(tuple(said["workers"]), said["again"], said["why"])
+        return cls(tuple(fields["workers"]), fields["replace"], fields["why"])
 
 
 class Remedies:
