@@ -7,7 +7,7 @@ A *link* is one TCP connection to one peer. It is keyed by the peer's identity a
     drive           the loop that moves an operation's bytes over links, in whichever thread runs it
     listener        the thread that accepts and dials connections
     traffic         an operation that stays open: messages are posted over time, a thread moves them
-    transport          all links of this worker, and the operations on them (`Transport.exchange`, `Transport.open`)
+    transport       all links of this worker, and the operations on them (`Transport.exchange`, `Transport.open`)
     group           collectives of one generation, written over `exchange`, and `Group.open`
     process_group   a `torch.distributed.ProcessGroup` over whatever group is current
 
