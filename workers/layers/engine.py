@@ -573,7 +573,7 @@ class Engine:
         return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._seed, self._bitwise)
 
     def sample_ids(self, step: int) -> list[int]:
-        """The samples of a step, by sample."""
+        """Returns the ids of the samples of a step, in their order."""
         return self._samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
 
     @property
