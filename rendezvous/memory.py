@@ -258,6 +258,6 @@ class MemoryStore:
         return self._data
 
     def _take_watches(self) -> list[_Watch]:
-        local = [watch for watch in self._data.watches if watch.session is self]
+        own = [watch for watch in self._data.watches if watch.session is self]
         self._data.watches = [watch for watch in self._data.watches if watch.session is not self]
-        return local
+        return own

@@ -43,7 +43,7 @@ class Program(dict[str, Any]):
 
 
 def start() -> tuple[socket.socket, int]:
-    """Fork the fork server. Call it while the process has one thread.
+    """Start the fork server. Call it while the process has one thread.
 
     Returns:
         The agent's end of the socket, and the fork server's pid. Each line on the socket is one JSON object:

@@ -149,11 +149,11 @@ class Watchdog:
                 self._take(line)
             if len(data) < READ_BYTES:
                 break
-        said, self._lines = self._lines, []
+        taken, self._lines = self._lines, []
         if self._n_ignored:
-            said.append(f"watchdog: ignored {self._n_ignored} more lines")
+            taken.append(f"watchdog: ignored {self._n_ignored} more lines")
             self._n_ignored = 0
-        return said
+        return taken
 
     def _take(self, line: bytes) -> None:
         try:

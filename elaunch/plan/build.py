@@ -185,11 +185,9 @@ _Turn = dict[int, range]
 
 def _turns(global_batch_size: int, micro_batch_size: int, dp_size: int) -> Iterator[_Turn]:
     sizes = global_batch_size, micro_batch_size
-    dp_ranks = [share(count_units(*sizes), dp_size, dp_rank) for dp_rank in range(dp_size)]
-    for turn in range(len(dp_ranks[0])):
-        yield {
-            dp_rank: unit_samples(units[turn], *sizes) for dp_rank, units in enumerate(dp_ranks) if turn < len(units)
-        }
+    shares = [share(count_units(*sizes), dp_size, dp_rank) for dp_rank in range(dp_size)]
+    for turn in range(len(shares[0])):
+        yield {dp_rank: unit_samples(units[turn], *sizes) for dp_rank, units in enumerate(shares) if turn < len(units)}
 
 
 def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:

@@ -64,10 +64,10 @@ def in_flight_limits(plan: Plan) -> tuple[int, ...]:
     for tile in sorted(range(len(plan.tiles)), key=lambda tile: -plan.tiles[tile].layers.stop):
         pairs = {(other, here, number) for here, ends in enumerate(taken[tile]) for other, number, _ in ends}
         for consumer in {pair[0] for pair in pairs}:
-            local = {pair[1] for pair in pairs if pair[0] == consumer}
+            own = {pair[1] for pair in pairs if pair[0] == consumer}
             theirs = {pair[2] for pair in pairs if pair[0] == consumer}
             # To have n in flight for this consumer, n times as many as it takes, and those for others between them.
-            rate = Fraction(len(local), len(theirs)) * Fraction(len(taken[tile]), len(local))
+            rate = Fraction(len(own), len(theirs)) * Fraction(len(taken[tile]), len(own))
             limits[tile] = max(limits[tile], 1 + math.ceil(limits[consumer] * rate))
     return tuple(limits)
 
@@ -138,8 +138,8 @@ class _Run:
     def _start(self, workers: Iterable[int], now: int) -> None:
         for worker in workers:
             if self.free[worker]:
-                local = self.tiles_of[worker]
-                action = self._next(local[0]) if len(local) == 1 else self._best(local)
+                tiles = self.tiles_of[worker]
+                action = self._next(tiles[0]) if len(tiles) == 1 else self._best(tiles)
                 if action is not None:
                     self._begin(action, now)
 

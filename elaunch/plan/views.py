@@ -275,7 +275,7 @@ _Source = tuple[int, int, int, int, int]
 
 
 def _samples_of_layer(plan: Plan, layer: int) -> list[_Source]:
-    """Returns who does which samples of a layer, by sample; every sample comes once, because the plan is valid."""
+    """Returns who does which samples of a layer, in their order; each comes once, because the plan is valid."""
     found: list[_Source] = []
     for index, tile in enumerate(plan.tiles):
         if layer not in tile.layers:

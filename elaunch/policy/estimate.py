@@ -81,10 +81,10 @@ def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
     each, rest = _each(plan, profile, play), _Rest(plan, profile)
     estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
     for number in range(len(ways)):
-        local = [(part, played[number]) for part, played in each]
-        same = tuple(id(played) for _, played in local)
+        parts = [(part, played[number]) for part, played in each]
+        same = tuple(id(played) for _, played in parts)
         if same not in estimates:
-            estimates[same] = number, _joined(local, rest)
+            estimates[same] = number, _joined(parts, rest)
     number, step = min(estimates.values(), key=lambda one: (bool(one[1].over(profile)), round(one[1].step_s, 9)))
     costs, order = ways[number]
     if (costs, order) != (plan.costs, plan.order):
@@ -99,9 +99,9 @@ def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
     found: dict[str, float] = defaultdict(float)
     for layer, tuples in zip(profile.layers, holders(plan), strict=True):
         for workers in tuples:
-            local = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tuples)
+            n_bytes = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tuples)
             for worker in workers:
-                found[worker] += local / len(workers)
+                found[worker] += n_bytes / len(workers)
     return {worker: math.ceil(n) for worker, n in found.items()}
 
 
@@ -114,9 +114,9 @@ def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float
         replicas: among which the optimizer's state is shared out.
         kept_rows: whose activations are there at the worst moment.
     """
-    local = profile.layers[layers.start : layers.stop]
-    needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / replicas for layer in local)
-    return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in local)
+    own = profile.layers[layers.start : layers.stop]
+    needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / replicas for layer in own)
+    return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in own)
 
 
 def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
@@ -245,16 +245,16 @@ def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
         # The members of a tuple have one order.
-        local = order.by_worker[worker]
-        if id(local) not in known:
+        actions = order.by_worker[worker]
+        if id(actions) not in known:
             kept = most = 0.0
-            for kind, tile, micro_batch in local:
+            for kind, tile, micro_batch in actions:
                 n_bytes = rows[tile][micro_batch] * per_row[tile]
                 kept += n_bytes if kind == "F" else -n_bytes
                 most = max(most, kept)
-            last = local[-1]
+            last = actions[-1]
             last_s = price(last.kind, last.tile, rows[last.tile][last.micro_batch])
-            known[id(local)] = played.ends_s[last], last_s, math.ceil(most)
+            known[id(actions)] = played.ends_s[last], last_s, math.ceil(most)
     found = [known[id(order.by_worker[worker])] for worker in workers]
     return _Played(
         tuple(end_s for end_s, _, _ in found),

@@ -47,7 +47,7 @@ class Settings:
         degrees: of `reparallelize`.
         widths: of tensor-parallel tuples, beside the present ones, that `expand` and `reparallelize` may make.
         next_s: expected seconds from one change to the next.
-        row_samples: samples that a slot of the plan stands for.
+        row_samples: samples of the data set that a sample of the plan stands for.
     """
 
     policy: Policy = "auto"

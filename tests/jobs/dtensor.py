@@ -40,7 +40,7 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
 
     @property
     def generation(self) -> int:
-        return int(self.member.generation.generation)
+        return int(self.member.generation.number)
 
     def gradients(self) -> float:
         self.pace.before()

@@ -191,7 +191,7 @@ def main() -> None:
         "--slow",
         action="append",
         default=[],
-        metavar="LOCAL_RANK:STEP:FACTOR[:END]",
+        metavar="SLOT:STEP:FACTOR[:END]",
         help="from this step on, to another one, this local rank, or `node/local_rank`, takes so many times as long",
     )
     parser.add_argument("--slow-again", action="store_true", help="--slow is of the slot: replacements are slow too")

@@ -482,16 +482,16 @@ class Job(BaseJob):
         self._history = history_of(verdict)
         if verdict.fresh:
             return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        local, before, layout, selector = b"", self._plan, self._layout, self._member.selector
+        choice_text, before, layout, selector = b"", self._plan, self._layout, self._member.selector
         decides = group.rank == verdict.passed
         # A script may call `batches` again with other sizes; then the plan before is of no use.
         if decides and selector is not None and layout is not None and before is not None and layout.fits(before):
             now = _by_unit(before)
             choice = selector.decide(now, now, group.members)
             plan = layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
-            local = json.dumps({**choice.event(), "plan": str(plan)}).encode()
-        notes = group.all_gather_bytes(local)[verdict.passed]
-        event: dict[str, Any] = json.loads(notes) if notes else {}
+            choice_text = json.dumps({**choice.event(), "plan": str(plan)}).encode()
+        choice_text = group.all_gather_bytes(choice_text)[verdict.passed]
+        event: dict[str, Any] = json.loads(choice_text) if choice_text else {}
         self._plan = Plan.parse(event["plan"]) if event else None
         return event
 

@@ -450,7 +450,7 @@ class Engine:
         return part
 
     def sample_ids(self, step: int) -> list[int]:
-        """The samples of a step, by sample."""
+        """Returns the ids of the samples of a step, in their order."""
         return self._builder.samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
 
     @property

@@ -73,7 +73,7 @@ def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
                 number += len(feed.runs)
     found = {}
     for tile in plan.tiles_of(worker):
-        local = plan.tiles[tile].workers
+        ours = plan.tiles[tile].workers
         for micro_batch in range(len(plan.tiles[tile].micro_batches)):
             x_from: list[Rows] = []
             y_to: list[Rows] = []
@@ -82,16 +82,16 @@ def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
             for feed in feeds[tile][micro_batch]:
                 theirs = plan.tiles[feed.tile].workers
                 start = first_number[tile, micro_batch, feed.tile, feed.micro_batch]
-                x_from += _rows(feed, start, (_source(theirs, worker, local),))
-                dx_to += _rows(feed, start, [peer for peer in theirs if _source(local, peer, theirs) == worker])
+                x_from += _rows(feed, start, (_source(theirs, worker, ours),))
+                dx_to += _rows(feed, start, [peer for peer in theirs if _source(ours, peer, theirs) == worker])
             for feed in consumers[tile][micro_batch]:
                 theirs = plan.tiles[feed.tile].workers
                 start = first_number[feed.tile, feed.micro_batch, tile, micro_batch]
                 turned = Feed(
                     feed.tile, feed.micro_batch, tuple((there, here, count) for here, there, count in feed.runs)
                 )
-                dy_from += _rows(turned, start, (_source(theirs, worker, local),))
-                y_to += _rows(turned, start, [peer for peer in theirs if _source(local, peer, theirs) == worker])
+                dy_from += _rows(turned, start, (_source(theirs, worker, ours),))
+                y_to += _rows(turned, start, [peer for peer in theirs if _source(ours, peer, theirs) == worker])
             found[tile, micro_batch] = Exchanges(tuple(x_from), tuple(y_to), tuple(dy_from), tuple(dx_to))
     return found
 
@@ -104,8 +104,8 @@ def peers(plan: Plan, worker: str) -> frozenset[str]:
         for rows in (*one.x_from, *one.y_to, *one.dy_from, *one.dx_to)
     }
     for tuples in holders(plan):
-        local = any(worker in workers for workers in tuples)
-        found |= {other for workers in tuples for other in workers if local}
+        shares_it = any(worker in workers for workers in tuples)
+        found |= {other for workers in tuples for other in workers if shares_it}
     return frozenset(found - {worker})
 
 

@@ -207,11 +207,11 @@ class Builder:
             StateError: names two workers and what differs.
         """
         local = {"plan": str(plan), **self._described}
-        said = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(local).encode())]
+        told = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(local).encode())]
         for what in local:
-            for member, theirs in zip(group.members, said, strict=True):
-                if theirs[what] != said[0][what]:
+            for member, theirs in zip(group.members, told, strict=True):
+                if theirs[what] != told[0][what]:
                     raise StateError(
-                        f"{group.members[0]} and {member} were given different {what}: {said[0][what]} and "
+                        f"{group.members[0]} and {member} were given different {what}: {told[0][what]} and "
                         f"{theirs[what]}; all workers must run the same script with the same arguments"
                     )

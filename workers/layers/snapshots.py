@@ -89,7 +89,7 @@ class Snapshots:
         layout: of the shards.
         workers: of the plan.
         worker: this one.
-        mine: its shards.
+        local: its shards.
         copies: of each worker's state.
         make_optimizer, make_scheduler: as for the shards themselves.
     """
@@ -104,7 +104,7 @@ class Snapshots:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
     ) -> None:
-        self._layout, self._mine = layout, local
+        self._layout, self._local = layout, local
         self._make = make_optimizer, make_scheduler
         holders = ring(workers, copies)
         self._numbers = {shard: number for number, shard in enumerate(layout.all_shards)}
@@ -240,13 +240,15 @@ class Snapshots:
         chosen = set(copy.shards[copy.count : copy.count + copy.batch])
         places = [place for place, piece in enumerate(copy.pieces) if piece.shard in chosen]
         parts = [
-            part.detach().cpu().contiguous().view(torch.uint8) for place in places for part in self._mine.tensors(place)
+            part.detach().cpu().contiguous().view(torch.uint8)
+            for place in places
+            for part in self._local.tensors(place)
         ]
         body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        forms = self._mine.forms()
+        forms = self._local.forms()
         told = {
             "forms": forms_to_json({name: forms[name] for name in {copy.pieces[place].parameter for place in places}}),
-            "schedule": self._mine.schedule(),
+            "schedule": self._local.schedule(),
         }
         text = json.dumps(told).encode()
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)

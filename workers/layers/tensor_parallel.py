@@ -119,9 +119,9 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.shape[0]
         place = input - current().rank * rows
-        local = (place >= 0) & (place < rows)
-        found = F.embedding(torch.where(local, place, 0), self.weight)
-        return reduce(found * local.unsqueeze(-1).to(found.dtype))
+        here = (place >= 0) & (place < rows)
+        found = F.embedding(torch.where(here, place, 0), self.weight)
+        return reduce(found * here.unsqueeze(-1).to(found.dtype))
 
 
 def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:

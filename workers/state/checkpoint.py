@@ -362,9 +362,7 @@ class Saved:
                 begin = tuple(chunk.offsets)
                 box = tuple((start, start + size) for start, size in zip(begin, chunk.sizes, strict=True))
                 copies = [
-                    (common, local, part)
-                    for local, part in pieces.parts
-                    if (common := intersect(box, local)) is not None
+                    (common, held, part) for held, part in pieces.parts if (common := intersect(box, held)) is not None
                 ]
                 if copies:
                     found += sum(n_elements(common) for common, _, _ in copies)
@@ -445,8 +443,8 @@ class _Slice:
 
     def copy(self, loaded: Tensor) -> None:
         """Fill the parts."""
-        for common, local, part in self.copies:
-            part.detach()[_within(common, local)].copy_(loaded[_within(common, self.box)])
+        for common, held, part in self.copies:
+            part.detach()[_within(common, held)].copy_(loaded[_within(common, self.box)])
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

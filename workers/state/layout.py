@@ -157,7 +157,7 @@ class StateLayout:
             owners, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
         )
         # The owners' numbers of the tuples, as numbers of the holders.
-        here = [[local.index(workers) for workers in theirs] for local, theirs in zip(self.holders, holders(owners))]
+        here = [[known.index(workers) for workers in theirs] for known, theirs in zip(self.holders, holders(owners))]
         self._shards = [
             tuple(
                 Owned(layer, number, here[layer][shard.replica], shard.start, shard.stop)
@@ -183,11 +183,11 @@ class StateLayout:
     def _pieces(self) -> dict[str, tuple[Piece, ...]]:
         found: dict[str, list[Piece]] = {}
         for shard in self.all_shards:
-            local = found.setdefault(self.owner(shard), [])
+            pieces = found.setdefault(self.owner(shard), [])
             for fragment in self.segments[shard.layer][shard.segment].fragments:
                 start, stop = max(fragment.start, shard.start), min(fragment.stop, shard.stop)
                 if start < stop:
-                    local.append(Piece(shard, fragment, start, stop))
+                    pieces.append(Piece(shard, fragment, start, stop))
         return {worker: tuple(pieces) for worker, pieces in found.items()}
 
     def owner(self, shard: Owned) -> str:

@@ -87,8 +87,8 @@ def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[
     for spec in manifest["tensors"]:
         shape, dtype, strides = spec["shape"], dtype_of(spec["dtype"]), spec.get("strides")
         new = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
-        local = own.pop(spec["path"], None)
-        result.append(local if local is not None and _form(local) == _form(new) else new)
+        lent = own.pop(spec["path"], None)
+        result.append(lent if lent is not None and _form(lent) == _form(new) else new)
     return result
 
 
@@ -98,13 +98,13 @@ def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, 
 
     manifest, tensors = describe(objects)
     total, end = max(1, sum(tensor.nbytes for tensor in tensors)), 0
-    local = {}
+    written = {}
     for name, tensor in zip(_names(manifest), tensors, strict=True):
         # The member in whose share of the bytes it begins.
         if end * size // total == rank and tensor.numel():
-            local[name] = _pieces(tensor)
+            written[name] = _pieces(tensor)
         end += tensor.nbytes
-    return Part(KIND, settings, local, {"manifest": manifest} if rank == 0 else {})
+    return Part(KIND, settings, written, {"manifest": manifest} if rank == 0 else {})
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,8 @@ class Router:
         for held in self._before.get(name, {}).get(worker, ()):
             parts = subtract_all([held], (*after.get(worker, ()), *snapshots.get(worker, ())))
             for owner in dict.fromkeys((*after, *snapshots)):
-                local = (*after.get(owner, ()), *snapshots.get(owner, ()))
-                here = [common for part in parts for box in local if (common := intersect(part, box)) is not None]
+                kept = (*after.get(owner, ()), *snapshots.get(owner, ()))
+                here = [common for part in parts for box in kept if (common := intersect(part, box)) is not None]
                 for other in (*after, *snapshots):
                     if other != owner and here:
                         here = subtract_all(here, (*after.get(other, ()), *snapshots.get(other, ())))

@@ -33,7 +33,7 @@ def part_of(space: TensorSpace, worker: str) -> Part:
             raise StateError("a move was interrupted and not done again; the state cannot be saved")
         return Part(KIND, {}, {}, {})  # an idle member that has had no place yet
     holdings = layout.holdings(items)
-    local, turn = {}, 0
+    written, turn = {}, 0
     for name, item in items.items():
         holders: dict[Box, list[str]] = {}
         for member in layout.members:
@@ -42,11 +42,11 @@ def part_of(space: TensorSpace, worker: str) -> Part:
             if n_elements(box):
                 turn += 1
                 if members[turn % len(members)] == worker:
-                    local[name] = Pieces(item.shape, [(box, space.local(name))])
+                    written[name] = Pieces(item.shape, [(box, space.local(name))])
     facts = {}
     if worker == layout.members[0]:
         facts = {"items": [[one.name, one.shape, str(one.dtypes[0])] for one in items.values()], "values": space.values}
-    return Part(KIND, {}, local, facts)
+    return Part(KIND, {}, written, facts)
 
 
 @dataclass(frozen=True)

@@ -271,11 +271,11 @@ class TensorSpace:
 
     def _read(self, group: Group, layout: Layout | None, source: SpaceSource) -> Moved:
         """Takes part in a move from a checkpoint: each member reads what the layout gives it."""
-        mine = {
+        note = {
             "layout": layout.to_json() if layout is not None else None,
             "items": [[item.name, item.shape, str(item.dtypes[0])] for item in self._items.values()],
         }
-        notes = _told(group, mine)
+        notes = _told(group, note)
         layout = _only_one([Layout.from_json(one["layout"]) for one in notes if one["layout"] is not None])
         known = {
             name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in notes for name, shape, dtype in one["items"]
@@ -307,15 +307,15 @@ class TensorSpace:
             "held": _packed({"layout": layout, "items": items, "values": self.values}) if self._state else "",
             "wanted": _packed(wanted.to_json()) if wanted is not None else "",
         }
-        mine: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
+        note: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
         if self._layout is None and self._state:
-            mine |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
-        notes = _told(group, mine)
+            note |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
+        notes = _told(group, note)
         # Of those who would say the same, one does.
-        first = {kind: [one[kind] for one in notes].index(mine[kind]) == group.rank for kind in texts}
-        texts_of = _told(group, {kind: text for kind, text in texts.items() if text and first[kind]})
-        held = {notes[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(texts_of) if "held" in one}
-        targets = [Layout.from_json(json.loads(one["wanted"])) for one in texts_of if "wanted" in one]
+        first = {kind: [one[kind] for one in notes].index(note[kind]) == group.rank for kind in texts}
+        answers = _told(group, {kind: text for kind, text in texts.items() if text and first[kind]})
+        held = {notes[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(answers) if "held" in one}
+        targets = [Layout.from_json(json.loads(one["wanted"])) for one in answers if "wanted" in one]
         if not held:
             raise StateError("no member holds any tensor; hold() what the job begins with on one member at least")
         self._items = {
@@ -348,9 +348,9 @@ def _packed(fields: Any) -> str:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
-def _told(group: Group, mine: Any) -> list[Any]:
+def _told(group: Group, note: Any) -> list[Any]:
     """What all members say, in their order."""
-    return [json.loads(one) for one in group.all_gather_bytes(_packed(mine).encode())]
+    return [json.loads(one) for one in group.all_gather_bytes(_packed(note).encode())]
 
 
 def _on_axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> Placements:

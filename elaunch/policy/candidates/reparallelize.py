@@ -170,9 +170,9 @@ def _staged(
             replicas = tuple(dp_size if stage in more else dp_size - 1 for stage in range(depth))
 
             def cost(
-                stage: int, start: int, stop: int, replicas: Sequence[int] = replicas, dp_ranks: int = dp_size
+                stage: int, start: int, stop: int, replicas: Sequence[int] = replicas, dp_size: int = dp_size
             ) -> float:
-                return turn_s(size * dp_ranks / replicas[stage], start, stop)
+                return turn_s(size * dp_size / replicas[stage], start, stop)
 
             cut = minimax(plan.n_layers, depth, cost)
             assert cut is not None
@@ -182,8 +182,8 @@ def _staged(
     for _, replicas, layers in sorted(found)[:MOST_STAGED]:
         roles = [span for span, n in zip(layers, replicas, strict=True) for _ in range(n)]
         names = iter(tp_groups[place] for place in matched(tp_groups, roles, plan, profile))
-        dp_ranks = [tuple(next(names) for _ in range(n)) for n in replicas]
-        padded = [(*some, *[()] * (max(replicas) - len(some))) for some in dp_ranks]
+        placed = [tuple(next(names) for _ in range(n)) for n in replicas]
+        padded = [(*some, *[()] * (max(replicas) - len(some))) for some in placed]
         given = [with_rows(Stage(*one), profile) for one in zip(layers, padded, strict=True)]
         try:
             yield balanced(plan, given, members, profile, most_played=1)
@@ -266,14 +266,14 @@ def _with_workers(
     if profile.workers:
         size = plan.micro_batch_size
         each, first = [], []
-        for number, local in enumerate(workers):
-            speeds = [min(map(profile.speed, some)) for some in local]
+        for number, pipeline in enumerate(workers):
+            speeds = [min(map(profile.speed, some)) for some in pipeline]
 
             def cost(stage: int, start: int, stop: int, speeds: Sequence[float] = speeds) -> float:
                 return profile.turn_s(range(start, stop), size, len(tp_groups[0])) / speeds[stage]
 
             if len(set(speeds)) > 1:
-                found = minimax(plan.n_layers, len(local), cost)
+                found = minimax(plan.n_layers, len(pipeline), cost)
                 assert found is not None
                 cut[number] = found.stages
             costs = [cost(stage, layers.start, layers.stop) for stage, layers in enumerate(cut[number])]
@@ -283,7 +283,8 @@ def _with_workers(
     spare = [workers for place, workers in enumerate(tp_groups) if place not in set(taken)]
     ends = pairwise(accumulate(units, initial=0))
     made = [
-        Pipeline(range(*end), tuple(zip(stages, local, strict=True))) for end, stages, local in zip(ends, cut, workers)
+        Pipeline(range(*end), tuple(zip(stages, pipeline, strict=True)))
+        for end, stages, pipeline in zip(ends, cut, workers)
     ]
     idle = [*(worker for some in spare for worker in some), *rest]
     try:

@@ -178,10 +178,10 @@ def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], f
 
 def _narrowed(stage: Stage, dp_size: int) -> Stage:
     """Returns the stage without DP ranks that no stage needs."""
-    dp_ranks = list(stage.replicas)
-    while len(dp_ranks) > dp_size:
-        dp_ranks.remove(())
-    return replace(stage, replicas=tuple(dp_ranks))
+    replicas = list(stage.replicas)
+    while len(replicas) > dp_size:
+        replicas.remove(())
+    return replace(stage, replicas=tuple(replicas))
 
 
 _Price = Callable[[range, float, int], float]
@@ -248,9 +248,9 @@ class _Prices:
         return needed / self._widths[stage] <= self._caps[stage]
 
     def _moved(self, stage: int, start: int, stop: int) -> float:
-        local, n_bytes = self._given[stage].layers, self._bytes[self._replicas[stage]]
-        low = min(max(start, local.start), stop)
-        high = max(low, min(stop, local.stop))
+        layers, n_bytes = self._given[stage].layers, self._bytes[self._replicas[stage]]
+        low = min(max(start, layers.start), stop)
+        high = max(low, min(stop, layers.stop))
         return n_bytes[stop] - n_bytes[high] + n_bytes[low] - n_bytes[start]
 
 

@@ -37,10 +37,10 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
     dp_size = max(map(len, replicas))
     stages = []
     for span in spans:
-        dp_ranks: list[tuple[str, ...]] = [()] * dp_size
+        placed: list[tuple[str, ...]] = [()] * dp_size
         for dp_rank, workers in _by_dp_rank(plan, found[span], dp_size).items():
-            dp_ranks[dp_rank] = workers if gone.isdisjoint(workers) else ()
-        stages.append(Stage(range(*span), tuple(dp_ranks)))
+            placed[dp_rank] = workers if gone.isdisjoint(workers) else ()
+        stages.append(Stage(range(*span), tuple(placed)))
     return stages
 
 
@@ -49,17 +49,17 @@ def _by_dp_rank(plan: Plan, tiles: Sequence[Tile], dp_size: int) -> dict[int, tu
     rows: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], int] = {}
     size = plan.micro_batch_size
-    dp_ranks = [share(plan.n_units, dp_size, dp_rank) for dp_rank in range(dp_size)]
-    ends = [units.stop * size for units in dp_ranks]
+    shares = [share(plan.n_units, dp_size, dp_rank) for dp_rank in range(dp_size)]
+    ends = [units.stop * size for units in shares]
     for tile in tiles:
-        local = rows.setdefault(tile.workers, [0] * dp_size)
+        done = rows.setdefault(tile.workers, [0] * dp_size)
         for run in (run for runs in tile.micro_batches for run in runs):
             first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
             for dp_rank in range(bisect_right(ends, run.start), dp_size):
-                start, stop = max(run.start, dp_ranks[dp_rank].start * size), min(run.stop, ends[dp_rank])
+                start, stop = max(run.start, shares[dp_rank].start * size), min(run.stop, ends[dp_rank])
                 if start >= stop:
                     break
-                local[dp_rank] += stop - start
+                done[dp_rank] += stop - start
     found: dict[int, tuple[str, ...]] = {}
     for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
         free = [dp_rank for dp_rank in range(dp_size) if dp_rank not in found]

@@ -84,12 +84,12 @@ class Detector:
 
     def told(self, slot: str, seconds: Mapping[Work, float]) -> None:
         """Takes in the seconds of computing that the worker of a slot took in recent steps, by kind of work."""
-        local = {work: max(1e-9, spent) for work, spent in seconds.items()}
-        if self._told.get(slot, {}).keys() != local.keys():
+        spent_s = {work: max(1e-9, spent) for work, spent in seconds.items()}
+        if self._told.get(slot, {}).keys() != spent_s.keys():
             self._own.pop(slot, None)
             if slot in self._tracks and not self._tracks[slot].side:
                 self._tracks[slot].restart()
-        self._told[slot] = local
+        self._told[slot] = spent_s
         self._stale = True
 
     def look(self, step: int, time_s: float, paces: Mapping[str, float]) -> list[Change]:

@@ -19,7 +19,7 @@ class Assembly:
 
     Args:
         pieces: in the order of the layout.
-        mine: what this worker has now, by piece; None: nothing, or not by piece.
+        local: what this worker has now, by piece; None: nothing, or not by piece.
         items: of the space.
         device: of the new tensors.
     """

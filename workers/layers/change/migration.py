@@ -54,7 +54,7 @@ class Migration:
         lacking: by worker, the layers of the new plan that it has not.
         specs: of all layers.
         optimizer_items: of the space.
-        mine: what this worker owns under the old plan.
+        local: what this worker owns under the old plan.
         sums: over the tuples of the old plan.
         device: of the new tensors.
         make_executor: of a plan, its layout and this worker's layers.
@@ -167,8 +167,8 @@ def _layers_of(
     """This worker's layers under a plan of which each tuple is one of the two others'."""
     found = {
         (index, under.layout.holders[index][replica]): layer
-        for under, local in ((new, layers[1]), (old, layers[0]))
-        for (index, replica), layer in local.items()
+        for under, its in ((new, layers[1]), (old, layers[0]))
+        for (index, replica), layer in its.items()
     }
     return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
 
