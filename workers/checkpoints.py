@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import secrets
 import sys
@@ -154,7 +153,7 @@ class Checkpoints:
             "problem": problem,
         }
         try:
-            notes = [json.loads(one) for one in group.all_gather_bytes(json.dumps(local).encode())]
+            notes = group.all_gather_json(local)
         except StepInterrupted:
             if begins:
                 discard(part_of(self._settings.folder, step, name))
@@ -389,8 +388,7 @@ class Checkpoints:
             "older": before(self._path(step).parent, step) if group.rank == 0 else None,
             "attempt": self._attempt.folder.name if self._attempt is not None else "",
         }
-        notes = group.all_gather_bytes(json.dumps(local).encode())
-        return {member: json.loads(one) for member, one in zip(group.members, notes, strict=True)}
+        return dict(zip(group.members, group.all_gather_json(local), strict=True))
 
     def _open(self, step: int, first: bool) -> SavedState:
         """The checkpoint of so many steps, which the first member has seen.

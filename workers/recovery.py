@@ -10,7 +10,6 @@ nobody passes before all have complete gradients; else everybody drops it.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -266,8 +265,7 @@ class Recovery:
     def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
         """All votes go to all members."""
         begin_t = time.time()
-        local = json.dumps(asdict(self._hooks.vote())).encode()
-        votes = [Vote(**json.loads(vote)) for vote in group.all_gather_bytes(local)]
+        votes = [Vote(**vote) for vote in group.all_gather_json(asdict(self._hooks.vote()))]
         self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
         self._hooks.agreed(generation, self._verdict)
         clock.phases["agree_s"] = time.time() - begin_t + before_s

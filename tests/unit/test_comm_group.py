@@ -228,6 +228,14 @@ def test_all_gather_bytes_returns_payloads_of_any_length(transports: list[Transp
     assert gathered == [payloads] * 5
 
 
+def test_all_gather_json_returns_the_values_of_all_as_json_has_them(
+    transports: list[Transport], algorithm: str
+) -> None:
+    values: list[object] = [None, {"a": (1, 2)}, [], "text", 0.5]
+    told = each(Group.all_gather_json, groups_of(transports[:5]), values)
+    assert told == [[None, {"a": [1, 2]}, [], "text", 0.5]] * 5
+
+
 def test_broadcast_from_every_root(transports: list[Transport], algorithm: str) -> None:
     for size in (1, 2, 5):
         for root in range(size):

@@ -15,6 +15,7 @@ bitwise the same on all members.
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -192,6 +193,10 @@ class Group:
             [(peer, 0, view) for peer in self._others], [(peer, 0, gathered[peer]) for peer in self._others]
         )
         return [bytes(one) for one in gathered]
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Returns every member's value, in member order, as JSON gives it back: tuples as lists, keys as texts."""
+        return [json.loads(one) for one in self.all_gather_bytes(json.dumps(value).encode())]
 
     def reduce_bytes(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Returns what `combine` makes of the payloads of all members; the same on each.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +94,8 @@ class Engine:
         joining: bool = False,
     ) -> None:
         self._settings = settings
-        self._builder = Builder(layers, loss_fn, optimizer, plan, settings)
+        self.builder = Builder(layers, loss_fn, optimizer, plan, settings)
+        """It builds this worker's parts, and knows the layers without running them."""
         self.step = 0
         self.report: StepReport | None = None
         """Of the last step that committed here."""
@@ -119,13 +119,13 @@ class Engine:
         if not joining:
             group = group or Group(self._own_transport, 1, plan.workers[:1])  # type: ignore[arg-type]
             plan.validate(group.members)
-            self._part = self._builder.begun(plan, group)
-            self._builder.check_same(plan, group)
+            self._part = self.builder.begun(plan, group)
+            self.builder.check_same(plan, group)
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
         """Returns what is known of each layer, in their order."""
-        return self._builder.specs
+        return self.builder.specs
 
     @property
     def plan(self) -> Plan:
@@ -187,7 +187,7 @@ class Engine:
         part = self._here
         with part.group.open() as traffic:
             part.snapshots.begin(traffic)
-            load = lambda samples: self._builder.samples.load(part.plan, step, samples)  # noqa: E731
+            load = lambda samples: self.builder.samples.load(part.plan, step, samples)  # noqa: E731
             outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
             part.snapshots.ship(traffic, outcome.gradients)
             part.snapshots.arrive(traffic)
@@ -199,7 +199,7 @@ class Engine:
         assert self._next is not None
         part = self._next
         with part.group.open() as traffic:
-            outcome = self._migration.run(traffic, step, self._builder.samples)
+            outcome = self._migration.run(traffic, step, self.builder.samples)
             # The old copies end with the commit, so the first new ones are made before it.
             part.snapshots.begin(traffic)
             part.snapshots.ship(traffic, outcome.gradients)
@@ -233,7 +233,7 @@ class Engine:
 
     def standing(self) -> HeldState:
         """What the others must know of this worker's state for a change."""
-        settings = self._builder.fingerprint
+        settings = self.builder.fingerprint
         if self._part is None:
             return HeldState(settings=settings)
         shards, copies, hosted = self._part.zero.shards, self._part.snapshots, self._hosted
@@ -275,32 +275,32 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
-        notes = group.all_gather_bytes(json.dumps(self.standing().to_json()).encode())
-        standings = {who: HeldState.from_json(json.loads(one)) for who, one in zip(group.members, notes, strict=True)}
+        notes = group.all_gather_json(self.standing().to_json())
+        standings = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
         self._next_migration, self._next_step = None, step
         if not any(one.plan for one in standings.values()):
             if step:
                 raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
-            self._next = self._builder.begun(plan, group)
-            self._builder.check_same(plan, group)
+            self._next = self.builder.begun(plan, group)
+            self.builder.check_same(plan, group)
             return 0
         survey = MigrationPlan(plan, standings, self.specs)
         layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
         layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
-                layers[key] = self._builder.built(layout, key, worker, values=False)
+                layers[key] = self.builder.built(layout, key, worker, values=False)
         old, between = survey.old, None
         if not self._settings.blocking:
             between = survey.between(group.members, self._settings.max_extra_bytes)
         if between is not None:
             assert old is not None
             migration = self._next_migration = self._migration_to(between, survey, old, layers, group)
-            shards = self._builder.shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
-            self._next = self._builder.part_of(plan, group, layout, layers, shards)
+            shards = self.builder.shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
+            self._next = self.builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
         shards, received_bytes = self._moved(group, survey, pieces)
-        part = self._builder.part_of(plan, group, layout, layers, shards)
+        part = self.builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
         self._stale = self._stale or survey.stale
         with group.open() as traffic:
@@ -360,15 +360,15 @@ class Engine:
             survey.items,
             local,
             sums,
-            self._builder.device,
-            partial(self._builder.executor, worker),
+            self.builder.device,
+            partial(self.builder.executor, worker),
         )
 
     def _moved(self, group: Group, survey: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
         router, forms, schedule = survey.router(), survey.forms, survey.schedule
         local = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        assembly = Assembly(pieces, local, router.items, self._builder.device)
+        assembly = Assembly(pieces, local, router.items, self.builder.device)
         state = self._mixed if self._mixed is not None else local.regions() if local is not None else {}
         hosted = self._hosted
         if hosted is None:
@@ -387,7 +387,7 @@ class Engine:
             snapshots=hosted.regions,
             max_extra_bytes=self._settings.max_extra_bytes,
         )
-        return self._builder.shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
+        return self.builder.shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class Engine:
         from elaunch.workers.layers.durable import part_of
 
         # Who joins during the next step has nothing yet.
-        shards = self._here.zero.shards if self.holds else self._builder.shards((), ())
+        shards = self._here.zero.shards if self.holds else self.builder.shards((), ())
         return part_of(self.specs, shards, self._cursor(self.plan))
 
     def restore(
@@ -418,17 +418,17 @@ class Engine:
         from elaunch.workers.layers.durable import shards_of
 
         plan.validate(group.members)
-        self._builder.check_same(plan, group)
+        self.builder.check_same(plan, group)
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
         pieces = layout.pieces(worker)
-        make = self._builder.optimizers
+        make = self.builder.optimizers
 
         def read(saved: Saved) -> tuple[Shards, int]:
-            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self._builder.device, *make)
+            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self.builder.device, *make)
 
         found = go_back(read)
-        layers = {key: self._builder.built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
-        part = self._builder.part_of(plan, group, layout, layers, found.state)
+        layers = {key: self.builder.built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
+        part = self.builder.part_of(plan, group, layout, layers, found.state)
         with group.open() as traffic:
             part.zero.share(traffic)
         self._next, self._next_step, self._next_hosted, self._next_migration = part, found.saved.step, None, None
@@ -436,7 +436,7 @@ class Engine:
 
     def _cursor(self, plan: Plan) -> dict[str, Any]:
         """What a number of steps means."""
-        return {"global_batch_size": plan.global_batch_size, **self._builder.samples.described()}
+        return {"global_batch_size": plan.global_batch_size, **self.builder.samples.described()}
 
     # -- parts of an engine ---------------------------------------------------------------------------------------
 
@@ -451,17 +451,12 @@ class Engine:
 
     def sample_ids(self, step: int) -> list[int]:
         """Returns the ids of the samples of a step, in their order."""
-        return self._builder.samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
+        return self.builder.samples.order.ids(step * self.plan.global_batch_size, self.plan.global_batch_size)
 
     @property
     def learning_rates(self) -> list[float]:
         """Of each group of the optimizer; empty on a worker that owns no part of it."""
         return self._here.zero.shards.learning_rates
-
-    @property
-    def builder(self) -> Builder:
-        """Returns what builds this worker's parts: it knows the layers without running them."""
-        return self._builder
 
     @property
     def changing(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -62,6 +61,7 @@ class Builder:
         specs: of the layers, in their order.
         samples: what the steps are made of.
         device: of the layers.
+        fingerprint: a short text that differs where the layers or the settings of two workers do.
 
     Raises:
         StateError: the layers or the data set cannot be used so.
@@ -83,20 +83,15 @@ class Builder:
         self.device = torch.device(settings.device)
         self.samples = Samples(settings.dataset, settings.seed, settings.shuffle, settings.collate_fn, self.device)
         self.specs = describe(layers, self.samples.example(), plan.micro_batch_size, settings.dtype)
-        self._described = {
-            "layers": [[spec.name, str(dict(spec.shapes)), str(spec.cuts)] for spec in self.specs],
-            "settings": str((settings.seed, settings.consistency, settings.clip_norm)),
-        }
+        layer_texts = [[spec.name, str(dict(spec.shapes)), str(spec.cuts)] for spec in self.specs]
+        chosen = str((settings.seed, settings.consistency, settings.clip_norm))
+        self._described = {"layers": layer_texts, "settings": chosen}
+        self.fingerprint = f"{zlib.crc32(repr(layer_texts).encode()):08x} {chosen}"
 
     @property
     def optimizers(self) -> tuple[MakeOptimizer, MakeScheduler | None]:
         """Returns what makes the optimizer and the scheduler of its learning rate."""
         return self._make_optimizer, self._settings.scheduler
-
-    @property
-    def fingerprint(self) -> str:
-        """Returns a short text that differs where the layers or the settings of two workers do."""
-        return f"{zlib.crc32(repr(self._described['layers']).encode()):08x} {self._described['settings']}"
 
     def begun(self, plan: Plan, group: Group) -> WorkerPart:
         """Returns this worker's part of the first state of a job."""
@@ -207,7 +202,7 @@ class Builder:
             StateError: names two workers and what differs.
         """
         local = {"plan": str(plan), **self._described}
-        told = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(local).encode())]
+        told = group.all_gather_json(local)
         for what in local:
             for member, theirs in zip(group.members, told, strict=True):
                 if theirs[what] != told[0][what]:

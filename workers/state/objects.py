@@ -46,7 +46,7 @@ def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], ste
     sends = group.rank in verdict.sources
     manifest, tensors = describe(objects) if sends else ({}, [])
     local = {"step": step, "tensors": zlib.crc32(repr(_forms(manifest)).encode())} if sends else None
-    told = [json.loads(one) for one in group.all_gather_bytes(json.dumps(local).encode())]
+    told = group.all_gather_json(local)
     heads = [told[source] for source in verdict.sources]
     if any(head != heads[0] for head in heads):
         raise StateError(f"the members that hold the state differ in it: {heads}; this is a bug in elaunch")

@@ -275,7 +275,7 @@ class TensorSpace:
             "layout": layout.to_json() if layout is not None else None,
             "items": [[item.name, item.shape, str(item.dtypes[0])] for item in self._items.values()],
         }
-        notes = _told(group, note)
+        notes = group.all_gather_json(note)
         layout = _only_one([Layout.from_json(one["layout"]) for one in notes if one["layout"] is not None])
         known = {
             name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in notes for name, shape, dtype in one["items"]
@@ -310,10 +310,10 @@ class TensorSpace:
         note: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
         if self._layout is None and self._state:
             note |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
-        notes = _told(group, note)
+        notes = group.all_gather_json(note)
         # Of those who would say the same, one does.
         first = {kind: [one[kind] for one in notes].index(note[kind]) == group.rank for kind in texts}
-        answers = _told(group, {kind: text for kind, text in texts.items() if text and first[kind]})
+        answers = group.all_gather_json({kind: text for kind, text in texts.items() if text and first[kind]})
         held = {notes[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(answers) if "held" in one}
         targets = [Layout.from_json(json.loads(one["wanted"])) for one in answers if "wanted" in one]
         if not held:
@@ -346,11 +346,6 @@ def _only_one(targets: Sequence[Layout]) -> Layout:
 
 def _packed(fields: Any) -> str:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
-
-def _told(group: Group, note: Any) -> list[Any]:
-    """What all members say, in their order."""
-    return [json.loads(one) for one in group.all_gather_bytes(_packed(note).encode())]
 
 
 def _on_axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> Placements:
