@@ -486,7 +486,7 @@ while not os.path.exists(sys.argv[1]):
 def test_the_process_does_not_outlive_its_parent(spawn: Spawner, tmp_path: Path, killed: bool) -> None:
     end = tmp_path / "end"
     parent = spawn.python("-c", PROGRAM, end)
-    parent.wait_for_text("began", ALL_S)
+    parent.wait_for_text("began\n", ALL_S)
     process = the_planner(parent.pid)
     if killed:
         parent.signal(signal.SIGKILL)

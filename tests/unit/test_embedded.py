@@ -267,7 +267,7 @@ class TestEnding:
             "time.sleep(1000)\n",
             tmp_path / "etcd",
         )
-        pid = int(parent.wait_for_text("end", LIMIT_S).split()[1])
+        pid = int(parent.wait_for_text("end\n", LIMIT_S).split()[1])
         assert is_running(pid)
         os.kill(parent.pid, signal.SIGKILL)
         wait_until(lambda: not is_running(pid), LIMIT_S, "the server to follow its parent")
