@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from elaunch.errors import LaunchError, UsageError
 
@@ -15,6 +15,43 @@ CONNECT_S = 10.0  # for a store that should be there already
 # Read by torchrun's rendezvous, and without an effect here: an etcd needs no such setting.
 _TORCHRUN_ONLY = ("close_timeout", "heartbeat_timeout", "store_type", "rank")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdCredentials:
+    """Who this node is to etcd, and how they know each other.
+
+    Attributes:
+        user, password: also ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD.
+        cacert, cert, key: TLS files; also ELAUNCH_ETCD_CACERT, ELAUNCH_ETCD_CERT, ELAUNCH_ETCD_KEY.
+    """
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+    cacert: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def arguments(self) -> dict[str, str | None]:
+        """Return the same as arguments of `EtcdStore`."""
+        given = {
+            "user": self.user,
+            "password": self.password,
+            "ca_cert": self.cacert,
+            "cert": self.cert,
+            "key": self.key,
+        }
+        return {name: value or None for name, value in given.items()}
+
+    def check(self) -> None:
+        """Raise `UsageError` where half of a pair is missing, or a file is not there."""
+        if bool(self.user) != bool(self.password):
+            raise UsageError("--rdzv-conf: user and password go together")
+        if bool(self.cert) != bool(self.key):
+            raise UsageError("--rdzv-conf: cert and key go together")
+        for name, path in (("cacert", self.cacert), ("cert", self.cert), ("key", self.key)):
+            if path and not os.path.isfile(path):
+                raise UsageError(f"--rdzv-conf {name}={path}: no such file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +68,11 @@ class RendezvousConf:
         stop_timeout: how long a worker may be stopped (SIGSTOP) before it is replaced.
         link_timeout: how long nothing may come from the machine of a worker for which others wait, not even the
             acknowledgement of a byte, before their link counts as cut.
-        user, password: of etcd; also ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD.
         read_timeout: for c10d, how long a node tries to reach the one that hosts the rendezvous.
         timeout: for static, the same.
         keep_alive_interval, keep_alive_max_attempt: their product is `lease_ttl` where that is not given.
         is_host: for c10d, whether this node hosts the rendezvous; otherwise it finds out by itself.
-        cacert, cert, key: TLS files for etcd; also ELAUNCH_ETCD_CACERT, ELAUNCH_ETCD_CERT, ELAUNCH_ETCD_KEY.
+        etcd: its keys `user`, `password`, `cacert`, `cert` and `key`.
     """
 
     join_timeout: float = 600.0
@@ -52,22 +88,7 @@ class RendezvousConf:
     keep_alive_interval: float = 0.0
     keep_alive_max_attempt: float = 3.0
     is_host: bool | None = None
-    user: str = ""
-    password: str = field(default="", repr=False)
-    cacert: str = ""
-    cert: str = ""
-    key: str = ""
-
-    def credentials(self) -> dict[str, str | None]:
-        """Return the same as arguments of `EtcdStore`."""
-        given = {
-            "user": self.user,
-            "password": self.password,
-            "ca_cert": self.cacert,
-            "cert": self.cert,
-            "key": self.key,
-        }
-        return {name: value or None for name, value in given.items()}
+    etcd: EtcdCredentials = EtcdCredentials()
 
 
 def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> RendezvousConf:
@@ -77,10 +98,9 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
         UsageError: an unknown key, no number of seconds where one is needed, or a file that is not there.
     """
     values: dict[str, str | float | bool] = {}
-    for name in ("user", "password", "cacert", "cert", "key"):
-        if os.environ.get(f"ELAUNCH_ETCD_{name.upper()}"):
-            values[name] = os.environ[f"ELAUNCH_ETCD_{name.upper()}"]
-    known = {name: type(getattr(defaults, name)) for name in RendezvousConf.__slots__}
+    texts = {one.name for one in fields(EtcdCredentials)}
+    access = {name: given for name in texts if (given := os.environ.get(f"ELAUNCH_ETCD_{name.upper()}"))}
+    known = {*texts, *(one.name for one in fields(RendezvousConf) if one.name != "etcd")}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = item.partition("=")
         name = name.strip()
@@ -95,8 +115,8 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             continue
         if name not in known:
             continue
-        if known[name] is str:
-            values[name] = value.strip()
+        if name in texts:
+            access[name] = value.strip()
             continue
         try:
             number = float(value)
@@ -109,17 +129,11 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
         if name == "link_timeout" and number < 2:
             raise UsageError(f"--rdzv-conf {item!r}: a link that lives may be silent for a second; expected at least 2")
         values[name] = number
-    conf = replace(defaults, **values)  # type: ignore[arg-type]
+    etcd = replace(defaults.etcd, **access)
+    etcd.check()
+    conf = replace(defaults, etcd=etcd, **values)  # type: ignore[arg-type]
     if conf.keep_alive_interval and "lease_ttl" not in values:
         conf = replace(conf, lease_ttl=max(1.0, conf.keep_alive_interval * conf.keep_alive_max_attempt))
-    if bool(conf.user) != bool(conf.password):
-        raise UsageError("--rdzv-conf: user and password go together")
-    if bool(conf.cert) != bool(conf.key):
-        raise UsageError("--rdzv-conf: cert and key go together")
-    for name in ("cacert", "cert", "key"):
-        path = getattr(conf, name)
-        if path and not os.path.isfile(path):
-            raise UsageError(f"--rdzv-conf {name}={path}: no such file")
     return conf
 
 

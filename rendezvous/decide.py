@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import Generation, Master, NodeDoc, Restarts, Result, Stage, Worker, WorkerState
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, takes_part, too_few
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
@@ -44,7 +44,7 @@ def decide(view: View, now_s: float, settings: Settings) -> Decision:
         return begin_again(view, generation, nodes, now_s, settings)
     if generation.stage is Stage.TRAIN:
         return train(view, generation, nodes, now_s, settings)
-    if any(doc.elastic for doc in nodes):
+    if any(doc.summary.elastic for doc in nodes):
         return _first_step(view, generation, nodes, now_s, settings)
     return _plain(view, generation, nodes, now_s, settings)
 
@@ -60,7 +60,7 @@ def surplus(view: View, max_nodes: int) -> tuple[str, ...]:
 
 
 def _finished(nodes: tuple[NodeDoc, ...], name: str) -> bool:
-    return any(doc.node == name and doc.finished for doc in nodes)
+    return any(doc.node == name and doc.summary.finished for doc in nodes)
 
 
 def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings) -> Decision:
@@ -68,7 +68,7 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
     former = view.generation
     attempt = former.attempt if former else 0
     present = [doc for doc in nodes if not doc.draining]
-    clear = [doc for doc in present if former is None or doc.attempt >= attempt]
+    clear = [doc for doc in present if former is None or doc.progress.attempt >= attempt]
     opened_s = view.generation_s if former else view.led_s
     if len(present) < settings.min_nodes:
         return too_few(len(present), opened_s, now_s, settings)
@@ -89,13 +89,10 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
         stage=Stage.START,
         workers=workers,
         attempt=attempt,
-        restarts=former.restarts if former else 0,
-        saved=former.saved if former else None,
-        resumes=former.resumes if former else 0,
+        restarts=former.restarts if former else Restarts(),
         cause=former.cause if former else "start",
         cause_t=former.cause_t if former else 0.0,
-        master_addr=chosen[0].host,
-        master_port=chosen[0].port,
+        master=Master(chosen[0].host, chosen[0].port),
         roles=() if len({doc.role for doc in chosen}) == 1 else tuple((doc.node, doc.role) for doc in chosen),
     )
     return Decision(f"{len(chosen)} nodes are here", generation=start)
@@ -106,15 +103,19 @@ def _plain(
 ) -> Decision:
     """Restarts the script as a whole, as torchrun would do it: no worker has attached."""
     present = {doc.node: doc for doc in nodes}
-    failed = [doc for doc in nodes if doc.failed and doc.attempt == generation.attempt and doc.node in generation.nodes]
+    failed = [
+        doc
+        for doc in nodes
+        if doc.summary.failed and doc.progress.attempt == generation.attempt and doc.node in generation.nodes
+    ]
     absent = () if absence_in_doubt(view, now_s, settings) else tuple(set(generation.nodes) - set(present))
     if failed or absent:
         first = min(failed, key=lambda doc: doc.cause_t) if failed else None
-        cause = first.failed if first else f"node {', '.join(sorted(absent))} was lost"
-        if generation.restarts < (settings.max_restarts or 0):
+        cause = first.summary.failed if first else f"node {', '.join(sorted(absent))} was lost"
+        if generation.restarts.count < (settings.max_restarts or 0):
             cause_t = first.cause_t if first else 0.0
             return Decision(cause, generation=again(view, generation, cause, cause_t, failure=True))
-        used = f"after {generation.restarts} of {settings.max_restarts or 0} restarts"
+        used = f"after {generation.restarts.count} of {settings.max_restarts or 0} restarts"
         return Decision(cause, result=Result(False, f"{cause} ({used})"))
     draining = [doc.node for doc in nodes if doc.draining and doc.node in generation.nodes]
     if len(draining) == len(generation.nodes):
@@ -123,7 +124,7 @@ def _plain(
         cause = f"node {', '.join(draining)} leaves"
         return Decision(cause, generation=again(view, generation, cause, 0.0, failure=False))
     waiting = [doc.node for doc in nodes if doc.node not in generation.nodes and not doc.draining]
-    if waiting and len(generation.nodes) < settings.max_nodes and not any(doc.finished for doc in nodes):
+    if waiting and len(generation.nodes) < settings.max_nodes and not any(doc.summary.finished for doc in nodes):
         grace_s = view.generation_s + settings.attach_s
         if now_s < grace_s:
             return Decision(f"node {waiting[0]} waits; the script may still import elaunch", wake_s=grace_s)
@@ -149,7 +150,9 @@ def _first_step(
         if worker.state is WorkerState.STARTING and doc.node in generation.nodes
     ]
     # Nodes that have not reacted to the start yet.
-    starting += [doc.node for doc in present if doc.node in generation.nodes and doc.generation < generation.number]
+    starting += [
+        doc.node for doc in present if doc.node in generation.nodes and doc.progress.generation < generation.number
+    ]
     if len(able) < settings.min_nodes and not starting:
         return _too_few_ready(view, generation, present, len(able), now_s, settings)
     if starting:
@@ -170,7 +173,7 @@ def _too_few_ready(
     """Starts again with a node that came later, if there is one: nothing has trained yet, so nothing is lost."""
     failed = first_failure(present)
     if failed:
-        count = sum(bool(doc.failed) for doc in present)
+        count = sum(bool(doc.summary.failed) for doc in present)
         which = "every worker" if not able else f"workers of {count} nodes"
         return Decision(failed, result=Result(False, f"{which} failed before the first step: {failed}"))
     late = [doc.node for doc in present if doc.node not in generation.nodes]

@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elaunch.errors import ProtocolError
-from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, from_json, node_of, with_order
+from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, node_of, with_order
 from elaunch.rendezvous.store import Entry
 
 MOST_LINES = 100

@@ -1,6 +1,6 @@
 """The documents of a job: nodes, generations, the job's fixed settings, what is asked of it, and its result.
 
-Each is a frozen value with a JSON form that carries a version. Keys, under ``/elaunch/<job>/``:
+Each is a frozen value; `codec` gives it a JSON form that carries a version. Keys, under ``/elaunch/<job>/``:
 
     config                    created once by the first node        JobConfig
     nodes/<node>              leased; written by its own node only  NodeDoc
@@ -22,37 +22,11 @@ Any other key is a stranger's. `intake` says what is made of those, and of docum
 from __future__ import annotations
 
 import enum
-import functools
-import json
-import math
-import reprlib
-import types
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
-from elaunch.errors import ProtocolError
-
-VERSION = 3
 NAMES_SHOWN = 8  # in a message
-MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
-MOST = 2**53  # of a number
-LIMITS = {
-    "slots": (1, 4096),
-    "local_rank": (0, 4095),
-    "port": (0, 65535),
-    "master_port": (0, 65535),
-    "attempt": (0, 2**48),
-    "generation": (0, 2**48),
-    "number": (0, 2**48),
-    "reset_generation": (0, 2**48),
-    "settled": (0, 2**48),
-    "aborts_step_before": (0, 2**48),
-}
-"""Fields whose numbers have narrower bounds, in whichever document."""
-
-Document = TypeVar("Document")
 
 
 def job_prefix(job: str) -> str:
@@ -203,87 +177,202 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeDoc:
-    """One node's report. `order` is the store's revision at which it joined; it is not written.
+class WorkerSummary:
+    """What is true of all workers of a node together.
 
-    At `liveness_address` (host:port) the agent listens for nothing but this: where nobody listens any more, it is
-    dead. `rank` is what the user has fixed (--node-rank), 0 for all where nothing is. `took_part` says that a worker
-    of this agent has been a member in the present attempt, `takes_plans` that its workers can go over to any plan
-    (`elaunch.hybrid()`). `saved` is the number of steps in the newest checkpoint that it knows of. `settled` is the
-    newest generation that all its members have entered; only a node some of whose workers are to leave tells it.
-    `excused` are workers that are to leave although the node stays. `cut` are nodes which it cannot reach although
-    they may be well. `stalled` are its members, as long as all of them wait for longer than they may. `broken` are
-    links to live peers that failed its members in the present generation.
-    `committed` is the newest generation in which a step has committed; only the first member's node tells it, and only
-    during a streak of generations without one.
+    Attributes:
+        elastic: one of them uses elaunch.
+        took_part: one of this agent's has been a member in the present attempt.
+        takes_plans: they can go over to any plan (`elaunch.hybrid()`).
+        finished: each has ended well, and there was at least one.
+        failed: why none runs or will; empty while that is not so.
+    """
+
+    elastic: bool = False
+    took_part: bool = False
+    takes_plans: bool = False
+    finished: bool = False
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgress:
+    """How far a node has followed the job.
+
+    Attributes:
+        attempt: the newest one of which all former workers have ended here.
+        generation: the newest that it has heard of.
+        plan_request: id of the request by whose plan all its members go; empty before the first.
+        committed: the newest generation in which a step has committed; only the first member's node tells it, and only
+            during a streak of generations without one.
+        saved: number of steps in the newest checkpoint that it knows of; None: it knows of none.
+    """
+
+    attempt: int = 0
+    generation: int = 0
+    plan_request: str = ""
+    committed: int = 0
+    saved: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFaults:
+    """What is wrong between a node and others, as its workers and its probes have found.
+
+    Attributes:
+        unreachable: workers of other nodes that cannot be reached, and own ones that ended before they could leave.
+        broken: links to live peers that failed its members in the present generation.
+        reset_generation: the generation whose links are to be made anew; 0: none.
+        cut: nodes which it cannot reach although they may be well.
+        stalled: its members, as long as all of them wait for longer than they may.
+    """
+
+    unreachable: tuple[str, ...] = ()
+    broken: tuple[BrokenLink, ...] = ()
+    reset_generation: int = 0
+    cut: tuple[Cut, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Who of a node is to leave the job.
+
+    Attributes:
+        draining: all of it.
+        excused: workers that are to leave although the node stays.
+        settled: the newest generation that all its members have entered; told only where some of them are to leave.
+    """
+
+    draining: bool = False
+    excused: tuple[str, ...] = ()
+    settled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDoc:
+    """One node's report.
+
+    Attributes:
+        node: its name.
+        host: the address at which workers of other nodes reach it.
+        slots: how many workers it runs.
+        workers: those that live.
+        role: as the user has named it (--role).
+        rank: as the user has fixed it (--node-rank); 0 for all where nothing is.
+        port: offered to the workers for their own rendezvous.
+        liveness_address: host:port at which the agent listens for nothing but this: where nobody listens any more, it
+            is dead.
+        cause: the last event that changed the job's members here, for people.
+        cause_t: its Unix time in seconds; 0: unknown.
+        summary: of its workers.
+        progress: how far it has followed the job.
+        peers: what is wrong between it and others.
+        departure: who of it is to leave.
+        order: the store's revision at which it joined; it is not written.
     """
 
     node: str
     host: str
     slots: int
     workers: tuple[NodeWorker, ...] = ()
-    attempt: int = 0
-    elastic: bool = False
-    draining: bool = False
-    finished: bool = False
-    failed: str = ""
-    cause: str = ""
-    cause_t: float = 0.0
-    unreachable_peers: tuple[str, ...] = ()
-    reset_generation: int = 0
-    port: int = 0
-    liveness_address: str = ""
-    generation: int = 0
-    took_part: bool = False
-    takes_plans: bool = False
-    plan_request: str = ""
-    saved: int | None = None
-    settled: int = 0
-    excused: tuple[str, ...] = ()
-    cut: tuple[Cut, ...] = ()
-    stalled: tuple[Stalled, ...] = ()
-    broken: tuple[BrokenLink, ...] = ()
-    committed: int = 0
     role: str = "default"
     rank: int = 0
+    port: int = 0
+    liveness_address: str = ""
+    cause: str = ""
+    cause_t: float = 0.0
+    summary: WorkerSummary = WorkerSummary()
+    progress: NodeProgress = NodeProgress()
+    peers: PeerFaults = PeerFaults()
+    departure: Departure = Departure()
     order: int = field(default=0, compare=False)
+
+    @property
+    def draining(self) -> bool:
+        """Return whether all its workers are to leave."""
+        return self.departure.draining
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """Where the workers of an attempt meet for a rendezvous of their own: MASTER_ADDR and MASTER_PORT."""
+
+    addr: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often, and from where, all workers of a job were started again.
+
+    Attributes:
+        count: how often it was because of a failure.
+        saved: number of steps in the checkpoint from which the present attempt began; None: it began without one.
+        resumes: how often the job has gone back to that checkpoint.
+    """
+
+    count: int = 0
+    saved: int | None = None
+    resumes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedPlan:
+    """The plan that was asked for last in an attempt: its text, and the id of the request; both empty before one."""
+
+    text: str = ""
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """An agreed, numbered, ordered list of workers. A rank is a position in it.
 
-    `aborts_step_before` is the newest generation, up to this one, at which a member was lost or a link had to be made
-    anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two steps.
-    `begun` says that some worker has held state before: without a holder of state, the job cannot go on.
-    `roles` are those of its nodes, by name, where they are not all the same.
-    `hold` tells the members to keep their state and wait: the job has fewer nodes than its minimum.
-    `plan` is the text of the plan that was asked for last in this attempt, and `plan_request` the id of that request,
-    both empty while there was none. A member that has not acted on this request yet does so when it changes over.
-    `saved` is the number of steps in the checkpoint from which this attempt began, and `resumes` how often the job has
-    gone back to that one. `streak` counts the urgent generations up to this one between which no step is known to have
-    committed.
+    Attributes:
+        number: one more than that of the generation before.
+        stage: what its workers do.
+        workers: by rank.
+        attempt: how often all workers were started again.
+        restarts: how often because of a failure, and from which checkpoint.
+        cause: why it was made, for people.
+        cause_t: Unix time of that in seconds; 0: unknown.
+        aborts_step_before: the newest generation, up to this one, at which a member was lost or a link had to be made
+            anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two.
+        begun: some worker has held state before: without a holder of state, the job cannot go on.
+        hold: the members are to keep their state and wait: the job has fewer nodes than its minimum.
+        leaving: workers that were told to leave and are still there.
+        master: where its workers meet.
+        roles: those of its nodes, by name, where they are not all the same.
+        requested_plan: a member that has not acted on this request yet does so when it changes over.
+        streak: the urgent generations up to this one between which no step is known to have committed.
     """
 
     number: int
     stage: Stage
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
-    restarts: int = 0
+    restarts: Restarts = Restarts()
     cause: str = ""
     cause_t: float = 0.0
     aborts_step_before: int = 0
     begun: bool = False
     hold: bool = False
     leaving: tuple[str, ...] = ()
-    master_addr: str = ""
-    master_port: int = 0
+    master: Master = Master()
     roles: tuple[tuple[str, str], ...] = ()
-    plan: str = ""
-    plan_request: str = ""
-    saved: int | None = None
-    resumes: int = 0
+    requested_plan: RequestedPlan = RequestedPlan()
     streak: Streak = Streak()
+
+    @property
+    def plan(self) -> str:
+        """Return the text of the plan that was asked for last in this attempt; empty before one was."""
+        return self.requested_plan.text
+
+    @property
+    def plan_request(self) -> str:
+        """Return the id of the request for that plan; empty before one."""
+        return self.requested_plan.request
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -347,115 +436,6 @@ class Result:
 
     succeeded: bool
     message: str = ""
-
-
-def to_json(document: Any) -> bytes:
-    """Write a document with its kind and version. Half of a surrogate pair, as in names of odd files, becomes `?`."""
-    body = asdict(document)
-    body.pop("order", None)
-    text = json.dumps(
-        {"kind": type(document).__name__, "v": VERSION, **body}, separators=(",", ":"), ensure_ascii=False
-    )
-    return text.encode(errors="replace")
-
-
-def from_json(kind: type[Document], data: bytes) -> Document:
-    """Read a document of the given kind.
-
-    Raises:
-        ProtocolError: it is damaged, of another kind or of another version. No bytes raise anything else.
-    """
-    try:
-        body = read_json(data)
-        found, version = body.pop("kind"), body.pop("v")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"expected a {kind.__name__} document, found {data[:80]!r} ({_plain(error)})") from error
-    if found != kind.__name__ or version != VERSION:
-        raise ProtocolError(
-            f"expected {kind.__name__} version {VERSION}, found {_shown(found)} version {_shown(version)}: "
-            "all nodes of a job must run the same version of elaunch"
-        )
-    try:
-        document: Document = _build(kind, body)
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise ProtocolError(f"damaged {kind.__name__} document: {_plain(error)}") from error
-    return document
-
-
-def read_json(data: str | bytes) -> Any:
-    """Read JSON of unknown origin; raises `ValueError` for whatever is none, is too large, nested or no UTF-8."""
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes; at most {MOST_BYTES} are expected")
-    try:
-        return json.loads(data if isinstance(data, str) else data.decode(), parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _shown(value: Any) -> str:
-    """Show the beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
-    return ascii(value) if value is None or isinstance(value, bool) else _plain(reprlib.repr(value)).strip("'")
-
-
-def _plain(value: object) -> str:
-    return str(value).encode("ascii", "backslashreplace").decode()[:200]
-
-
-@functools.cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Return the types of a document's fields. Finding them for each of thousands of workers would take seconds."""
-    return get_type_hints(kind)
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """Check a JSON value against a type and build that type: dataclasses, enums, tuples, unions and plain scalars."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise TypeError(f"{kind.__name__} is {_shown(value)}")
-        hints = _hints(kind)
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise ValueError(f"unknown fields {_shown(sorted(unknown))}")
-        return kind(**{name: _bounded(name, _build(hints[name], item)) for name, item in value.items()})
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if not isinstance(value, str):
-            raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
-        return kind(value)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"expected a list, found {_shown(value)}")
-        kinds = get_args(kind)
-        if len(kinds) == 2 and kinds[1] is not ...:
-            if len(value) != 2:
-                raise ValueError(f"expected a pair, found {_shown(value)}")
-            return _build(kinds[0], value[0]), _build(kinds[1], value[1])
-        return tuple(_build(kinds[0], item) for item in value)
-    if get_origin(kind) is types.UnionType:
-        if value is None:
-            return None
-        return _build(next(arg for arg in get_args(kind) if arg is not type(None)), value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
-    if kind is str:
-        value.encode()  # half of a surrogate pair cannot be written again
-    elif kind is float and not math.isfinite(value):
-        raise ValueError(f"{value} is no time")
-    return value
-
-
-def _bounded(name: str, value: Any) -> Any:
-    """Refuse a number that would hurt: one makes a list of so many, or counts on from it."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        least, most = LIMITS.get(name, (-MOST, MOST))
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {_shown(value)}, expected {least} to {most}")
-    return value
 
 
 def with_order(doc: NodeDoc, created: int) -> NodeDoc:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from elaunch.errors import ProtocolError, RequestRefused, StoreUnavailable
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.intake import is_ours, read_generation, read_node, read_size
 from elaunch.rendezvous.membership import (
     DrainRequest,
@@ -18,9 +19,7 @@ from elaunch.rendezvous.membership import (
     NodeDoc,
     PlanRequest,
     Result,
-    from_json,
     job_prefix,
-    to_json,
 )
 from elaunch.rendezvous.store import Event, Store
 

@@ -105,7 +105,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         etcd = EtcdStore(
             ",".join(join_endpoint(host, port) for host, port in addresses),
             timeout_s=conf.connect_timeout or CONNECT_S,
-            **conf.credentials(),
+            **conf.etcd.arguments(),
         )
     try:
         backend = EtcdBackend(etcd, params.run_id, _choose_ttl_s(conf, "lease_ttl" in params.config))

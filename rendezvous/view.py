@@ -83,7 +83,7 @@ class Decision:
 
 def next_generation(view: View) -> int:
     """Returns the number after all known ones. Nodes remember the newest they saw, in case the store loses its data."""
-    known = [doc.generation for doc in view.nodes]
+    known = [doc.progress.generation for doc in view.nodes]
     if view.generation is not None:
         known.append(view.generation.number)
     return max(known, default=0) + 1
@@ -96,7 +96,7 @@ def absence_in_doubt(view: View, now_s: float, settings: Settings) -> bool:
 
 def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
     """Returns the workers of a node that can join in an attempt, in the order of their slots."""
-    if doc.attempt < attempt:
+    if doc.progress.attempt < attempt:
         return ()  # it has still to hear that all start again
     return tuple(
         Worker(worker.id, doc.node, worker.local_rank, worker.address)
@@ -107,9 +107,10 @@ def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
 
 def first_failure(nodes: Iterable[NodeDoc]) -> str:
     """Returns the failure that came first and so, clocks of machines permitting, made the others fail; "": none."""
-    return min(((doc.cause_t, doc.failed) for doc in nodes if doc.failed), default=(0.0, ""))[1]
+    failed = ((doc.cause_t, doc.summary.failed) for doc in nodes if doc.summary.failed)
+    return min(failed, default=(0.0, ""))[1]
 
 
 def newest_checkpoint(nodes: Iterable[NodeDoc]) -> int | None:
     """Returns the number of steps in the newest checkpoint that any node knows of; None: there is none."""
-    return max((doc.saved for doc in nodes if doc.saved is not None), default=None)
+    return max((doc.progress.saved for doc in nodes if doc.progress.saved is not None), default=None)

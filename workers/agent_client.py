@@ -18,7 +18,8 @@ from elaunch import threads
 from elaunch.detect import hang
 from elaunch.errors import JobFailed
 from elaunch.failures import ERROR_FILE, record_own_error
-from elaunch.rendezvous.membership import Generation, Stage, Worker, from_json
+from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.membership import Generation, Stage, Worker
 from elaunch.wire import (
     Announce,
     Attach,

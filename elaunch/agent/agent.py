@@ -45,6 +45,7 @@ from elaunch.detect.host import ancestors
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.errors import DeviceError, ElaunchError, ProtocolError
 from elaunch.policy.stragglers import track
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.membership import (
     Cut,
@@ -55,7 +56,6 @@ from elaunch.rendezvous.membership import (
     Result,
     node_of,
     split_address,
-    to_json,
 )
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
@@ -114,7 +114,7 @@ class Agent:
         self._hosts = hosts
         self._config = config
         self._supervisor = supervisor
-        self._argv, self._program = command(config)
+        self._argv, self._program = command(config.program)
         self._selector = selectors.DefaultSelector()
         self._news: deque[tuple[Callable[[Lifecycle], list[Action]], Generation | None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -131,16 +131,16 @@ class Agent:
             self._selector.register(self._watchdog, selectors.EVENT_READ, self._watchdog)
         listener = listen(host)
         self._liveness = Accepting(self._selector, listener, listener, self.say)
-        self._events = EventLog(config.events, config.node, config.events_to_console)
+        self._events = EventLog(config.output.events, config.node, config.output.events_to_console)
         self.token = ""
         self._exit: Exit | None = None
         self._quiet = False
         self._signals: deque[int] = deque()
-        stop_limits_s = {"T": config.conf.stop_timeout}
+        stop_limits_s = {"T": config.rendezvous.conf.stop_timeout}
         with contextlib.suppress(ValueError):
             if (stuck_s := float(os.environ.get(STUCK_LIMIT, ""))) > 0:
                 stop_limits_s["D"] = stuck_s
-        self._hangs = HangWatch(config.hang, stop_limits_s, self._found)
+        self._hangs = HangWatch(config.detection.hang, stop_limits_s, self._found)
         self._life = Lifecycle(
             NodeSettings(
                 node=config.node,
@@ -149,16 +149,16 @@ class Agent:
                 min_nodes=config.min_nodes,
                 max_nodes=config.max_nodes,
                 max_restarts=config.max_restarts,
-                shutdown_s=config.shutdown_timeout,
+                shutdown_s=config.stop.shutdown_timeout,
                 role=config.role,
-                rank=config.node_rank,
-                warm_start=config.warm and config.warm_start,
+                rank=config.rendezvous.node_rank,
+                warm_start=config.start.warm and config.start.warm_start,
             ),
             port=free_port(host),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
         )
         self._monitor = Monitor(
-            config.health,
+            config.detection.health,
             config.node,
             config.nproc_per_node,
             os.environ,
@@ -167,9 +167,11 @@ class Agent:
             lambda findings: self.post(partial(self._on_findings, findings)),
             self.say,
         )
-        self._reach = Reach(lambda cut, well: self.post(partial(self._on_reach, cut, well)), config.conf.link_timeout)
+        self._reach = Reach(
+            lambda cut, well: self.post(partial(self._on_reach, cut, well)), config.rendezvous.conf.link_timeout
+        )
         self._attempt = 0
-        conf = config.conf
+        conf = config.rendezvous.conf
         self._participant = Participant(
             open_store,
             config.job,
@@ -177,7 +179,7 @@ class Agent:
                 config.min_nodes,
                 config.max_nodes,
                 config.max_restarts,
-                checkpoint_every=config.checkpoints.every if config.checkpoints is not None else 0,
+                checkpoint_every=config.training.checkpoints.every if config.training.checkpoints is not None else 0,
             ),
             Settings(
                 min_nodes=config.min_nodes,
@@ -201,11 +203,11 @@ class Agent:
         Returns:
             torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1.
         """
-        wanted = (*self._config.signals, *(one for one in ANNOUNCEMENTS if one not in self._config.signals))
+        wanted = (*self._config.stop.signals, *(one for one in ANNOUNCEMENTS if one not in self._config.stop.signals))
         handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
         former_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._participant.start()
-        notices = Notices(self._config.notices, self._announced, self.say)
+        notices = Notices(self._config.stop.notices, self._announced, self.say)
         self._monitor.start()
         try:
             while self._exit is None:
@@ -335,7 +337,7 @@ class Agent:
 
     def _on_number(self, number: int) -> list[Action]:
         """Act on a signal; those that announce an end are not those that make one, if the user did not say so."""
-        if number in self._config.signals:
+        if number in self._config.stop.signals:
             return self._life.on_signal(number, time.monotonic())
         if number == ALL_LEAVE:
             self._participant.drain_all(f"{signal_name(number)} to node {self._config.node}")
@@ -369,7 +371,7 @@ class Agent:
                     for line in self._watchdog.forget(message["pid"]):
                         self.say(line)
                 local_rank = slot.local_rank if slot else None
-                if number is not None and self._config.policy_config.allow_dvfs and slot is not None:
+                if number is not None and self._config.training.policy.allow_dvfs and slot is not None:
                     self._give_back_clock(slot.local_rank)
                 self._log(
                     "worker_exited", t=message["t"], worker=worker, pid=message["pid"], local_rank=local_rank, **ended
@@ -573,7 +575,7 @@ class Agent:
             )
             who = f"{found.subject} of worker {worker}" if worker else found.subject
             self.say(f"{who}: {found.text}")
-            if found.verdict >= Verdict.DRAIN and self._config.health.policy == "drain":
+            if found.verdict >= Verdict.DRAIN and self._config.detection.health.policy == "drain":
                 actions.extend(life.on_sick(f"{found.subject}: {found.text}", time.monotonic()))
         return actions
 
@@ -591,11 +593,11 @@ class Agent:
                     if connection is not None:
                         connection.send(Announce(to_json(action.generation).decode()))
                 case Warm():
-                    if self._config.warm and self._program is not None:
+                    if self._config.start.warm and self._program is not None:
                         env = {**os.environ}
                         if self._config.nproc_per_node > 1:
                             env.setdefault("OMP_NUM_THREADS", "1")
-                        self._supervisor.warm(env, self._config.preload)
+                        self._supervisor.warm(env, self._config.start.preload)
                 case Say():
                     self.say(action.text)
                 case Exit():
@@ -698,6 +700,9 @@ def _address(text: str) -> str:
 
 def _folders(config: AgentConfig) -> list[str]:
     """Where this node's part of the job writes."""
-    found = [config.logs.log_dir, config.checkpoints.folder if config.checkpoints is not None else None]
-    found.append(os.path.dirname(config.events) or "." if config.events else None)
+    found = [
+        config.output.logs.log_dir,
+        config.training.checkpoints.folder if config.training.checkpoints is not None else None,
+    ]
+    found.append(os.path.dirname(config.output.events) or "." if config.output.events else None)
     return [str(folder) for folder in (*found, tempfile.gettempdir()) if folder]

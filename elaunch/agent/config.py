@@ -42,48 +42,147 @@ class HealthSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DetectionSettings:
+    """How trouble is looked for: in devices and the machine, in workers that hang, and in the node before it joins."""
+
+    health: HealthSettings = field(default_factory=HealthSettings)
+    hang: HangTimeout = field(default_factory=HangTimeout)
+    node_check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousSettings:
+    """Where and how the nodes meet.
+
+    Attributes:
+        backend: `standalone` for a job on this machine alone, else `static`, `c10d` or `etcd`.
+        endpoint: where the etcd of that one is.
+        conf: the keys of `--rdzv-conf`.
+        node_rank: of this node, where the user has fixed it.
+        master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
+    """
+
+    backend: str
+    endpoint: str = ""
+    conf: RendezvousConf = field(default_factory=RendezvousConf)
+    node_rank: int = 0
+    master: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgram:
+    """What each worker runs.
+
+    Attributes:
+        script: a path, or the name of a module or program.
+        args: its arguments.
+        module: it is the name of a module, as for `python -m`.
+        no_python: it is a program.
+        run_path: it is run by `runpy.run_path`, as torchrun's --run-path.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartSettings:
+    """How workers are started.
+
+    Attributes:
+        numa_binding: to which CPUs they are bound; empty: to none.
+        virtual_local_rank: each sees one device only, as the first.
+        warm: replacements are forks of a process that has `preload` imported.
+        warm_start: the first workers are, too.
+        preload: modules.
+    """
+
+    numa_binding: str = ""
+    virtual_local_rank: bool = False
+    warm: bool = True
+    warm_start: bool = False
+    preload: tuple[str, ...] = PRELOAD
+
+
+@dataclass(frozen=True, slots=True)
+class StopSettings:
+    """What ends the workers of this node.
+
+    Attributes:
+        signals: to the agent.
+        notices: sources of announcements that the node will be taken away, each with its name.
+        shutdown_timeout: seconds after which workers that were told to end are killed.
+    """
+
+    signals: tuple[int, ...] = DEFAULT_SIGNALS
+    notices: tuple[tuple[str, Notice], ...] = ()
+    shutdown_timeout: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSettings:
+    """Where the streams of workers and the events of the agent go.
+
+    Attributes:
+        logs: of the workers.
+        logs_specs: the entry point that decides on those instead; empty: none.
+        events: path of the event log; None: there is none.
+        events_to_console: events go to standard error, too.
+    """
+
+    logs: LogSettings = field(default_factory=LogSettings)
+    logs_specs: str = ""
+    events: str | None = None
+    events_to_console: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What scripts that use elaunch are told: where checkpoints go, and how plans are chosen."""
+
+    checkpoints: Checkpointing | None = None
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class AgentConfig:
     """Everything an agent is told.
 
-    `backend` is `standalone` for a job on this machine alone, else `static`, `c10d` or `etcd`; `endpoint` is where that
-    one's etcd is. `master` is what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
+    Attributes:
+        min_nodes, max_nodes: of the job.
+        nproc_per_node: workers of this node.
+        job: its name, the same for all nodes.
+        rendezvous: where and how they meet.
+        program: what each worker runs.
+        max_restarts: how often workers are started again after failures; None: as often as that makes sense.
+        node: name of this node.
+        role: of its workers.
+        local_addr: the address at which other nodes reach this one; empty: it is found out.
+        start: how workers are started.
+        stop: what ends them.
+        output: where their streams and the events go.
+        detection: how trouble is looked for.
+        training: what scripts that use elaunch are told.
     """
 
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
-    backend: str
-    endpoint: str
     job: str
-    script: str
-    script_args: tuple[str, ...] = ()
-    conf: RendezvousConf = field(default_factory=RendezvousConf)
+    rendezvous: RendezvousSettings
+    program: WorkerProgram
     max_restarts: int | None = None
-    module: bool = False
-    no_python: bool = False
-    run_path: bool = False
-    local_addr: str = ""
     node: str = ""
-    node_rank: int = 0
-    master: tuple[str, int] | None = None
     role: str = "default"
-    signals: tuple[int, ...] = DEFAULT_SIGNALS
-    logs: LogSettings = field(default_factory=LogSettings)
-    logs_specs: str = ""
-    numa_binding: str = ""
-    virtual_local_rank: bool = False
-    events: str | None = None
-    events_to_console: bool = False
-    warm: bool = True
-    warm_start: bool = False
-    preload: tuple[str, ...] = PRELOAD
-    shutdown_timeout: float = 30.0
-    notices: tuple[tuple[str, Notice], ...] = ()
-    checkpoints: Checkpointing | None = None
-    policy_config: PolicyConfig = field(default_factory=PolicyConfig)
-    health: HealthSettings = field(default_factory=HealthSettings)
-    node_check: bool = False
-    hang: HangTimeout = field(default_factory=HangTimeout)
+    local_addr: str = ""
+    start: StartSettings = field(default_factory=StartSettings)
+    stop: StopSettings = field(default_factory=StopSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+    detection: DetectionSettings = field(default_factory=DetectionSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
 
 
 def parse_nproc(text: str) -> int:

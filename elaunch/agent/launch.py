@@ -12,13 +12,13 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
-from elaunch.agent.config import STATIC_SHIFT, AgentConfig
+from elaunch.agent.config import STATIC_SHIFT, AgentConfig, RendezvousSettings
 from elaunch.agent.forkserver import end_with_parent
 from elaunch.agent.local_jobs import LocalJob, make_folder, register
 from elaunch.agent.supervisor import Supervisor, problem_with
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
-from elaunch.rendezvous.conf import ETCD_PORT, own_address, parse_endpoint
+from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 def launch(config: AgentConfig) -> int:
     """Start this node's agent, with a rendezvous of its own where the settings ask for one, and run it to its end."""
     _follow_caller()
-    problem = problem_with(config)
+    problem = problem_with(config.program)
     if problem:
         raise LaunchError(problem)
-    _check_events(config)
-    if config.checkpoints is not None:
-        make_checkpoint_folder(config.checkpoints, "--checkpoint-dir")
+    _check_events(config.output.events, config.node)
+    if config.training.checkpoints is not None:
+        make_checkpoint_folder(config.training.checkpoints, "--checkpoint-dir")
     hosted: EmbeddedEtcd | None = None
     directory = ""
     registration: BinaryIO | None = None
-    handlers = {number: signal.signal(number, _stop_early) for number in config.signals}
+    handlers = {number: signal.signal(number, _stop_early) for number in config.stop.signals}
     try:
-        hosted, directory, host = _host_rendezvous(config)
+        hosted, directory, host = _host_rendezvous(config.rendezvous, config.local_addr)
         supervisor = Supervisor()
         try:
             if directory:
@@ -51,19 +51,20 @@ def launch(config: AgentConfig) -> int:
             from elaunch.agent.agent import Agent
             from elaunch.rendezvous.etcd import EtcdStore
 
-            if hosted is not None and not _serves(hosted, config):
+            if hosted is not None and not _serves(hosted, config.rendezvous):
                 hosted.stop()
                 hosted = None
             if hosted is not None:
                 registration = register(directory, LocalJob(config.job, hosted.endpoint, os.getpid()))
-            open_store = partial(_open_store, EtcdStore, config, hosted.endpoint if hosted else config.endpoint)
+            endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
+            open_store = partial(_open_store, EtcdStore, config.rendezvous.conf, endpoint)
             folders = None
-            if config.logs_specs:
+            if config.output.logs_specs:
                 from elaunch.agent.plugins import plugin_folders
 
                 folders = plugin_folders(config)
-            hosts = hosted is not None and config.backend != "standalone"
-            figures = _check_node(config, open_store) if config.node_check else ""
+            hosts = hosted is not None and config.rendezvous.backend != "standalone"
+            figures = _check_node(config, open_store) if config.detection.node_check else ""
             agent = Agent(config, open_store, supervisor, host, folders, hosts, figures)
         except BaseException:
             supervisor.close()
@@ -98,7 +99,7 @@ def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str
         config.nproc_per_node,
         config.max_nodes,
         os.environ,
-        config.conf.connect_timeout,
+        config.rendezvous.conf.connect_timeout,
     )
     print(f"[elaunch {config.node}] node check: {own.text()}", file=sys.stderr, flush=True)
     return own.to_json()
@@ -116,35 +117,35 @@ def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
     raise LaunchError(f"stopped by {signal.Signals(number).name}")
 
 
-def _serves(hosted: EmbeddedEtcd, config: AgentConfig) -> bool:
+def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings) -> bool:
     """Wait for the rendezvous of this node; False when another node of this machine was quicker to host it."""
     try:
-        hosted.wait_ready(config.conf.connect_timeout)
+        hosted.wait_ready(rendezvous.conf.connect_timeout)
     except LaunchError:
-        if config.backend != "c10d" or is_free_here(*parse_endpoint(config.endpoint, ETCD_PORT)):
+        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint, ETCD_PORT)):
             raise
         return False
     return True
 
 
-def _check_events(config: AgentConfig) -> None:
-    if config.events:
-        path = config.events.replace("%n", config.node)
+def _check_events(events: str | None, node: str) -> None:
+    if events:
+        path = events.replace("%n", node)
         folder = os.path.dirname(path) or "."
         if not os.access(folder, os.W_OK):
-            raise LaunchError(f"--events {config.events}: the folder {folder} does not exist or cannot be written to")
+            raise LaunchError(f"--events {events}: the folder {folder} does not exist or cannot be written to")
         if os.path.exists(path) and (os.path.isdir(path) or not os.access(path, os.W_OK)):
-            raise LaunchError(f"--events {config.events}: {path} cannot be written to")
+            raise LaunchError(f"--events {events}: {path} cannot be written to")
 
 
-def _host_rendezvous(config: AgentConfig) -> tuple[EmbeddedEtcd | None, str, str]:
+def _host_rendezvous(rendezvous: RendezvousSettings, local_addr: str) -> tuple[EmbeddedEtcd | None, str, str]:
     """Start an etcd where this node is to host it; tell its folder, and the address of this node."""
-    if config.backend == "standalone":
-        host, name, port = config.local_addr or "127.0.0.1", "127.0.0.1", 0
+    if rendezvous.backend == "standalone":
+        host, name, port = local_addr or "127.0.0.1", "127.0.0.1", 0
     else:
-        name, port = parse_endpoint(config.endpoint.split(",")[0], ETCD_PORT)
-        host = config.local_addr or own_address(name, port)
-        if not _is_host(config, name, port):
+        name, port = parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)
+        host = local_addr or own_address(name, port)
+        if not _is_host(rendezvous, name, port):
             return None, "", host
     find_etcd()
     directory = make_folder()
@@ -153,9 +154,9 @@ def _host_rendezvous(config: AgentConfig) -> tuple[EmbeddedEtcd | None, str, str
         hosted.start()
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
-        if isinstance(error, LaunchError) and config.backend == "c10d" and not is_free_here(name, port):
+        if isinstance(error, LaunchError) and rendezvous.backend == "c10d" and not is_free_here(name, port):
             return None, "", host  # another node of this machine was quicker
-        if isinstance(error, LaunchError) and config.backend == "static":
+        if isinstance(error, LaunchError) and rendezvous.backend == "static":
             raise LaunchError(
                 f"{error} (the nodes meet at a port {STATIC_SHIFT} beside --master-port: give all of them another one)"
             ) from error
@@ -163,12 +164,12 @@ def _host_rendezvous(config: AgentConfig) -> tuple[EmbeddedEtcd | None, str, str
     return hosted, directory, host
 
 
-def _is_host(config: AgentConfig, name: str, port: int) -> bool:
-    if config.backend == "static":
-        return config.node_rank == 0
-    if config.backend != "c10d":
+def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
+    if rendezvous.backend == "static":
+        return rendezvous.node_rank == 0
+    if rendezvous.backend != "c10d":
         return False
-    return is_free_here(name, port) if config.conf.is_host is None else config.conf.is_host
+    return is_free_here(name, port) if rendezvous.conf.is_host is None else rendezvous.conf.is_host
 
 
 def is_free_here(name: str, port: int) -> bool:
@@ -184,5 +185,5 @@ def is_free_here(name: str, port: int) -> bool:
         return False
 
 
-def _open_store(kind: type[EtcdStore], config: AgentConfig, endpoint: str) -> EtcdStore:
-    return kind(endpoint, timeout_s=min(5.0, config.conf.connect_timeout), **config.conf.credentials())
+def _open_store(kind: type[EtcdStore], conf: RendezvousConf, endpoint: str) -> EtcdStore:
+    return kind(endpoint, timeout_s=min(5.0, conf.connect_timeout), **conf.etcd.arguments())

@@ -73,12 +73,11 @@ def plugin_folders(config: AgentConfig) -> PluginFolders:
     Raises:
         LaunchError: no package has registered it, or it cannot be made.
     """
-    entry = find(LOGS_SPECS, config.logs_specs)
+    name = config.output.logs_specs
+    entry = find(LOGS_SPECS, name)
     if entry is None:
-        raise LaunchError(
-            f"--logs-specs={config.logs_specs}: no installed package has registered it as a {LOGS_SPECS} entry point"
-        )
-    logs = config.logs
+        raise LaunchError(f"--logs-specs={name}: no installed package has registered it as a {LOGS_SPECS} entry point")
+    logs = config.output.logs
     try:
         multiprocessing = importlib.import_module("torch.distributed.elastic.multiprocessing")
         specs = entry.load()(
@@ -88,9 +87,7 @@ def plugin_folders(config: AgentConfig) -> PluginFolders:
             local_ranks_filter=set(logs.local_ranks_filter) if logs.local_ranks_filter else None,
         )
     except Exception as error:  # of code that is not ours
-        raise LaunchError(
-            f"--logs-specs={config.logs_specs} ({entry.value}): {type(error).__name__}: {error}"
-        ) from error
+        raise LaunchError(f"--logs-specs={name} ({entry.value}): {type(error).__name__}: {error}") from error
     return PluginFolders(specs, config.job, config.nproc_per_node)
 
 

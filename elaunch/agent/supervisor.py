@@ -19,7 +19,7 @@ from elaunch.errors import ProtocolError
 from elaunch.wire import LINK_TIMEOUT
 
 if TYPE_CHECKING:
-    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.config import AgentConfig, WorkerProgram
     from elaunch.agent.decisions.actions import Start
 
 
@@ -105,26 +105,27 @@ class Supervisor:
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def command(config: AgentConfig) -> tuple[list[str], dict[str, Any] | None]:
+def command(program: WorkerProgram) -> tuple[list[str], dict[str, Any] | None]:
     """What a worker executes: its argv, and the program for a warm fork where the script is Python's."""
-    if config.no_python:
-        return [config.script, *config.script_args], None
+    if program.no_python:
+        return [program.script, *program.args], None
     python = os.environ.get("PYTHON_EXEC") or sys.executable
-    if config.run_path:
-        return [sys.executable, "-u", "-c", _RUN_PATH, config.script, *config.script_args], None
-    argv = [python, "-u", *(["-m"] if config.module else []), config.script, *config.script_args]
+    if program.run_path:
+        return [sys.executable, "-u", "-c", _RUN_PATH, program.script, *program.args], None
+    argv = [python, "-u", *(["-m"] if program.module else []), program.script, *program.args]
     if os.environ.get("PYTHON_EXEC"):
         return argv, None
-    return argv, {"module": config.module, "target": config.script, "args": list(config.script_args)}
+    return argv, {"module": program.module, "target": program.script, "args": list(program.args)}
 
 
-def problem_with(config: AgentConfig) -> str:
+def problem_with(program: WorkerProgram) -> str:
     """Say why the script cannot be run, as far as that shows before anything is started; empty if it can."""
-    if config.no_python:
-        return "" if shutil.which(config.script) else f"{config.script}: no such program"
-    if config.module or os.path.isfile(config.script):
+    script = program.script
+    if program.no_python:
+        return "" if shutil.which(script) else f"{script}: no such program"
+    if program.module or os.path.isfile(script):
         return ""
-    return f"{config.script}: no such file" if not os.path.exists(config.script) else f"{config.script}: not a file"
+    return f"{script}: no such file" if not os.path.exists(script) else f"{script}: not a file"
 
 
 def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
@@ -143,7 +144,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         places.append(place)
     peers = [each for each in places if each == place or roles.get(each[0], config.role) == config.role]
     rank, size = places.index(place), max(len(places), config.nproc_per_node)
-    address, port = config.master or (generation.master_addr, generation.master_port)
+    address, port = config.rendezvous.master or (generation.master.addr, generation.master.port)
     variables: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": start.local_rank,
@@ -156,20 +157,20 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "ROLE_WORLD_SIZE": max(len(peers), config.nproc_per_node),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": generation.restarts,
+        "TORCHELASTIC_RESTART_COUNT": generation.restarts.count,
         "TORCHELASTIC_MAX_RESTARTS": config.max_restarts or 0,
         "TORCHELASTIC_RUN_ID": config.job,
         # The store at MASTER_ADDR:MASTER_PORT is the one that the worker of rank 0 makes.
         "TORCHELASTIC_USE_AGENT_STORE": False,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.signals),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.stop.signals),
         "ELAUNCH_CONTROL": control,
         "ELAUNCH_WORKER": start.worker,
     }
-    variables |= config.policy_config.variables()
-    variables[hang.VARIABLE] = config.hang
-    variables[LINK_TIMEOUT] = config.conf.link_timeout
-    if config.checkpoints is not None:
-        variables |= {FOLDER: config.checkpoints.folder, EVERY: config.checkpoints.every}
+    variables |= config.training.policy.variables()
+    variables[hang.VARIABLE] = config.detection.hang
+    variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
+    if (checkpoints := config.training.checkpoints) is not None:
+        variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc_per_node > 1:
@@ -188,7 +189,7 @@ def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
     Raises:
         LaunchError: CUDA_VISIBLE_DEVICES names fewer devices than there are workers.
     """
-    if not config.virtual_local_rank:
+    if not config.start.virtual_local_rank:
         return {}
     from elaunch.agent.placement import virtual_local_rank
 
@@ -201,14 +202,14 @@ def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
     Raises:
         LaunchError: there is no GPU to bind to, or none of its CPUs may be used.
     """
-    if not config.numa_binding:
+    if not config.start.numa_binding:
         return {}
     from elaunch.agent.placement import cpus_for, read_topology
 
     topology = read_topology(os.environ)
     allowed = os.sched_getaffinity(0)
     return {
-        local_rank: cpus_for(config.numa_binding, local_rank, topology, allowed)
+        local_rank: cpus_for(config.start.numa_binding, local_rank, topology, allowed)
         for local_rank in range(config.nproc_per_node)
     }
 

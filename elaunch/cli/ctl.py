@@ -142,7 +142,7 @@ def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
     endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
     from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
 
-    store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.credentials())
+    store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.etcd.arguments())
     try:
         yield store, endpoint, job
     finally:
@@ -190,7 +190,7 @@ def _state(documents: Documents, generation: Generation) -> str:
         return "waits for nodes" if generation.hold else "trains"
     if generation.stage is Stage.ASSEMBLE:
         return "its nodes meet again"
-    if any(doc.elastic for doc in documents.nodes):
+    if any(doc.summary.elastic for doc in documents.nodes):
         return "its workers start"
     return "runs, but no worker has called elaunch.init() or elaunch.hybrid()"
 
@@ -203,9 +203,9 @@ def _nodes_line(documents: Documents) -> str:
 def _mark(doc: NodeDoc, generation: Generation | None) -> str:
     if doc.draining:
         return " (leaves)"
-    if doc.cut:
-        return f" (does not reach {', '.join(one.node for one in doc.cut)})"
-    if doc.stalled:
+    if doc.peers.cut:
+        return f" (does not reach {', '.join(one.node for one in doc.peers.cut)})"
+    if doc.peers.stalled:
         return " (all its workers wait for others)"
     return "" if generation is None or doc.node in generation.nodes else " (waits)"
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.errors import RequestRefused
-from elaunch.rendezvous.membership import Generation, PlanRequest, Stage, WorkerState, names_text, to_json
+from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.membership import Generation, PlanRequest, RequestedPlan, Stage, WorkerState, names_text
 from elaunch.rendezvous.observer import Documents, asking, check_runs
 from elaunch.rendezvous.store import Store
 
@@ -71,7 +72,7 @@ def still_changing(documents: Documents) -> list[str]:
     generation = documents.generation
     if generation is None:
         return []
-    settled = {doc.node for doc in documents.nodes if doc.plan_request == generation.plan_request}
+    settled = {doc.node for doc in documents.nodes if doc.progress.plan_request == generation.plan_request}
     return [node for node in generation.nodes if node not in settled]
 
 
@@ -85,7 +86,8 @@ def able(job: str, documents: Documents) -> Generation:
     generation = documents.generation
     states = {worker.id: worker.state for doc in documents.nodes for worker in doc.workers}
     if generation is None or generation.stage is not Stage.TRAIN:
-        if generation is not None and generation.stage is Stage.START and not any(d.elastic for d in documents.nodes):
+        elastic = any(doc.summary.elastic for doc in documents.nodes)
+        if generation is not None and generation.stage is Stage.START and not elastic:
             raise RequestRefused(
                 f"no worker of job {job!r} has called elaunch.hybrid(): a plain script takes no plan, and one that "
                 "still starts takes it when it trains"
@@ -93,7 +95,7 @@ def able(job: str, documents: Documents) -> Generation:
         raise RequestRefused(
             f"job {job!r} has not begun to train; ask again when `elaunch ctl status` says that it does"
         )
-    if not any(doc.takes_plans for doc in documents.nodes):
+    if not any(doc.summary.takes_plans for doc in documents.nodes):
         raise RequestRefused(f"job {job!r} takes no plan: its workers call elaunch.init(), not elaunch.hybrid()")
     if generation.hold:
         raise RequestRefused(f"job {job!r} waits for nodes; ask again when it trains")
@@ -147,7 +149,7 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
 
 def _check_size(request: PlanRequest, generation: Generation) -> None:
     """A generation that etcd refuses would end the leader, and the job with it."""
-    size_bytes = len(to_json(replace(generation, plan=request.plan, plan_request=request.id)))
+    size_bytes = len(to_json(replace(generation, requested_plan=RequestedPlan(request.plan, request.id))))
     if size_bytes > MOST_BYTES:
         raise RequestRefused(
             f"with this plan a generation has {size_bytes} bytes, and etcd takes {MOST_BYTES}; "

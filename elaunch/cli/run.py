@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elaunch import __version__, checkpoints
 from elaunch.agent import notices
@@ -23,6 +23,13 @@ from elaunch.agent.config import (
     PRELOAD,
     STATIC_SHIFT,
     AgentConfig,
+    DetectionSettings,
+    OutputSettings,
+    RendezvousSettings,
+    StartSettings,
+    StopSettings,
+    TrainingSettings,
+    WorkerProgram,
     parse_health,
     parse_nproc,
     parse_signals,
@@ -242,7 +249,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     args = parser().parse_args(argv)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
-    meeting = _meeting(args, low, high)
+    rendezvous = _rendezvous(args, low, high)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
         raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
     if args.node_name and not re.fullmatch(r"[A-Za-z0-9._-]+", args.node_name):
@@ -254,45 +261,60 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     if timeout is None:
         timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
     preload = tuple(name for name in args.preload.split(",") if name)
-    job = _fresh_id() if meeting.backend == "standalone" and meeting.master is None else args.rdzv_id
+    job = _fresh_id() if rendezvous.backend == "standalone" and rendezvous.master is None else args.rdzv_id
     return AgentConfig(
         min_nodes=low,
         max_nodes=high,
         nproc_per_node=nproc,
-        backend=meeting.backend,
-        endpoint=meeting.endpoint,
         job=job,
-        script=args.script,
-        script_args=tuple(args.script_args),
-        conf=meeting.conf,
-        max_restarts=None if args.max_restarts is None else _count("--max-restarts", args.max_restarts),
-        module=args.module and not args.run_path,
-        no_python=args.no_python and not args.run_path,
-        run_path=args.run_path,
-        local_addr=args.local_addr,
-        node=args.node_name or _node_name(standalone=meeting.backend == "standalone"),
-        node_rank=meeting.node_rank,
-        master=meeting.master,
-        role=args.role,
-        signals=parse_signals(args.signals_to_handle),
-        logs=_logs(args, job),
-        logs_specs=args.logs_specs,
-        numa_binding=args.numa_binding or "",
-        virtual_local_rank=args.virtual_local_rank,
-        events=args.events,
-        events_to_console=args.event_log_handler == "console",
-        warm=bool(preload),
-        warm_start=args.warm_start,
-        preload=preload,
-        shutdown_timeout=_seconds("--shutdown-timeout", timeout),
-        notices=notices.parse(args.notice),
-        checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
-        policy_config=policies.parse(
-            args.policy, args.consistency, args.allow_dvfs, args.profile, args.slow_policy, args.dp, args.pp, args.tp
+        rendezvous=rendezvous,
+        program=WorkerProgram(
+            script=args.script,
+            args=tuple(args.script_args),
+            module=args.module and not args.run_path,
+            no_python=args.no_python and not args.run_path,
+            run_path=args.run_path,
         ),
-        node_check=args.node_check,
-        health=parse_health(args.health_policy, args.health_interval),
-        hang=hang.parse(args.hang_timeout),
+        max_restarts=None if args.max_restarts is None else _count("--max-restarts", args.max_restarts),
+        node=args.node_name or _node_name(standalone=rendezvous.backend == "standalone"),
+        role=args.role,
+        local_addr=args.local_addr,
+        start=StartSettings(
+            numa_binding=args.numa_binding or "",
+            virtual_local_rank=args.virtual_local_rank,
+            warm=bool(preload),
+            warm_start=args.warm_start,
+            preload=preload,
+        ),
+        stop=StopSettings(
+            signals=parse_signals(args.signals_to_handle),
+            notices=notices.parse(args.notice),
+            shutdown_timeout=_seconds("--shutdown-timeout", timeout),
+        ),
+        output=OutputSettings(
+            logs=_logs(args, job),
+            logs_specs=args.logs_specs,
+            events=args.events,
+            events_to_console=args.event_log_handler == "console",
+        ),
+        detection=DetectionSettings(
+            health=parse_health(args.health_policy, args.health_interval),
+            hang=hang.parse(args.hang_timeout),
+            node_check=args.node_check,
+        ),
+        training=TrainingSettings(
+            checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
+            policy=policies.parse(
+                args.policy,
+                args.consistency,
+                args.allow_dvfs,
+                args.profile,
+                args.slow_policy,
+                args.dp,
+                args.pp,
+                args.tp,
+            ),
+        ),
     )
 
 
@@ -311,18 +333,7 @@ def _logs(args: argparse.Namespace, job: str) -> LogSettings:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Where and how the nodes meet; see `AgentConfig`."""
-
-    backend: str
-    endpoint: str
-    conf: RendezvousConf
-    node_rank: int = 0
-    master: tuple[str, int] | None = None
-
-
-def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
+def _rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
     backend = args.rdzv_backend
     if backend and backend not in BACKENDS:
         from elaunch.agent import plugins
@@ -332,7 +343,7 @@ def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
                 f"--rdzv-backend={backend}: expected one of {', '.join(BACKENDS)}, or the name of a "
                 f"{plugins.HANDLERS} entry point; etcd is spoken to as etcd v3"
             )
-        return _Meeting(FOREIGN, "", RendezvousConf())
+        return RendezvousSettings(FOREIGN, "", RendezvousConf())
     if args.standalone:
         if high > 1:
             raise UsageError(f"--standalone is for one node, not for --nnodes={args.nnodes}")
@@ -343,7 +354,7 @@ def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
     # torchrun's own defaults; with etcd, nodes that come later join the running job.
     defaults = {"c10d": RendezvousConf(last_call_timeout=30.0), "static": RendezvousConf(join_timeout=0.0)}
     conf = parse_conf(args.rdzv_conf, defaults.get(backend, RendezvousConf()))
-    alone = _Meeting("standalone", "", _reach(conf, CONNECT_S))
+    alone = RendezvousSettings("standalone", "", _reach(conf, CONNECT_S))
     if backend == "standalone":
         return alone
     endpoint = args.rdzv_endpoint
@@ -353,7 +364,7 @@ def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
         endpoint = endpoint or f"localhost:{HOSTED_PORT}"
         name, port = parse_endpoint(endpoint, HOSTED_PORT)
         if port:
-            return _Meeting("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
+            return RendezvousSettings("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
         if high > 1:
             raise UsageError(f"--rdzv-endpoint={endpoint}: port 0 is for one node, not for --nnodes={args.nnodes}")
         return alone
@@ -361,7 +372,7 @@ def _meeting(args: argparse.Namespace, low: int, high: int) -> _Meeting:
         raise UsageError(f"--rdzv-backend={backend} needs --rdzv-endpoint=HOST:PORT of an etcd server")
     for member in endpoint.split(","):
         parse_endpoint(member, ETCD_PORT)
-    return _Meeting("etcd", endpoint, _reach(conf, CONNECT_S))
+    return RendezvousSettings("etcd", endpoint, _reach(conf, CONNECT_S))
 
 
 def _reach(conf: RendezvousConf, usual_s: float) -> RendezvousConf:
@@ -378,7 +389,7 @@ def _default_backend(args: argparse.Namespace, high: int) -> str:
     return "etcd"
 
 
-def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf) -> _Meeting:
+def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf) -> RendezvousSettings:
     if low != high:
         raise UsageError(
             f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: "
@@ -395,9 +406,9 @@ def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf)
     if not 0 < port < 65536:
         raise UsageError(f"--master-port={port}: expected a port, 1 to 65535")
     if high == 1:
-        return _Meeting("standalone", "", _reach(conf, CONNECT_S), master=(name, port))
+        return RendezvousSettings("standalone", "", _reach(conf, CONNECT_S), master=(name, port))
     shifted = port - STATIC_SHIFT if port > STATIC_SHIFT + 1024 else port + STATIC_SHIFT
-    return _Meeting("static", join_endpoint(name, shifted), _reach(conf, conf.timeout), rank, (name, port))
+    return RendezvousSettings("static", join_endpoint(name, shifted), _reach(conf, conf.timeout), rank, (name, port))
 
 
 def _fresh_id() -> str:
@@ -453,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(arguments)
     except UsageError as error:
         return _refuse(error)
-    if config.backend == FOREIGN:
+    if config.rendezvous.backend == FOREIGN:
         from elaunch.agent.plugins import run_torchs_agent
 
         run_torchs_agent(arguments)

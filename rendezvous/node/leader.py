@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from elaunch.errors import ElaunchError
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, surplus
 from elaunch.rendezvous.intake import read_name, read_reports
-from elaunch.rendezvous.membership import Generation, Result, to_json
+from elaunch.rendezvous.membership import Generation, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.codec import Document, from_json
 from elaunch.rendezvous.intake import (
     Intake,
     is_known,
@@ -23,14 +24,12 @@ from elaunch.rendezvous.intake import (
 )
 from elaunch.rendezvous.membership import (
     Deadlock,
-    Document,
     DrainRequest,
     JobSize,
     NodeDoc,
     PlanRequest,
     Result,
     WorkerState,
-    from_json,
     job_prefix,
 )
 from elaunch.rendezvous.node.reporter import Reporter
@@ -254,7 +253,7 @@ class Replica:
             self.nodes[node] = doc
             self.accept(name)
             generation = self.view.generation
-            current = generation is None or doc.attempt == generation.attempt
+            current = generation is None or doc.progress.attempt == generation.attempt
             if current and any(worker.state is WorkerState.MEMBER for worker in doc.workers):
                 self.view = replace(self.view, begun=True)
         self.view = replace(self.view, nodes=tuple(self.nodes.values()), changed_s=self._clock())

@@ -6,8 +6,9 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.intake import read_reports
-from elaunch.rendezvous.membership import Deadlock, DrainRequest, node_of, to_json
+from elaunch.rendezvous.membership import Deadlock, DrainRequest, node_of
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.session import Session
 from elaunch.rendezvous.store import LeaseGone

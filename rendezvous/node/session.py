@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.intake import read_reports
-from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, from_json, job_prefix, to_json
+from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, job_prefix
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Result, Stage
+from elaunch.rendezvous.membership import Generation, NodeDoc, Restarts, Result, Stage
 from elaunch.rendezvous.view import Decision, Settings, View, next_generation
 
 ALL_LEAVE = "every node left the job before it was done; start it again"
@@ -44,11 +44,9 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
         number=next_generation(view),
         stage=Stage.ASSEMBLE,
         attempt=generation.attempt + 1,
-        restarts=generation.restarts + (1 if failure else 0),
+        restarts=replace(generation.restarts, count=generation.restarts.count + (1 if failure else 0)),
         cause=cause,
         cause_t=cause_t,
-        saved=generation.saved,
-        resumes=generation.resumes,
     )
 
 
@@ -65,14 +63,19 @@ def begin_again(
         return Decision("no node of the present generation is here", wake_s=sure_s)
     here = ", ".join(doc.node for doc in nodes)
     cause = f"no node that ran the job is left, nor any state in memory; it begins again on {here}"
-    return Decision(cause, generation=replace(again(view, generation, cause, 0.0, failure=False), restarts=0))
+    after = again(view, generation, cause, 0.0, failure=False)
+    return Decision(cause, generation=replace(after, restarts=replace(after.restarts, count=0)))
 
 
 def takes_part(doc: NodeDoc, generation: Generation) -> bool:
     """Returns whether its agent is one of those that run this generation; a new one may bear the name of a lost one."""
     if doc.node not in generation.nodes:
         return False
-    return generation.stage is Stage.START or doc.took_part or any(each.id in generation.ids for each in doc.workers)
+    return (
+        generation.stage is Stage.START
+        or doc.summary.took_part
+        or any(each.id in generation.ids for each in doc.workers)
+    )
 
 
 def go_back(view: View, generation: Generation, text: str, saved: int, settings: Settings) -> Decision:
@@ -85,12 +88,12 @@ def go_back(view: View, generation: Generation, text: str, saved: int, settings:
         saved: number of steps in the checkpoint.
         settings: for the number of restarts.
     """
-    resumes = 1 + (generation.resumes if saved == generation.saved else 0)
+    resumes = 1 + (generation.restarts.resumes if saved == generation.restarts.saved else 0)
     limit = settings.max_restarts
-    if resumes <= RESUMES if limit is None else generation.restarts < limit:
+    if resumes <= RESUMES if limit is None else generation.restarts.count < limit:
         cause = f"{text}; the job goes on from its checkpoint of {saved} steps"
         after = again(view, generation, cause, 0.0, failure=True)
-        return Decision(cause, generation=replace(after, saved=saved, resumes=resumes))
+        return Decision(cause, generation=replace(after, restarts=Restarts(after.restarts.count, saved, resumes)))
     used = f"it has gone back there {RESUMES} times" if limit is None else f"--max-restarts {limit} is used up"
     message = f"{text}; there is a checkpoint of {saved} steps, but {used}: start the job again to go on from it"
     return Decision(text, result=Result(False, message))

@@ -39,7 +39,7 @@ def cut_off(nodes: Sequence[NodeDoc]) -> dict[str, set[str]]:
     hosts = {doc.node: doc.host for doc in nodes}
     missing = defaultdict[str, set[str]](set)
     for doc in nodes:
-        for cut in doc.cut:
+        for cut in doc.peers.cut:
             if cut.node != doc.node and hosts.get(cut.node) == cut.host:
                 missing[doc.node].add(cut.node)
                 missing[cut.node].add(doc.node)

@@ -1,7 +1,7 @@
 """Whether all members of a job wait for each other, and whom to take out, so that the others do the step again. Pure.
 
 A worker that waits for peers is never at fault as long as one member does anything else. Each node reports its members
-in its document (`NodeDoc.stalled`) while all of them wait, and have for longer than they may. When every node of the
+in its document (`PeerFaults.stalled`) while all of them wait, and have for longer than they may. When every node of the
 generation does so nobody is left who could end it: the leader asks the node of the victim to take it out, by a
 `Deadlock` document. Workers of one node that are all members need no leader; their agent asks `victim` itself.
 """
@@ -28,7 +28,8 @@ def find(view: View) -> Deadlock | None:
     if view.result is not None or generation is None or generation.stage is not Stage.TRAIN or generation.hold:
         return None
     # A node that has not heard of this generation may tell of the one before.
-    stalled = {wait.worker: wait for doc in view.nodes if doc.generation == generation.number for wait in doc.stalled}
+    here = [doc for doc in view.nodes if doc.progress.generation == generation.number]
+    stalled = {wait.worker: wait for doc in here for wait in doc.peers.stalled}
     if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]

@@ -33,12 +33,12 @@ def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool) -> Str
     """
     docs = tuple(nodes)
     streak = generation.streak
-    if any(doc.committed >= generation.aborts_step_before for doc in docs):
+    if any(doc.progress.committed >= generation.aborts_step_before for doc in docs):
         streak = Streak()
     if generation.hold:
         return streak  # nobody trains, so nothing could commit
     ids = set(generation.ids)
-    broken = [link for doc in docs for link in doc.broken if {link.worker, link.peer} <= ids]
+    broken = [link for doc in docs for link in doc.peers.broken if {link.worker, link.peer} <= ids]
     kept = tuple(dict.fromkeys((*streak.broken, *broken)))[-LINKS_KEPT:]
     most = max(streak.members, len(ids))
     return Streak(streak.urgent + 1, streak.resets + int(reset), most, kept, streak.replaced)

@@ -10,6 +10,7 @@ from elaunch.rendezvous.membership import (
     Generation,
     NodeDoc,
     PlanRequest,
+    RequestedPlan,
     Result,
     Streak,
     Worker,
@@ -131,7 +132,7 @@ def _fates(
         elif worker.node in out:
             others = names_text(sorted(of_generation.intersection(missing[worker.node])))
             fates.lose(worker, f"node {worker.node} is left out: nothing passes between it and {others}")
-        elif doc.draining or worker.id in doc.excused:
+        elif doc.draining or worker.id in doc.departure.excused:
             fates.draining.append(worker)
         else:
             fates.survivors.append(worker)
@@ -182,7 +183,7 @@ def _compare(
 ) -> _Change:
     """Finds what is to change about the members."""
     present = {doc.node: doc for doc in nodes}
-    gone = {worker for doc in nodes for worker in doc.unreachable_peers}
+    gone = {worker for doc in nodes for worker in doc.peers.unreachable}
     missing = cut_off(nodes)
     fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
     causes = list(fates.causes)
@@ -191,7 +192,7 @@ def _compare(
     dead = [worker for worker in generation.leaving if worker in gone]
     told = [worker for worker in generation.leaving if worker in listed and worker not in gone]
     causes += [(0.0, f"worker {worker} died before it could leave") for worker in dead]
-    reset = bool(dead) or fates.is_missed or any(doc.reset_generation >= generation.number for doc in nodes)
+    reset = bool(dead) or fates.is_missed or any(doc.peers.reset_generation >= generation.number for doc in nodes)
     is_urgent = bool(fates.lost) or reset
     back = _members(nodes, told, missing) if is_urgent else ()
     draining = [*fates.draining, *back]
@@ -199,7 +200,8 @@ def _compare(
     causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
     joiners = tuple(worker for fresh in by_node for worker in fresh)
     have_settled = generation.hold or (
-        fates.have_entered and all(present[worker.node].settled >= generation.aborts_step_before for worker in draining)
+        fates.have_entered
+        and all(present[worker.node].departure.settled >= generation.aborts_step_before for worker in draining)
     )
     survivors, leaving = fates.survivors, list[str]()
     if not is_urgent and ((fates.has_heir and have_settled) or not (survivors or joiners)):
@@ -222,7 +224,7 @@ def _compare(
         reset=reset,
         causes=tuple(dict.fromkeys(causes)),
         doubt=any(
-            doc.node in of_generation and not doc.cut and not of_generation.isdisjoint(missing.get(doc.node, ()))
+            doc.node in of_generation and not doc.peers.cut and not of_generation.isdisjoint(missing.get(doc.node, ()))
             for doc in nodes
         ),
     )
@@ -314,8 +316,7 @@ def _replan(view: View, generation: Generation, request: PlanRequest) -> Decisio
         cause=PLAN_ASKED,
         cause_t=request.t,
         begun=generation.begun or view.begun,
-        plan=request.plan,
-        plan_request=request.id,
+        requested_plan=RequestedPlan(request.plan, request.id),
     )
     return Decision(PLAN_ASKED, generation=after)
 
@@ -327,7 +328,7 @@ def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]
         return Decision(failed, result=Result(False, failed))
     busy = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
     ending = [doc for doc in nodes if any(worker.id in change.done for worker in doc.workers)]
-    if busy.isdisjoint(generation.ids) and all(doc.finished for doc in ending):
+    if busy.isdisjoint(generation.ids) and all(doc.summary.finished for doc in ending):
         note = f"; lost after the last step: {', '.join(change.lost)}" if change.lost else ""
         return Decision("all members have finished", result=Result(True, f"all workers have finished{note}"))
     return Decision(f"{len(change.done)} workers have finished, {len(busy)} are about to")
@@ -348,7 +349,7 @@ def _all_lost(view: View, generation: Generation, change: _Change, settings: Set
     saved = newest_checkpoint(view.nodes)
     if saved is not None:
         return go_back(view, generation, text, saved, settings)
-    if generation.restarts < (settings.max_restarts or 0):
+    if generation.restarts.count < (settings.max_restarts or 0):
         return Decision(text, generation=again(view, generation, text, 0.0, failure=True))
     advice = "start the job again from your last checkpoint, or give --max-restarts to let elaunch start it again"
     return Decision(text, result=Result(False, f"{text}; {advice}"))

@@ -16,17 +16,10 @@ import pytest
 
 from elaunch.cli.resize import drain
 from elaunch.errors import LaunchError, ProtocolError, RequestRefused, StoreUnavailable
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.membership import (
-    JobConfig,
-    JobSize,
-    NodeDoc,
-    Result,
-    Stage,
-    from_json,
-    to_json,
-)
+from elaunch.rendezvous.membership import JobConfig, JobSize, NodeDoc, Result, Stage
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.node.setbacks import FIRST_PAUSE_S
 from elaunch.rendezvous.observer import Observer

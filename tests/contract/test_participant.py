@@ -18,6 +18,7 @@ import pytest
 from elaunch.cli.request_plan import change_plan
 from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.plan import Plan, symmetric
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
@@ -30,13 +31,13 @@ from elaunch.rendezvous.membership import (
     NodeDoc,
     NodeWorker,
     PlanRequest,
+    RequestedPlan,
+    Restarts,
     Result,
     Stage,
     Stalled,
     Worker,
     WorkerState,
-    from_json,
-    to_json,
 )
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Observer
@@ -44,6 +45,7 @@ from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 from tests.contract.conftest import READY_S
 from tests.helpers import find_free_port, wait_until
+from tests.unit.documents import changed_report
 
 LIMIT_S = 20.0
 CONFIG = JobConfig(1, 3, None)
@@ -197,7 +199,7 @@ class Node:
             NodeWorker(f"{self.name}/{slot}#0", slot, state, f"{self.name}:{slot}") for slot, state in enumerate(states)
         )
         generation = self.generations[-1].number if self.generations else 0
-        self.doc = replace(
+        self.doc = changed_report(
             self.doc, workers=workers, elastic=True, takes_plans=True, generation=generation, took_part=True, **fields
         )
         self.participant.publish(self.doc)
@@ -288,7 +290,7 @@ class TestJoining:
         assert a.generations == b.generations == c.generations
         assert [one.stage for one in a.generations] == [Stage.START, Stage.TRAIN]
         assert [one.ids for one in a.generations] == [("a/0", "b/0", "c/0"), ("a/0#0", "b/0#0", "c/0#0")]
-        assert a.generations[0].master_addr == "host-a"
+        assert a.generations[0].master.addr == "host-a"
 
     def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("elaunch.rendezvous.node.waiting.WAITED_S", 0.05)
@@ -549,8 +551,7 @@ class TestRequests:
             cause="a new plan was asked for",
             cause_t=9.0,
             begun=after[0].begun,
-            plan="plan layers 4",
-            plan_request="for 2",
+            requested_plan=RequestedPlan("plan layers 4", "for 2"),
         )
 
     def test_the_next_leader_knows_what_was_asked_before_it_led(self, job: Job) -> None:
@@ -781,13 +782,13 @@ class TestStrangers:
         self, hasty_job: Job
     ) -> None:
         worker = Worker("x/0#0", "x", 0, "x:0")
-        old = Generation(7, Stage.TRAIN, (worker,), attempt=1, restarts=3, begun=True)
+        old = Generation(7, Stage.TRAIN, (worker,), attempt=1, restarts=Restarts(3), begun=True)
         hasty_job.admin.put("/elaunch/job/config", to_json(JobConfig(2, 4, 7, "old")))
         hasty_job.admin.put("/elaunch/job/generation", to_json(old))
         a, b = hasty_job.node("a"), hasty_job.node("b")
         for node in (a, b):
             again = node.hears(lambda one: one.stage is Stage.ASSEMBLE)
-            assert (again.number, again.attempt, again.restarts) == (8, 2, 0)
+            assert (again.number, again.attempt, again.restarts.count) == (8, 2, 0)
             assert not node.refusals
         wait_until(lambda: a.config == b.config is not None, LIMIT_S, "both to agree")
         assert a.config is not None

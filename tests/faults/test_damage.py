@@ -9,8 +9,9 @@ import os
 import signal
 from pathlib import Path
 
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from elaunch.rendezvous.membership import NodeDoc, to_json
+from elaunch.rendezvous.membership import NodeDoc
 from tests.faults.test_nodes import Cluster
 from tests.helpers import Spawner, wait_until
 from tests.jobs.plain_etcd import etcdctl

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
+from elaunch.rendezvous.codec import from_json
 from elaunch.rendezvous.decide import View, decide, surplus
-from elaunch.rendezvous.membership import (
-    Cut,
-    Generation,
-    NodeDoc,
-    PlanRequest,
-    Result,
-    WorkerState,
-    from_json,
-)
+from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
 from tests.unit.control_worker import Worker
 
 if TYPE_CHECKING:
@@ -156,7 +149,7 @@ class Node:
 
     def holds_state(self, doc: NodeDoc) -> bool:
         generation = self.view.generation
-        current = generation is None or doc.attempt == generation.attempt
+        current = generation is None or doc.progress.attempt == generation.attempt
         return current and any(worker.state is WorkerState.MEMBER for worker in doc.workers)
 
     def try_to_lead(self) -> None:
@@ -279,8 +272,8 @@ class Node:
 
     def ask_again(self) -> None:
         """Nodes that did not answer are asked until they do."""
-        if self.life.doc().cut:
-            self.hear_answers([one.node for one in self.life.doc().cut], "")
+        if self.life.doc().peers.cut:
+            self.hear_answers([one.node for one in self.life.doc().peers.cut], "")
 
     def hear_answers(self, asked: list[str], suspect: str) -> None:
         silent = [name for name in asked if frozenset((name, self.name)) in self.world.parted]

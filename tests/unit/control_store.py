@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elaunch.rendezvous.membership import (
-    Generation,
-    NodeDoc,
-    PlanRequest,
-    Result,
-    Stage,
-    from_json,
-    to_json,
-    with_order,
-)
+from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, with_order
 from tests.unit.transcript import Announced, Reported
 
 if TYPE_CHECKING:

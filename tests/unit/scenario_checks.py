@@ -183,7 +183,7 @@ def all_die_and_start_again(played: Played) -> None:
         ("start", 1),
         ("train", 1),
     ]
-    assert played.generations[-1].restarts == 1
+    assert played.generations[-1].restarts.count == 1
     assert not played.generations[-1].begun
     assert set(played.ended_by_agents) == {"n0/0#1", "n1/0#1"}, "replacements of the attempt before are of no use"
     assert len(played.committed_in(0, attempt=1)) == 1, "the state is gone, so it begins with step 0"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.failures import ERROR_FILE, summary
-from elaunch.rendezvous.membership import Generation, Stage, to_json
+from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.membership import Generation, Stage
 from elaunch.wire import Announce, Attach, LineBuffer, Progress, Welcome, decode, encode
 from tests.helpers import ROOT, child_environment
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ class TestConf:
 
     def test_user_and_password_go_together(self) -> None:
         conf = parse_conf("user=u,password=p=q")
-        assert (conf.user, conf.password) == ("u", "p=q")
+        assert (conf.etcd.user, conf.etcd.password) == ("u", "p=q")
         for half in ("user=u", "password=p"):
             with pytest.raises(UsageError, match="user and password go together"):
                 parse_conf(half)
@@ -124,7 +125,7 @@ class TestConf:
     def test_certificate_and_key_go_together_and_must_be_there(self, tmp_path: Path) -> None:
         pem = tmp_path / "a.pem"
         pem.touch()
-        assert parse_conf(f"cert={pem},key={pem},cacert={pem}").cacert == str(pem)
+        assert parse_conf(f"cert={pem},key={pem},cacert={pem}").etcd.cacert == str(pem)
         with pytest.raises(UsageError, match="cert and key go together"):
             parse_conf(f"cert={pem}")
         with pytest.raises(UsageError, match=r"cacert=.*none.pem: no such file"):
@@ -133,8 +134,8 @@ class TestConf:
     def test_secrets_may_come_from_the_environment_and_the_flag_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ELAUNCH_ETCD_USER", "from-env")
         monkeypatch.setenv("ELAUNCH_ETCD_PASSWORD", "a,b")
-        assert (parse_conf("").user, parse_conf("").password) == ("from-env", "a,b")
-        assert parse_conf("user=flag").user == "flag"
+        assert (parse_conf("").etcd.user, parse_conf("").etcd.password) == ("from-env", "a,b")
+        assert parse_conf("user=flag").etcd.user == "flag"
 
 
 class TestEndpoint:
@@ -171,14 +172,14 @@ class TestCommandLine:
     def test_a_script_alone_runs_as_one_worker_with_a_rendezvous_of_its_own(self) -> None:
         found = parse("train.py")
         assert (found.min_nodes, found.max_nodes, found.nproc_per_node) == (1, 1, 1)
-        assert (found.backend, found.endpoint, found.node) == ("standalone", "", "node0")
-        assert (found.script, found.script_args, found.max_restarts) == ("train.py", (), None)
+        assert (found.rendezvous.backend, found.rendezvous.endpoint, found.node) == ("standalone", "", "node0")
+        assert (found.program.script, found.program.args, found.max_restarts) == ("train.py", (), None)
 
     @pytest.mark.parametrize("separator", ["-", "_"])
     def test_dashes_and_underscores_mean_the_same(self, separator: str) -> None:
         flags = ["--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=j", "--rdzv-endpoint=h:1", "--local-addr=x"]
         found = parse(*(flag.replace("-", separator).replace(separator * 2, "--", 1) for flag in flags), "t.py")
-        assert (found.nproc_per_node, found.max_restarts, found.job, found.endpoint, found.local_addr) == (
+        assert (found.nproc_per_node, found.max_restarts, found.job, found.rendezvous.endpoint, found.local_addr) == (
             2,
             3,
             "j",
@@ -188,53 +189,53 @@ class TestCommandLine:
 
     def test_a_value_may_follow_a_space(self) -> None:
         found = parse("--nnodes", "1:4", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h", "t.py")
-        assert (found.min_nodes, found.max_nodes, found.backend) == (1, 4, "etcd")
+        assert (found.min_nodes, found.max_nodes, found.rendezvous.backend) == (1, 4, "etcd")
 
     def test_what_follows_the_script_belongs_to_the_script(self) -> None:
         found = parse("--nproc-per-node=2", "t.py", "--nproc-per-node=9", "-m", "--lr", "0.1", "--help", "--unknown")
         assert found.nproc_per_node == 2
-        assert not found.module
-        assert found.script_args == ("--nproc-per-node=9", "-m", "--lr", "0.1", "--help", "--unknown")
+        assert not found.program.module
+        assert found.program.args == ("--nproc-per-node=9", "-m", "--lr", "0.1", "--help", "--unknown")
 
     def test_module_and_program(self) -> None:
-        assert parse("-m", "pkg.train", "x").module
-        assert parse("--no-python", "bash", "-c", "true").script_args == ("-c", "true")
+        assert parse("-m", "pkg.train", "x").program.module
+        assert parse("--no-python", "bash", "-c", "true").program.args == ("-c", "true")
         with pytest.raises(UsageError, match="--module and --no-python exclude each other"):
             parse("-m", "--no-python", "x")
 
     def test_checkpoints(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        assert parse("t.py").checkpoints is None
-        assert parse("--checkpoint-dir=saved", "t.py").checkpoints == Checkpointing(Path.cwd() / "saved", 100)
+        assert parse("t.py").training.checkpoints is None
+        assert parse("--checkpoint-dir=saved", "t.py").training.checkpoints == Checkpointing(Path.cwd() / "saved", 100)
         with pytest.raises(UsageError, match="--checkpoint-every=0: expected a number of steps of at least 1"):
             parse("--checkpoint-dir=saved", "--checkpoint-every=0", "t.py")
         with pytest.raises(UsageError, match="--checkpoint-every=5 needs --checkpoint-dir=PATH"):
             parse("--checkpoint-every=5", "t.py")
         monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(tmp_path))
         monkeypatch.setenv("ELAUNCH_CHECKPOINT_EVERY", "20")
-        assert parse("t.py").checkpoints == Checkpointing(tmp_path, 20)
-        assert parse("--checkpoint-every=30", "t.py").checkpoints == Checkpointing(tmp_path, 30)
+        assert parse("t.py").training.checkpoints == Checkpointing(tmp_path, 20)
+        assert parse("--checkpoint-every=30", "t.py").training.checkpoints == Checkpointing(tmp_path, 30)
 
     def test_the_limit_of_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert parse("t.py").hang == HangTimeout()
+        assert parse("t.py").detection.hang == HangTimeout()
         monkeypatch.setenv("ELAUNCH_HANG_TIMEOUT", "90")
-        assert parse("t.py").hang == HangTimeout("seconds", 90.0)
-        assert parse("--hang-timeout=off", "t.py").hang == HangTimeout("off")
+        assert parse("t.py").detection.hang == HangTimeout("seconds", 90.0)
+        assert parse("--hang-timeout=off", "t.py").detection.hang == HangTimeout("off")
         with pytest.raises(UsageError, match="--hang-timeout=soon: expected auto, off, or a number of seconds above 0"):
             parse("--hang-timeout=soon", "t.py")
 
     def test_an_empty_preload_means_no_warm_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert parse("t.py").preload == PRELOAD
-        assert not parse("--preload=", "t.py").warm
+        assert parse("t.py").start.preload == PRELOAD
+        assert not parse("--preload=", "t.py").start.warm
         monkeypatch.setenv("ELAUNCH_PRELOAD", "numpy,torch")
-        assert parse("t.py").preload == ("numpy", "torch")
+        assert parse("t.py").start.preload == ("numpy", "torch")
 
     def test_a_warm_start_is_a_flag_and_a_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert not parse("t.py").warm_start
-        assert parse("--warm-start", "t.py").warm_start
+        assert not parse("t.py").start.warm_start
+        assert parse("--warm-start", "t.py").start.warm_start
         monkeypatch.setenv("ELAUNCH_WARM_START", "1")
-        assert parse("t.py").warm_start
+        assert parse("t.py").start.warm_start
         monkeypatch.setenv("ELAUNCH_WARM_START", "0")
-        assert not parse("t.py").warm_start
+        assert not parse("t.py").start.warm_start
 
     def test_standalone_jobs_do_not_share_a_name(self) -> None:
         assert parse("--standalone", "t.py").job != parse("--standalone", "t.py").job
@@ -247,8 +248,8 @@ class TestCommandLine:
 
     def test_the_shutdown_timeout_may_come_from_torchelastics_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-        assert parse("t.py").shutdown_timeout == 7.0
-        assert parse("--shutdown-timeout=3", "t.py").shutdown_timeout == 3.0
+        assert parse("t.py").stop.shutdown_timeout == 7.0
+        assert parse("--shutdown-timeout=3", "t.py").stop.shutdown_timeout == 3.0
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -289,22 +290,22 @@ class TestEnvironment:
         [
             ("PET_NNODES", "1:3", "max_nodes", 3),
             ("PET_NPROC_PER_NODE", "2", "nproc_per_node", 2),
-            ("PET_RDZV_ENDPOINT", "other:5", "endpoint", "other:5"),
-            ("PET_RDZV_BACKEND", "c10d", "backend", "c10d"),
+            ("PET_RDZV_ENDPOINT", "other:5", "rendezvous.endpoint", "other:5"),
+            ("PET_RDZV_BACKEND", "c10d", "rendezvous.backend", "c10d"),
             ("PET_RDZV_ID", "job7", "job", "job7"),
-            ("PET_RDZV_CONF", "lease_ttl=3", "conf", RendezvousConf(lease_ttl=3.0, connect_timeout=10.0)),
+            ("PET_RDZV_CONF", "lease_ttl=3", "rendezvous.conf", RendezvousConf(lease_ttl=3.0, connect_timeout=10.0)),
             ("PET_MAX_RESTARTS", "5", "max_restarts", 5),
             ("PET_LOCAL_ADDR", "10.0.0.1", "local_addr", "10.0.0.1"),
             ("PET_NODE_NAME", "left", "node", "left"),
-            ("PET_MODULE", "1", "module", True),
-            ("PET_MODULE", "0", "module", False),
-            ("PET_NO_PYTHON", "true", "no_python", True),
-            ("PET_SHUTDOWN_TIMEOUT", "4", "shutdown_timeout", 4.0),
-            ("ELAUNCH_EVENTS", "e.jsonl", "events", "e.jsonl"),
-            ("ELAUNCH_HEALTH_POLICY", "report", "health", HealthSettings("report", 1.0)),
-            ("ELAUNCH_HEALTH_INTERVAL", "0.5", "health", HealthSettings("drain", 0.5)),
-            ("ELAUNCH_NODE_CHECK", "1", "node_check", True),
-            ("ELAUNCH_NODE_CHECK", "0", "node_check", False),
+            ("PET_MODULE", "1", "program.module", True),
+            ("PET_MODULE", "0", "program.module", False),
+            ("PET_NO_PYTHON", "true", "program.no_python", True),
+            ("PET_SHUTDOWN_TIMEOUT", "4", "stop.shutdown_timeout", 4.0),
+            ("ELAUNCH_EVENTS", "e.jsonl", "output.events", "e.jsonl"),
+            ("ELAUNCH_HEALTH_POLICY", "report", "detection.health", HealthSettings("report", 1.0)),
+            ("ELAUNCH_HEALTH_INTERVAL", "0.5", "detection.health", HealthSettings("drain", 0.5)),
+            ("ELAUNCH_NODE_CHECK", "1", "detection.node_check", True),
+            ("ELAUNCH_NODE_CHECK", "0", "detection.node_check", False),
         ],
     )
     def test_each_flag_has_a_variable(
@@ -313,7 +314,7 @@ class TestEnvironment:
         if name != "PET_RDZV_ENDPOINT":
             monkeypatch.setenv("PET_RDZV_ENDPOINT", "h:1")
         monkeypatch.setenv(name, value)
-        assert getattr(parse("t.py"), attribute) == expected
+        assert attrgetter(attribute)(parse("t.py")) == expected
 
     @pytest.mark.parametrize(
         ("value", "backend"), [("1", "standalone"), ("0", "etcd"), ("", "etcd"), ("false", "etcd")]
@@ -322,7 +323,7 @@ class TestEnvironment:
         self, value: str, backend: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PET_STANDALONE", value)
-        assert parse("--rdzv-endpoint=h", "t.py").backend == backend
+        assert parse("--rdzv-endpoint=h", "t.py").rendezvous.backend == backend
 
     def test_the_command_line_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
@@ -360,23 +361,23 @@ class TestMeeting:
     def test_flags_say_where(
         self, arguments: tuple[str, ...], backend: str, endpoint: str, master: tuple[str, int] | None
     ) -> None:
-        found = parse(*arguments, "t.py")
+        found = parse(*arguments, "t.py").rendezvous
         assert (found.backend, found.endpoint, found.master) == (backend, endpoint, master)
 
     def test_one_node_with_an_endpoint_at_which_nobody_listens_has_that_port_for_its_workers(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            assert parse(f"--rdzv-endpoint=127.0.0.1:{port}", "t.py").backend == "etcd"
+            assert parse(f"--rdzv-endpoint=127.0.0.1:{port}", "t.py").rendezvous.backend == "etcd"
         found = parse(f"--rdzv-endpoint=127.0.0.1:{port}", "t.py")
-        assert (found.backend, found.master) == ("standalone", ("127.0.0.1", port))
+        assert (found.rendezvous.backend, found.rendezvous.master) == ("standalone", ("127.0.0.1", port))
 
     def test_torchruns_keys_are_known(self) -> None:
-        conf = parse("--rdzv-backend=c10d", "t.py").conf
+        conf = parse("--rdzv-backend=c10d", "t.py").rendezvous.conf
         assert (conf.last_call_timeout, conf.connect_timeout, conf.lease_ttl) == (30.0, 60.0, 5.0)
         keys = "close_timeout=3,heartbeat_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=4,store_type=tcp"
-        conf = parse("--rdzv-backend=c10d", f"--rdzv-conf={keys},is_host=true,read_timeout=9", "t.py").conf
+        conf = parse("--rdzv-backend=c10d", f"--rdzv-conf={keys},is_host=true,read_timeout=9", "t.py").rendezvous.conf
         assert (conf.lease_ttl, conf.is_host, conf.connect_timeout) == (8.0, True, 9.0)
-        assert parse("--nnodes=2", "--rdzv-conf=timeout=30", "t.py").conf.connect_timeout == 30.0
+        assert parse("--nnodes=2", "--rdzv-conf=timeout=30", "t.py").rendezvous.conf.connect_timeout == 30.0
 
 
 class TestExitCodes:

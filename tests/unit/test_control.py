@@ -19,7 +19,12 @@ import pytest
 from elaunch.accepting import PAUSE_S
 from elaunch.agent import control
 from elaunch.agent.agent import Agent
-from elaunch.agent.config import AgentConfig
+from elaunch.agent.config import (
+    AgentConfig,
+    OutputSettings,
+    RendezvousSettings,
+    WorkerProgram,
+)
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.slots import State
 from elaunch.agent.supervisor import Supervisor
@@ -54,7 +59,16 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.events = folder / "events.jsonl"
-        config = AgentConfig(1, 1, 2, "standalone", "", "job", "train.py", node="a", events=str(self.events))
+        config = AgentConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            job="job",
+            rendezvous=RendezvousSettings("standalone"),
+            program=WorkerProgram("train.py"),
+            node="a",
+            output=OutputSettings(events=str(self.events)),
+        )
         self._forkserver = NoForkServer()
         self.agent = Agent(config, MemoryStore, cast(Supervisor, self._forkserver), "127.0.0.1")
         for slot in self.agent._life.slots:

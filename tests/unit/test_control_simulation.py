@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 
 from elaunch.agent.decisions.slots import State
-from elaunch.rendezvous.membership import Generation, Stage, from_json
+from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.membership import Generation, Stage
 from tests.helpers import soak
 from tests.unit.control_faults import random_fault
 from tests.unit.control_worker import STEP_S
@@ -59,7 +60,7 @@ def check_that_it_goes_on(world: World) -> None:
         assert worker.active.number == generation.number, f"{one} is in generation {worker.active.number}"
         assert not worker.entering, f"{one} has not settled"
     for node in agents:
-        said = node.life.doc().plan_request
+        said = node.life.doc().progress.plan_request
         assert said == (generation.plan_request if node.name in generation.nodes else ""), f"{node.name} says {said!r}"
     assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
     over = (State.GIVEN_UP, State.LEFT)

@@ -18,6 +18,7 @@ from elaunch.cli.ctl import describe, find_job, read_plan
 from elaunch.cli.request_plan import RequestState, able, change_plan, fitted, standing
 from elaunch.errors import RequestRefused, UsageError
 from elaunch.plan import Plan, symmetric
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
@@ -25,17 +26,17 @@ from elaunch.rendezvous.membership import (
     NodeDoc,
     NodeWorker,
     PlanRequest,
+    RequestedPlan,
     Result,
     Stage,
     Stalled,
     Worker,
     WorkerState,
-    from_json,
-    to_json,
 )
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Documents
 from elaunch.rendezvous.store import Event
+from tests.unit.documents import changed_report
 
 STARTING, READY, MEMBER, DONE = WorkerState
 GENERATION = Generation(
@@ -50,7 +51,7 @@ TWO = symmetric(["w0", "w1"], 4, 8, 2, dp=1, pp=2)
 
 def node(name: str, incarnation: int, state: WorkerState = MEMBER, **fields: Any) -> NodeDoc:
     worker = NodeWorker(f"{name}/0#{incarnation}", 0, state, f"{name}:1")
-    return NodeDoc(name, name, 1, **{"workers": (worker,), "elastic": True, "takes_plans": True, **fields})
+    return changed_report(NodeDoc(name, name, 1, (worker,)), **{"elastic": True, "takes_plans": True, **fields})
 
 
 A, B = node("a", 0), node("b", 3)
@@ -112,8 +113,8 @@ class TestTheCommandLine:
         assert (args.file, args.timeout) == (None, 120.0)
 
     def test_a_script_named_ctl_is_run_where_it_is_named_otherwise(self) -> None:
-        assert cli.parse(["./ctl", "status"]).script == "./ctl"
-        assert cli.parse(["--standalone", "ctl", "status"]).script == "ctl"
+        assert cli.parse(["./ctl", "status"]).program.script == "./ctl"
+        assert cli.parse(["--standalone", "ctl", "status"]).program.script == "ctl"
 
 
 class TestWhichJob:
@@ -231,7 +232,7 @@ class TestStatus:
 
     def test_a_training_job_has_a_line_for_each_worker(self) -> None:
         spare = node("c", 0, STARTING)
-        assert describe(Documents((A, replace(B, draining=True), spare), GENERATION)).splitlines() == [
+        assert describe(Documents((A, changed_report(B, draining=True), spare), GENERATION)).splitlines() == [
             "trains",
             "generation 5, attempt 0: b/0#3 joins",
             "nodes: a, b (leaves), c (waits)",
@@ -241,18 +242,18 @@ class TestStatus:
         ]
 
     def test_who_does_not_reach_whom_is_told(self) -> None:
-        cut = replace(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))
+        cut = changed_report(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))
         assert "nodes: a (does not reach b, c), b" in describe(Documents((cut, B), GENERATION))
 
     def test_a_node_whose_workers_all_wait(self) -> None:
-        waits = replace(A, stalled=(Stalled("a/0#0", 7, "in step 7", 4, 12, ("b/0#0",)),))
+        waits = changed_report(A, stalled=(Stalled("a/0#0", 7, "in step 7", 4, 12, ("b/0#0",)),))
         assert "nodes: a (all its workers wait for others), b" in describe(Documents((waits, B), GENERATION))
 
     def test_a_plan_that_was_asked_for_is_mentioned(self) -> None:
-        carrying = replace(GENERATION, plan="plan layers 4", plan_request="r1")
-        settled = replace(A, plan_request="r1")
+        carrying = replace(GENERATION, requested_plan=RequestedPlan("plan layers 4", "r1"))
+        settled = changed_report(A, plan_request="r1")
         assert "plan: asked for; still to change over: b" in describe(Documents((settled, B), carrying))
-        both = Documents((settled, replace(B, plan_request="r1")), carrying)
+        both = Documents((settled, changed_report(B, plan_request="r1")), carrying)
         assert "plan: asked for; all have changed over" in describe(both)
 
     def test_a_member_that_no_node_reports_is_not_here(self) -> None:
@@ -348,7 +349,7 @@ class TestWhetherTheJobCan:
             (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "job 'x' has not begun to train"),
             (Documents((node("a", 0, READY),), Generation(1, Stage.START)), "job 'x' has not begun to train"),
             (
-                Documents((replace(A, takes_plans=False), replace(B, takes_plans=False)), GENERATION),
+                Documents((changed_report(A, takes_plans=False), changed_report(B, takes_plans=False)), GENERATION),
                 "job 'x' takes no plan: its workers call elaunch.init(), not elaunch.hybrid()",
             ),
             (
@@ -374,18 +375,21 @@ class TestHowFarItIs:
         assert standing(Documents((A, B)), REQUEST) is RequestState.VOID
 
     def test_settled_when_every_node_with_a_member_says_so(self) -> None:
-        carrying = replace(GENERATION, number=7, plan_request="r1")
-        said = replace(A, plan_request="r1")
+        carrying = replace(GENERATION, number=7, requested_plan=RequestedPlan(request="r1"))
+        said = changed_report(A, plan_request="r1")
         assert standing(Documents((said, B), carrying), REQUEST) is RequestState.CARRIED
         assert standing(Documents((said,), carrying), REQUEST) is RequestState.CARRIED
         spare = node("c", 0, STARTING)
         assert (
-            standing(Documents((said, replace(B, plan_request="r1"), spare), carrying), REQUEST) is RequestState.SETTLED
+            standing(Documents((said, changed_report(B, plan_request="r1"), spare), carrying), REQUEST)
+            is RequestState.SETTLED
         )
 
     def test_not_where_nobody_is_left(self) -> None:
         assert (
-            standing(Documents((A,), replace(GENERATION, workers=(), plan_request="r1")), REQUEST)
+            standing(
+                Documents((A,), replace(GENERATION, workers=(), requested_plan=RequestedPlan(request="r1"))), REQUEST
+            )
             is RequestState.CARRIED
         )
 
@@ -412,11 +416,12 @@ class Leader:
                 self.answer(self, self.requests[-1])
 
     def carry(self, request: PlanRequest, **fields: Any) -> None:
-        self.put("generation", replace(GENERATION, number=9, plan=request.plan, plan_request=request.id, **fields))
+        carried = RequestedPlan(request.plan, request.id)
+        self.put("generation", replace(GENERATION, number=9, requested_plan=carried, **fields))
 
     def settle(self, request: PlanRequest) -> None:
         for doc in (A, B):
-            self.put(f"nodes/{doc.node}", replace(doc, plan_request=request.id))
+            self.put(f"nodes/{doc.node}", changed_report(doc, plan_request=request.id))
 
 
 class TestAsking:
@@ -481,7 +486,10 @@ class TestAsking:
     @pytest.mark.parametrize(
         ("after", "why"),
         [
-            ({"plan_request": "r9"}, "another plan was asked for before the members of job 'x' had gone over"),
+            (
+                {"requested_plan": RequestedPlan(request="r9")},
+                "another plan was asked for before the members of job 'x' had gone over",
+            ),
             ({"attempt": 1, "stage": Stage.ASSEMBLE}, "job 'x' was started again from the top, which drops the plan"),
         ],
     )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
     Deadlock,
     Generation,
@@ -17,12 +18,11 @@ from elaunch.rendezvous.membership import (
     Stalled,
     Worker,
     by_node,
-    from_json,
     node_of,
-    to_json,
 )
 from elaunch.rendezvous.rules.deadlock import SHOWN, describe, find, victim
 from elaunch.rendezvous.view import View
+from tests.unit.documents import changed_report
 
 NUMBER = 5
 
@@ -35,7 +35,7 @@ def job(*members: Stalled) -> View:
     """All of these members wait, and their nodes say so."""
     stalled = {one.worker: one for one in members}
     nodes = tuple(
-        NodeDoc(name, "h", len(some), generation=NUMBER, stalled=tuple(map(stalled.__getitem__, some)))
+        changed_report(NodeDoc(name, "h", len(some)), generation=NUMBER, stalled=tuple(map(stalled.__getitem__, some)))
         for name, some in by_node(stalled).items()
     )
     workers = tuple(Worker(worker, node_of(worker), slot) for slot, worker in enumerate(stalled))
@@ -47,7 +47,7 @@ CIRCLE = (waits("a/0#0", "a/1#0"), waits("a/1#0", "b/0#0"), waits("b/0#0", "a/0#
 
 def changed(view: View, place: int, **fields: object) -> View:
     nodes = list(view.nodes)
-    nodes[place] = replace(nodes[place], **fields)  # type: ignore[arg-type]
+    nodes[place] = changed_report(nodes[place], **fields)
     return replace(view, nodes=tuple(nodes))
 
 
@@ -88,7 +88,7 @@ def test_as_long_as_somebody_may_go_on_nobody_is_taken_out(view: View) -> None:
 
 def test_a_spare_node_has_no_part_in_it() -> None:
     view = job(*CIRCLE)
-    assert find(replace(view, nodes=(*view.nodes, NodeDoc("c", "h", 1, generation=NUMBER)))) is not None
+    assert find(replace(view, nodes=(*view.nodes, changed_report(NodeDoc("c", "h", 1), generation=NUMBER)))) is not None
 
 
 def test_a_large_job_names_some_with_the_victim_first() -> None:

@@ -14,9 +14,12 @@ from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
+    Master,
     NodeDoc,
     NodeWorker,
     PlanRequest,
+    RequestedPlan,
+    Restarts,
     Result,
     Stage,
     Worker,
@@ -26,6 +29,7 @@ from elaunch.rendezvous.rules.attempts import RESUMES
 from elaunch.rendezvous.rules.connectivity import apart
 from elaunch.rendezvous.view import next_generation
 from tests.helpers import scaled
+from tests.unit.documents import changed_report
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0
@@ -44,8 +48,6 @@ def node(name: str, *states: WorkerState | None, incarnation: int = 0, **fields:
         if state is not None
     )
     values: dict[str, Any] = {
-        "host": f"host-{name}",
-        "slots": max(1, len(states)),
         "port": 7,
         "order": ord(name),
         "elastic": any(states),
@@ -53,7 +55,7 @@ def node(name: str, *states: WorkerState | None, incarnation: int = 0, **fields:
         "took_part": True,
         **fields,
     }
-    return NodeDoc(node=name, workers=workers, **values)
+    return changed_report(NodeDoc(name, f"host-{name}", max(1, len(states)), workers), **values)
 
 
 def member(identity: str) -> Worker:
@@ -104,7 +106,7 @@ class TestAssembly:
         first = announced(ask(None, node("a", generation=0), node("b", generation=0), changed_s=NOW_S))
         assert (first.number, first.stage, first.cause, first.attempt) == (1, Stage.START, "start", 0)
         assert first.ids == ("a/0", "b/0")
-        assert (first.master_addr, first.master_port) == ("host-a", 7)
+        assert first.master == Master("host-a", 7)
 
     def test_fewer_nodes_wait_for_the_last_call_and_then_start(self) -> None:
         assert_waits(ask(None, node("a"), changed_s=NOW_S - 1.5), until_s=NOW_S + 0.5)
@@ -135,10 +137,11 @@ class TestAssembly:
         assert announced(ask(None, node("a", draining=True), node("b"))).nodes == ("b",)
 
     def test_a_new_attempt_waits_until_each_node_has_ended_its_workers(self) -> None:
-        again = Generation(4, Stage.ASSEMBLE, attempt=2, restarts=1, cause="worker x died", cause_t=8.0)
+        again = Generation(4, Stage.ASSEMBLE, attempt=2, restarts=Restarts(1), cause="worker x died", cause_t=8.0)
         assert_waits(ask(again, node("a", attempt=2), node("b", attempt=1)))
         restarted = announced(ask(again, node("a", attempt=2), node("b", attempt=2)))
-        assert (restarted.number, restarted.stage, restarted.attempt, restarted.restarts) == (5, Stage.START, 2, 1)
+        assert (restarted.number, restarted.stage, restarted.attempt) == (5, Stage.START, 2)
+        assert restarted.restarts == Restarts(1)
         assert (restarted.cause, restarted.cause_t) == ("worker x died", 8.0)
 
     def test_a_new_attempt_has_no_last_call(self) -> None:
@@ -152,14 +155,14 @@ class TestPlainScripts:
     def fail(self, restarts: int, max_restarts: int | None, **fields: Any) -> Decision:
         docs = node("a"), node("b", failed="worker b/0#0 exited with code 3", cause_t=9.0, **fields)
         settings = replace(SETTINGS, max_restarts=max_restarts)
-        return ask(start("a", "b", restarts=restarts), *docs, settings=settings)
+        return ask(start("a", "b", restarts=Restarts(restarts)), *docs, settings=settings)
 
     def test_running_workers_are_left_alone(self) -> None:
         assert_waits(ask(start("a", "b"), node("a"), node("b")))
 
     def test_a_failure_restarts_the_whole_and_is_counted(self) -> None:
         again = announced(self.fail(restarts=1, max_restarts=2))
-        assert (again.number, again.stage, again.attempt, again.restarts) == (2, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts.count) == (2, Stage.ASSEMBLE, 1, 2)
         assert (again.cause, again.cause_t) == ("worker b/0#0 exited with code 3", 9.0)
 
     def test_when_restarts_are_used_up_the_job_fails_and_says_how_many_there_were(self) -> None:
@@ -176,13 +179,13 @@ class TestPlainScripts:
 
     def test_a_lost_node_restarts_the_whole(self) -> None:
         again = announced(ask(start("a", "b"), node("a"), settings=replace(SETTINGS, max_restarts=1)))
-        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, "node b was lost")
+        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, "node b was lost")
 
     def test_a_new_node_restarts_the_whole_for_free_once_the_script_had_time_to_attach(self) -> None:
         docs = node("a"), node("b")
         assert_waits(ask(start("a"), *docs, generation_s=NOW_S - 9), until_s=NOW_S + 1)
-        again = announced(ask(start("a", restarts=1), *docs, generation_s=NOW_S - 10))
-        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, "node b joins")
+        again = announced(ask(start("a", restarts=Restarts(1)), *docs, generation_s=NOW_S - 10))
+        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, "node b joins")
 
     def test_a_new_node_waits_where_the_job_is_full_or_some_node_has_finished(self) -> None:
         assert_waits(ask(start("a"), node("a"), node("b"), settings=replace(SETTINGS, max_nodes=1)))
@@ -192,7 +195,7 @@ class TestPlainScripts:
 
     def test_a_draining_node_makes_the_others_start_again_without_it(self) -> None:
         again = announced(ask(start("a", "b"), node("a"), node("b", draining=True)))
-        assert (again.stage, again.restarts, again.cause) == (Stage.ASSEMBLE, 0, "node b leaves")
+        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 0, "node b leaves")
 
     def test_the_job_has_succeeded_when_each_node_has_finished(self) -> None:
         assert_waits(ask(start("a", "b"), node("a", finished=True), node("b")))
@@ -247,7 +250,7 @@ class TestFirstStep:
     def test_a_node_that_came_late_replaces_a_lost_one_by_a_free_restart(self) -> None:
         two = replace(SETTINGS, min_nodes=2)
         again = announced(ask(start("a", "b"), node("a", READY), node("c"), settings=two))
-        assert (again.stage, again.attempt, again.restarts, again.cause) == (Stage.ASSEMBLE, 1, 0, "node c joins")
+        assert (again.stage, again.attempt, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, 0, "node c joins")
 
     def test_too_few_nodes_fail_after_the_join_time(self) -> None:
         two = replace(SETTINGS, min_nodes=2)
@@ -290,7 +293,7 @@ class TestDeaths:
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "node b was lost")
 
     def test_a_worker_that_its_peers_found_dead_is_lost_although_its_node_lists_it(self) -> None:
-        docs = node("a", MEMBER, unreachable_peers=("b/0#0",)), node("b", MEMBER)
+        docs = node("a", MEMBER, unreachable=("b/0#0",)), node("b", MEMBER)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "worker b/0#0 cannot be reached")
 
@@ -342,7 +345,7 @@ class TestJoins:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER), node("b", MEMBER)))
 
     def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
-        assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable_peers=("b/0#0",)), node("b", READY)))
+        assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable=("b/0#0",)), node("b", READY)))
 
     def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)
@@ -373,7 +376,7 @@ class TestLeaving:
     def test_not_before_they_have_entered_the_generation_in_which_a_member_was_lost(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER, draining=True, settled=2)
         assert_waits(ask(train("a/0#0", "b/0#0"), *docs))
-        assert_waits(ask(train("a/0#0", "b/0#0"), docs[0], replace(docs[1], draining=False, excused=("b/0#0",))))
+        assert_waits(ask(train("a/0#0", "b/0#0"), docs[0], changed_report(docs[1], draining=False, excused=("b/0#0",))))
         # Nobody enters a generation that holds.
         assert announced(ask(train("a/0#0", "b/0#0", hold=True), *docs)).ids == ("a/0#0",)
 
@@ -386,12 +389,12 @@ class TestLeaving:
 
     @pytest.mark.parametrize("gone", [False, True])
     def test_with_a_death_they_stay_until_the_others_have_settled_it(self, gone: bool) -> None:
-        now, a = train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER, unreachable_peers=("c/0#0",) if gone else ())
+        now, a = train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER, unreachable=("c/0#0",) if gone else ())
         b, c = node("b", MEMBER, draining=True, settled=5), node("c", MEMBER if gone else None)
         after = announced(ask(now, a, b, c))
         assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0", "b/0#0"), (), 6)
         assert_waits(ask(after, a, b))
-        then = announced(ask(after, a, replace(b, settled=6)))
+        then = announced(ask(after, a, changed_report(b, settled=6)))
         assert (then.ids, then.leaving, then.aborts_step_before) == (("a/0#0",), ("b/0#0",), 6)
 
     def test_at_a_death_they_are_taken_back(self) -> None:
@@ -419,7 +422,7 @@ class TestLeaving:
         assert_waits(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER)))
 
     def test_one_that_dies_before_it_could_leave_makes_an_urgent_generation(self) -> None:
-        after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, unreachable_peers=("b/0#0",))))
+        after = announced(ask(train("a/0#0", leaving=("b/0#0",)), node("a", MEMBER, unreachable=("b/0#0",))))
         assert (after.ids, after.leaving, after.aborts_step_before) == (("a/0#0",), (), 6)
         assert after.cause == "worker b/0#0 died before it could leave"
 
@@ -481,8 +484,7 @@ class TestRequestsForAPlan:
             number=6,
             cause="a new plan was asked for",
             cause_t=77.0,
-            plan="plan layers 4",
-            plan_request="r1",
+            requested_plan=RequestedPlan("plan layers 4", "r1"),
         )
 
     def test_one_that_was_made_for_other_members_is_ignored(self) -> None:
@@ -490,10 +492,12 @@ class TestRequestsForAPlan:
             assert_waits(ask(self.MEMBERS, *self.DOCS, request=replace(self.REQUEST, generation=generation)))
 
     def test_one_that_is_carried_already_is_ignored(self) -> None:
-        assert_waits(ask(replace(self.MEMBERS, plan_request="r1"), *self.DOCS, request=self.REQUEST))
+        assert_waits(
+            ask(replace(self.MEMBERS, requested_plan=RequestedPlan(request="r1")), *self.DOCS, request=self.REQUEST)
+        )
 
     def test_the_next_one_takes_the_place_of_the_one_before(self) -> None:
-        before = replace(self.MEMBERS, plan="plan layers 2", plan_request="r0")
+        before = replace(self.MEMBERS, requested_plan=RequestedPlan("plan layers 2", "r0"))
         after = announced(ask(before, *self.DOCS, request=self.REQUEST))
         assert (after.plan, after.plan_request) == ("plan layers 4", "r1")
 
@@ -504,14 +508,14 @@ class TestRequestsForAPlan:
         assert_waits(ask(after, node("a", MEMBER), request=self.REQUEST))
 
     def test_later_generations_carry_it_on(self) -> None:
-        carrying = replace(self.MEMBERS, plan="plan layers 4", plan_request="r1")
+        carrying = replace(self.MEMBERS, requested_plan=RequestedPlan("plan layers 4", "r1"))
         docs = node("a", MEMBER, READY), node("b", None, cause="b died")
         after = announced(ask(carrying, *docs))
         assert after.ids == ("a/0#0", "a/1#0")
         assert (after.plan, after.plan_request) == ("plan layers 4", "r1")
 
     def test_a_restart_of_the_whole_drops_it(self) -> None:
-        carrying = replace(self.MEMBERS, plan="plan layers 4", plan_request="r1")
+        carrying = replace(self.MEMBERS, requested_plan=RequestedPlan("plan layers 4", "r1"))
         again = announced(ask(carrying, node("a", None), node("b", None), settings=replace(SETTINGS, max_restarts=1)))
         assert (again.stage, again.plan, again.plan_request) == (Stage.ASSEMBLE, "", "")
         started = announced(ask(again, node("a", attempt=1), node("b", attempt=1)))
@@ -541,40 +545,40 @@ class TestAllLost:
     def test_or_starts_again_where_restarts_are_left(self) -> None:
         settings = replace(SETTINGS, max_restarts=2)
         docs = node("a", None), node("b", None)
-        lost = train("a/0#0", "b/0#0", restarts=1)
+        lost = train("a/0#0", "b/0#0", restarts=Restarts(1))
         again = announced(ask(lost, *docs, settings=settings))
-        assert (again.number, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts.count) == (6, Stage.ASSEMBLE, 1, 2)
         assert not again.begun
-        assert not ended(ask(replace(lost, restarts=2), *docs, settings=settings)).succeeded
+        assert not ended(ask(replace(lost, restarts=Restarts(2)), *docs, settings=settings)).succeeded
 
     def test_with_a_checkpoint_it_starts_again_without_being_asked(self) -> None:
         docs = node("a", None, saved=200), node("b", None, saved=100)
         again = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (again.stage, again.attempt, again.saved, again.resumes) == (Stage.ASSEMBLE, 1, 200, 1)
+        assert (again.stage, again.attempt, again.restarts) == (Stage.ASSEMBLE, 1, Restarts(1, 200, 1))
         assert again.cause.endswith("the job goes on from its checkpoint of 200 steps")
         begun = announced(ask(again, node("a", attempt=1)))
-        assert (begun.stage, begun.saved, begun.resumes) == (Stage.START, 200, 1)
+        assert (begun.stage, begun.restarts) == (Stage.START, Restarts(1, 200, 1))
 
     def test_but_not_for_ever_from_the_same_one(self) -> None:
-        lost = train("a/0#0", saved=200, resumes=RESUMES)
+        lost = train("a/0#0", restarts=Restarts(saved=200, resumes=RESUMES))
         result = ended(ask(lost, node("a", None, saved=200)))
         assert "there is a checkpoint of 200 steps, but it has gone back there 3 times" in result.message
-        assert announced(ask(lost, node("a", None, saved=300))).resumes == 1
+        assert announced(ask(lost, node("a", None, saved=300))).restarts.resumes == 1
 
     def test_a_limit_of_restarts_counts_for_checkpoints_too(self) -> None:
         one = replace(SETTINGS, max_restarts=1)
         doc = node("a", None, saved=200)
-        assert announced(ask(train("a/0#0"), doc, settings=one)).restarts == 1
-        result = ended(ask(train("a/0#0", restarts=1), doc, settings=one))
+        assert announced(ask(train("a/0#0"), doc, settings=one)).restarts.count == 1
+        result = ended(ask(train("a/0#0", restarts=Restarts(1)), doc, settings=one))
         assert "but --max-restarts 1 is used up: start the job again to go on from it" in result.message
 
     def test_where_no_node_that_ran_it_is_left_it_begins_again_on_those_that_are_here(self) -> None:
         for former in (
-            train("a/0#0", "b/0#0", restarts=2, attempt=3),
-            start("a", "b", number=5, restarts=2, attempt=3),
+            train("a/0#0", "b/0#0", restarts=Restarts(2), attempt=3),
+            start("a", "b", number=5, restarts=Restarts(2), attempt=3),
         ):
             again = announced(ask(former, node("c", took_part=False)))
-            assert (again.number, again.stage, again.attempt, again.restarts) == (6, Stage.ASSEMBLE, 4, 0)
+            assert (again.number, again.stage, again.attempt, again.restarts.count) == (6, Stage.ASSEMBLE, 4, 0)
             assert again.cause.endswith("it begins again on c")
 
     def test_a_new_agent_under_the_name_of_a_lost_one_is_another_node(self) -> None:
@@ -623,7 +627,7 @@ class TestTheEnd:
         assert ended(ask(train("b/0#0"), *docs)).succeeded
 
     def test_a_member_that_still_needs_one_that_has_finished_gets_a_generation_without_it(self) -> None:
-        docs = node("a", DONE, finished=True), node("b", MEMBER, unreachable_peers=("a/0#0",))
+        docs = node("a", DONE, finished=True), node("b", MEMBER, unreachable=("a/0#0",))
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before) == (("b/0#0",), 6)
 
@@ -661,7 +665,7 @@ class TestTheCauseOfDeathsThatComeTogether:
         nodes = [
             node("a", None, cause="worker a/0#0 was killed by SIGABRT", cause_t=77.2),
             node("b", MEMBER, None, cause="worker b/1#0 exited with code 1: ValueError: no", cause_t=77.0),
-            node("c", MEMBER, unreachable_peers=("d/0#0",)),
+            node("c", MEMBER, unreachable=("d/0#0",)),
         ]
         before = train("a/0#0", "b/0#0", "b/1#0", "c/0#0", "d/0#0", aborts_step_before=5)
         after = announced(ask(before, *nodes, settings=replace(SETTINGS, max_nodes=4), pending_s=NOW_S - 1))
@@ -677,7 +681,7 @@ class TestTheCauseOfDeathsThatComeTogether:
         ]
         decision = ask(start("a", "b"), *failed)
         assert ended(decision) == Result(False, "b did (after 0 of 0 restarts)")
-        failed = [replace(doc, elastic=True) for doc in failed]
+        failed = [changed_report(doc, elastic=True) for doc in failed]
         assert ended(ask(start("a", "b"), *failed)) == Result(False, "every worker failed before the first step: b did")
 
 
@@ -787,7 +791,7 @@ docs = st.lists(
                 "generation": generation,
                 "failed": failed,
                 "reset_generation": reset,
-                "unreachable_peers": gone,
+                "unreachable": gone,
                 "cut": tuple(Cut(name, f"host-{name}") for name in cut),
             },
         ),
@@ -809,7 +813,7 @@ generations = st.none() | st.builds(
             *ids,
             leaving=tuple(set(leaving) - set(ids)) if stage is Stage.TRAIN else (),
             hold=hold,
-            plan_request=plan_request,
+            requested_plan=RequestedPlan(request=plan_request),
         ),
         stage=stage,
     ),
@@ -852,7 +856,9 @@ def test_whatever_the_documents_say_a_generation_is_sound(
     if decision.generation is None:
         return
     after = decision.generation
-    assert after.number > max([0 if generation is None else generation.number, *(doc.generation for doc in nodes)])
+    assert after.number > max(
+        [0 if generation is None else generation.number, *(doc.progress.generation for doc in nodes)]
+    )
     assert len(set(after.ids)) == len(after.ids)
     assert not set(after.ids) & set(after.leaving)
     assert after.aborts_step_before <= after.number
@@ -868,7 +874,7 @@ def test_whatever_the_documents_say_a_generation_is_sound(
         dropped = set(generation.ids) - set(after.ids) - set(after.leaving)
         finished = {one.id for doc in nodes for one in doc.workers if one.state is DONE}
         assert not dropped - finished or after.aborts_step_before == after.number, "a loss is urgent"
-        unheard = {(doc.node, one.node) for doc in nodes for one in doc.cut if one.node != doc.node}
+        unheard = {(doc.node, one.node) for doc in nodes for one in doc.peers.cut if one.node != doc.node}
         together = {(one, other) for one in after.nodes for other in after.nodes}
         present = {doc.node for doc in nodes}
         assert all(not present >= set(pair) for pair in unheard & together), "all members reach each other"

@@ -31,6 +31,7 @@ from elaunch.rendezvous.rules.escalate import (
 )
 from tests.helpers import scaled
 from tests.unit.control_world import World
+from tests.unit.documents import changed_report
 from tests.unit.test_control_simulation import make_case, simulate
 
 MEMBERS = ("a/0#0", "a/1#0", "b/0#0", "b/1#0")
@@ -47,8 +48,8 @@ def links(*pairs: str) -> tuple[BrokenLink, ...]:
 
 def doc(name: str, *workers: str, state: WorkerState = WorkerState.MEMBER, **fields: object) -> NodeDoc:
     listed = tuple(NodeWorker(one, slot, state, "h:1") for slot, one in enumerate(workers))
-    made = NodeDoc(name, name, 2, listed, elastic=True, took_part=True, generation=5, order=ord(name))
-    return replace(made, **fields)  # type: ignore[arg-type]
+    made = NodeDoc(name, name, 2, listed, order=ord(name))
+    return changed_report(made, **{"elastic": True, "took_part": True, "generation": 5, **fields})
 
 
 def decided(present: Generation, *docs: NodeDoc, min_nodes: int = 1) -> Decision:
@@ -117,7 +118,7 @@ class TestWhoIsReplaced:
 class TestTheLeadersRule:
     def docs(self, **fields: object) -> tuple[NodeDoc, NodeDoc]:
         first = doc("a", *MEMBERS[:2], reset_generation=5, broken=links("a/1#0 a/0#0"))
-        return replace(first, **fields), doc("b", *MEMBERS[2:])  # type: ignore[arg-type]
+        return changed_report(first, **fields), doc("b", *MEMBERS[2:])
 
     def test_the_third_reset_in_a_row_goes_on_without_the_suspect(self) -> None:
         present = generation(streak=Streak(2, 2, 4, links("b/0#0 a/0#0")))

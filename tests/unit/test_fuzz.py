@@ -27,6 +27,7 @@ from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -36,16 +37,16 @@ from elaunch.rendezvous.membership import (
     JobConfig,
     JobSize,
     NodeDoc,
+    NodeProgress,
     NodeWorker,
+    PeerFaults,
     PlanRequest,
     Result,
     Stage,
     Streak,
     Worker,
     WorkerState,
-    from_json,
     split_address,
-    to_json,
 )
 from elaunch.workers.comm import wire as link_wire
 from elaunch.workers.comm.link import Link
@@ -135,11 +136,11 @@ NODE = NodeDoc(
     "10.0.0.1",
     2,
     (NodeWorker("a/0#0", 0, WorkerState.MEMBER, "10.0.0.1:4711"), NodeWorker("a/1#3", 1, WorkerState.READY)),
-    generation=7,
     cause="worker a/1#2 was killed by SIGKILL",
     cause_t=1.7e9,
-    cut=(Cut("b", "10.0.0.2"),),
     port=4000,
+    progress=NodeProgress(generation=7),
+    peers=PeerFaults(cut=(Cut("b", "10.0.0.2"),)),
 )
 GENERATION = Generation(
     7,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.intake import (
     MOST_LINES,
     Intake,
@@ -16,7 +17,7 @@ from elaunch.rendezvous.intake import (
     read_size,
     read_text,
 )
-from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, NodeWorker, Stage, Worker, WorkerState, to_json
+from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, NodeWorker, Stage, Worker, WorkerState
 from elaunch.rendezvous.node.setbacks import Setbacks
 
 GENERATION = Generation(3, Stage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/1#2", "b", 1)))

@@ -18,6 +18,7 @@ from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
     Generation,
+    RequestedPlan,
     Result,
     Stage,
     Stalled,
@@ -152,18 +153,19 @@ class TestStart:
 
     def test_the_first_report_names_the_node(self) -> None:
         doc = Node(slots=2).life.doc()
-        assert (doc.node, doc.host, doc.slots, doc.port, doc.workers, doc.generation) == ("a", "host-a", 2, 4000, (), 0)
-        assert not doc.elastic
-        assert not doc.finished
+        assert (doc.node, doc.host, doc.slots, doc.port, doc.workers) == ("a", "host-a", 2, 4000, ())
+        assert doc.progress.generation == 0
+        assert not doc.summary.elastic
+        assert not doc.summary.finished
 
 
 class TestCheckpoints:
     def test_the_report_names_the_newest_one_that_a_worker_told_of(self) -> None:
         life = Node().life
-        assert life.doc().saved is None
+        assert life.doc().progress.saved is None
         life.on_saved(100)
         life.on_saved(200)
-        assert life.doc().saved == 200
+        assert life.doc().progress.saved == 200
 
 
 class TestProgressOfAWorker:
@@ -173,7 +175,7 @@ class TestProgressOfAWorker:
         node.start()
         found = [node.states()["a/0#0"]]
         life.on_attach("a/0#0")
-        assert life.doc().elastic
+        assert life.doc().summary.elastic
         found.append(node.states()["a/0#0"])
         life.on_ready("a/0#0", "host-a:9")
         assert life.doc().workers[0].address == "host-a:9"
@@ -194,7 +196,7 @@ class TestProgressOfAWorker:
     def test_a_script_that_never_attaches_is_not_elastic(self) -> None:
         node = Node()
         node.start()
-        assert not node.life.doc().elastic
+        assert not node.life.doc().summary.elastic
 
     def test_steps_out_of_order_are_ignored(self) -> None:
         node = Node()
@@ -205,33 +207,33 @@ class TestProgressOfAWorker:
 
     def test_a_node_says_when_all_its_members_have_settled_what_was_asked_for(self) -> None:
         node = member_node(slots=2)
-        asked = {"plan": "plan layers 4", "plan_request": "r1"}
+        asked = {"requested_plan": RequestedPlan("plan layers 4", "r1")}
         node.train("a/0#0", "a/1#0", cause="a new plan was asked for", **asked)
-        assert node.life.doc().plan_request == ""
+        assert node.life.doc().progress.plan_request == ""
         node.settled("a/0#0")
-        assert node.life.doc().plan_request == ""
+        assert node.life.doc().progress.plan_request == ""
         node.settled("a/1#0")
-        assert node.life.doc().plan_request == "r1"
+        assert node.life.doc().progress.plan_request == "r1"
         # Another change does not take it back; another request does.
         node.train("a/0#0", "a/1#0", "b/0#0", cause="b/0#0 joins", **asked)
-        assert node.life.doc().plan_request == "r1"
-        node.train("a/0#0", "a/1#0", "b/0#0", plan="plan layers 2", plan_request="r2")
-        assert node.life.doc().plan_request == ""
+        assert node.life.doc().progress.plan_request == "r1"
+        node.train("a/0#0", "a/1#0", "b/0#0", requested_plan=RequestedPlan("plan layers 2", "r2"))
+        assert node.life.doc().progress.plan_request == ""
 
     def test_to_settle_an_older_generation_does_not_count(self) -> None:
         node = member_node()
-        node.train("a/0#0", plan="plan layers 4", plan_request="r1")
+        node.train("a/0#0", requested_plan=RequestedPlan("plan layers 4", "r1"))
         node.life.on_joined("a/0#0", node.number - 1)
-        assert node.life.doc().plan_request == ""
+        assert node.life.doc().progress.plan_request == ""
         # The next generation carries the request on, and is the one that is settled.
-        node.train("a/0#0", plan="plan layers 4", plan_request="r1")
+        node.train("a/0#0", requested_plan=RequestedPlan("plan layers 4", "r1"))
         node.settled("a/0#0")
-        assert node.life.doc().plan_request == "r1"
+        assert node.life.doc().progress.plan_request == "r1"
 
     def test_a_node_without_members_says_nothing_of_a_plan(self) -> None:
         node = Node()
-        node.train("b/0#0", plan="plan layers 4", plan_request="r1")
-        assert node.life.doc().plan_request == ""
+        node.train("b/0#0", requested_plan=RequestedPlan("plan layers 4", "r1"))
+        assert node.life.doc().progress.plan_request == ""
 
     def test_messages_of_workers_that_are_gone_are_ignored(self) -> None:
         node = member_node()
@@ -305,7 +307,7 @@ class TestReplacement:
         node.exits(f"a/0#{FRUITLESS_LIMIT - 1}", 1)
         assert "it is not replaced: 3 workers in a row died here before they saw a step commit" in said(node.actions)
         assert started(node.later(1000)) == []
-        assert node.life.doc().failed == f"worker a/0#{FRUITLESS_LIMIT - 1} exited with code 1"
+        assert node.life.doc().summary.failed == f"worker a/0#{FRUITLESS_LIMIT - 1} exited with code 1"
         assert node.life.due_s() is None
 
     def test_a_committed_step_makes_the_count_start_anew(self) -> None:
@@ -322,14 +324,14 @@ class TestReplacement:
         assert started(node.dies("a/0#0")) == ["a/0#1"]
         assert started(node.dies("a/1#0")) == []
         assert "it is not replaced: --max-restarts 1 is used up" in said(node.actions)
-        assert node.life.doc().failed == "", "the other slot still runs"
+        assert node.life.doc().summary.failed == "", "the other slot still runs"
         node.dies("a/0#1")
-        assert node.life.doc().failed == "worker a/0#1 was killed by SIGKILL"
+        assert node.life.doc().summary.failed == "worker a/0#1 was killed by SIGKILL"
 
     def test_max_restarts_0_means_no_replacement(self) -> None:
         node = member_node(max_restarts=0)
         assert started(node.dies("a/0#0")) == []
-        assert node.life.doc().failed
+        assert node.life.doc().summary.failed
 
     def test_a_worker_that_exits_with_0_before_the_end_is_not_replaced(self) -> None:
         node = member_node()
@@ -337,7 +339,8 @@ class TestReplacement:
         assert said(node.actions) == "worker a/0#0 exited with code 0 before the job's end"
         assert started(node.train("b/0#0")) == []
         doc = node.life.doc()
-        assert (doc.workers, doc.failed, doc.cause) == ((), "", "worker a/0#0 exited with code 0 before the job's end")
+        assert (doc.workers, doc.summary.failed) == ((), "")
+        assert doc.cause == "worker a/0#0 exited with code 0 before the job's end"
 
     def test_nothing_is_started_where_a_worker_of_the_node_has_finished(self) -> None:
         node = member_node(slots=2)
@@ -390,7 +393,7 @@ class TestBeforeTheFirstStep:
         node.start()
         node.life.on_attach("a/0#0")
         node.exits("a/0#0", 1)
-        assert node.life.doc().failed == ""
+        assert node.life.doc().summary.failed == ""
         assert node.life.due_s() == node.now_s + BACKOFF_S[1]
         assert started(node.later(BACKOFF_S[1])) == ["a/0#1"]
 
@@ -401,7 +404,7 @@ class TestBeforeTheFirstStep:
             node.life.on_attach(f"a/0#{incarnation}")
             node.exits(f"a/0#{incarnation}", 1)
             node.later(100)
-        assert node.life.doc().failed == "worker a/0#2 exited with code 1"
+        assert node.life.doc().summary.failed == "worker a/0#2 exited with code 1"
         assert node.life.due_s() is None
 
     def test_a_worker_that_has_not_attached_is_left_to_the_job(self) -> None:
@@ -409,7 +412,7 @@ class TestBeforeTheFirstStep:
         node.start()
         assert started(node.exits("a/0#0", 3)) == []
         doc = node.life.doc()
-        assert (doc.failed, doc.cause_t, doc.workers) == ("worker a/0#0 exited with code 3", T, ())
+        assert (doc.summary.failed, doc.cause_t, doc.workers) == ("worker a/0#0 exited with code 3", T, ())
         assert started(node.later(1000)) == []
 
     def test_it_is_replaced_once_the_job_is_known_to_use_elaunch_and_then_nothing_has_failed(self) -> None:
@@ -418,7 +421,7 @@ class TestBeforeTheFirstStep:
         node.ready("a/1#0")
         node.exits("a/0#0", 3)
         assert started(node.train("a/1#0")) == ["a/0#1"]
-        assert node.life.doc().failed == ""
+        assert node.life.doc().summary.failed == ""
 
     def test_a_node_fails_when_nothing_of_it_runs_or_will(self) -> None:
         node = Node(slots=2, max_restarts=0)
@@ -426,7 +429,7 @@ class TestBeforeTheFirstStep:
         node.life.on_attach("a/1#0")
         node.exits("a/0#0", 3)
         node.exits("a/1#0", 4)
-        assert node.life.doc().failed == "worker a/1#0 exited with code 4"
+        assert node.life.doc().summary.failed == "worker a/1#0 exited with code 4"
 
 
 class TestPlainScripts:
@@ -434,22 +437,22 @@ class TestPlainScripts:
         node = Node(slots=2)
         node.start()
         assert node.exits("a/0#0", 0) == []
-        assert not node.life.doc().finished
+        assert not node.life.doc().summary.finished
         assert node.exits("a/1#0", 0) == []
-        assert node.life.doc().finished
+        assert node.life.doc().summary.finished
 
     def test_a_node_with_a_failure_has_not_finished(self) -> None:
         node = Node(slots=2)
         node.start()
         node.exits("a/0#0", 0)
         node.exits("a/1#0", 1)
-        assert not node.life.doc().finished
+        assert not node.life.doc().summary.finished
 
     def test_a_death_by_an_unknown_signal_is_told_by_number(self) -> None:
         node = Node()
         node.start()
         node.dies("a/0#0", number=63)
-        assert node.life.doc().failed == "worker a/0#0 was killed by signal 63"
+        assert node.life.doc().summary.failed == "worker a/0#0 was killed by signal 63"
 
 
 class TestAttempts:
@@ -460,10 +463,10 @@ class TestAttempts:
         actions = node.generation(Stage.ASSEMBLE, attempt=1, cause="worker a/0#0 exited with code 1")
         assert signalled(actions) == [("a/1#0", signal.SIGTERM)]
         assert said(actions) == "worker a/0#0 exited with code 1: all workers are started again (attempt 1)"
-        assert node.life.doc().attempt == 0
+        assert node.life.doc().progress.attempt == 0
         assert started(node.dies("a/1#0", signal.SIGTERM)) == []
         doc = node.life.doc()
-        assert (doc.attempt, doc.failed, doc.workers) == (1, "", ())
+        assert (doc.progress.attempt, doc.summary.failed, doc.workers) == (1, "", ())
 
     def test_then_all_start_with_new_names(self) -> None:
         node = Node(slots=2)
@@ -494,22 +497,22 @@ class TestAttempts:
         node = Node()
         # It has nothing to stop; its user still learns what it waits for.
         assert said(node.generation(Stage.ASSEMBLE, attempt=1, cause="it begins again")) == "it begins again"
-        assert node.life.doc().attempt == 1
-        assert not node.life.doc().took_part
+        assert node.life.doc().progress.attempt == 1
+        assert not node.life.doc().summary.took_part
 
     def test_a_node_that_was_absent_meanwhile_ends_its_old_workers_too(self) -> None:
         node = Node()
         node.start()
         assert signalled(node.start("b/0", attempt=1)) == [("a/0#0", signal.SIGTERM)]
-        assert node.life.doc().attempt == 0
+        assert node.life.doc().progress.attempt == 0
         node.dies("a/0#0", signal.SIGTERM)
-        assert node.life.doc().attempt == 1
+        assert node.life.doc().progress.attempt == 1
 
     def test_an_agent_that_follows_a_lost_one_of_the_same_name_never_uses_its_workers_names(self) -> None:
         node = Node()
         actions = node.train("a/0#8", "b/0#0", generation=5)
         assert [action.worker for action in actions if isinstance(action, Start)] == ["a/0#9"]
-        assert not node.life.doc().took_part
+        assert not node.life.doc().summary.took_part
 
     def test_and_joins_again_with_new_ones(self) -> None:
         node = member_node()
@@ -522,7 +525,7 @@ class TestAttempts:
     def test_a_node_that_is_new_takes_the_attempt_of_the_job(self) -> None:
         node = Node()
         node.train("b/0#5", attempt=3)
-        assert node.life.doc().attempt == 3
+        assert node.life.doc().progress.attempt == 3
 
     def test_slots_that_were_given_up_are_tried_again(self) -> None:
         node = member_node()
@@ -530,7 +533,7 @@ class TestAttempts:
             node.dies(f"a/0#{incarnation}")
             node.later(100)
         node.generation(Stage.ASSEMBLE, attempt=1)
-        assert node.life.doc().failed == ""
+        assert node.life.doc().summary.failed == ""
         assert started(node.start()) == ["a/0#3"]
 
 
@@ -563,15 +566,15 @@ class TestUnreachablePeers:
         node = member_node()
         node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
         node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
-        assert node.life.doc().unreachable_peers == ("b/0#0",)
+        assert node.life.doc().peers.unreachable == ("b/0#0",)
         node.train("a/0#0")
-        assert node.life.doc().unreachable_peers == ()
+        assert node.life.doc().peers.unreachable == ()
 
     def test_a_broken_link_to_a_living_one_asks_for_a_new_link(self) -> None:
         node = member_node()
         node.life.on_unreachable(2, "b/0#0", refused=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.unreachable_peers, doc.reset_generation) == ((), 2)
+        assert (doc.peers.unreachable, doc.peers.reset_generation) == ((), 2)
 
     def test_reports_that_an_urgent_generation_has_settled_are_ignored(self) -> None:
         node = member_node(others=("b/0#0", "c/0#0"), max_nodes=3)
@@ -579,18 +582,18 @@ class TestUnreachablePeers:
         node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
         node.life.on_unreachable(2, "b/0#0", refused=False, now_s=0.0)
         doc = node.life.doc()
-        assert (doc.unreachable_peers, doc.reset_generation) == ((), 0)
+        assert (doc.peers.unreachable, doc.peers.reset_generation) == ((), 0)
 
     def test_reports_of_an_older_generation_count_while_changes_are_planned(self) -> None:
         node = member_node()
         node.train("a/0#0", "b/0#0", "c/0#2", aborts_step_before=2)
         node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
-        assert node.life.doc().unreachable_peers == ("b/0#0",)
+        assert node.life.doc().peers.unreachable == ("b/0#0",)
 
     def test_whether_a_worker_of_this_node_lives_the_agent_knows_best(self) -> None:
         node = member_node(slots=2)
         node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
-        assert node.life.doc().unreachable_peers == ()
+        assert node.life.doc().peers.unreachable == ()
 
     def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:
         node = member_node(slots=2)
@@ -621,26 +624,26 @@ class TestUnreachablePeers:
         for worker, peer in (("a/0#0", "b/0#0"), ("a/1#0", "b/0#0"), ("a/0#0", "b/0#0"), ("a/0#0", "c/9#9")):
             node.life.on_broken(2, worker, peer)
         node.life.on_broken(1, "a/1#0", "a/0#0")
-        assert node.life.doc().broken == (BrokenLink("a/0#0", "b/0#0"), BrokenLink("a/1#0", "b/0#0"))
+        assert node.life.doc().peers.broken == (BrokenLink("a/0#0", "b/0#0"), BrokenLink("a/1#0", "b/0#0"))
         node.train("a/0#0", "a/1#0", "b/0#0", aborts_step_before=3)
-        assert node.life.doc().broken == ()
+        assert node.life.doc().peers.broken == ()
 
     def test_commits_are_told_by_the_first_member_while_a_streak_lasts(self) -> None:
         node = member_node(slots=2)
         node.life.on_progress("a/0#0", 2)
-        assert node.life.doc().committed == 0
+        assert node.life.doc().progress.committed == 0
         node.train("a/0#0", "a/1#0", aborts_step_before=3, streak=Streak(1))
         node.life.on_progress("a/1#0", 3)
-        assert node.life.doc().committed == 0
+        assert node.life.doc().progress.committed == 0
         node.life.on_progress("a/0#0", 3)
-        assert node.life.doc().committed == 3
+        assert node.life.doc().progress.committed == 3
 
     def test_one_that_finished_and_ended_here_is_gone_for_a_peer_that_still_needs_it(self) -> None:
         node = member_node(slots=2)
         node.life.on_finished("a/1#0")
         node.exits("a/1#0", 0)
         node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
-        assert node.life.doc().unreachable_peers == ("a/1#0",)
+        assert node.life.doc().peers.unreachable == ("a/1#0",)
 
 
 class TestWhatIsNamedAsTheCause:
@@ -668,15 +671,15 @@ class TestWhatIsNamedAsTheCause:
         node.start()
         for worker, t in (("a/1#0", T), ("a/0#0", T + 0.1)):
             node.life.on_exit(worker, 1, None, t, NOW_S)
-        assert (node.life.doc().failed, node.life.doc().cause_t) == ("worker a/1#0 exited with code 1", T)
+        assert (node.life.doc().summary.failed, node.life.doc().cause_t) == ("worker a/1#0 exited with code 1", T)
 
 
 def test_what_is_said_of_workers_that_wait_is_of_one_generation() -> None:
     node = member_node()
     node.life.on_stalled(stalled := (Stalled("a/0#0", 7, "in step 7", 2, 40),))
-    assert node.life.doc().stalled == stalled
+    assert node.life.doc().peers.stalled == stalled
     node.train("a/0#0", "b/0#0")
-    assert node.life.doc().stalled == (), "the new one may be what they waited for"
+    assert node.life.doc().peers.stalled == (), "the new one may be what they waited for"
 
 
 class TestNodesOutOfReach:
@@ -685,16 +688,16 @@ class TestNodesOutOfReach:
         cut = (Cut("b", "10.0.0.2"),)
         (say,) = only(Say, node.life.on_reach(cut, frozenset()))
         assert say.text == "nothing comes from b (10.0.0.2) any more: the network from here to there is cut"
-        assert node.life.doc().cut == cut
+        assert node.life.doc().peers.cut == cut
         assert node.life.on_reach(cut, frozenset()) == []
         (say,) = only(Say, node.life.on_reach((), frozenset()))
         assert say.text == "b (10.0.0.2) can be reached again from here"
-        assert (node.life.doc().cut, node.life.doc().reset_generation) == ((), 0)
+        assert (node.life.doc().peers.cut, node.life.doc().peers.reset_generation) == ((), 0)
 
     def test_one_that_answers_after_all_needs_a_new_link(self) -> None:
         node = member_node()
         assert node.life.on_reach((), frozenset({"b"})) == []
-        assert node.life.doc().reset_generation == 2
+        assert node.life.doc().peers.reset_generation == 2
 
     @pytest.mark.parametrize("settled", [False, True])
     def test_a_worker_whom_the_others_left_out_is_ended_and_another_takes_its_place(self, settled: bool) -> None:
@@ -712,9 +715,9 @@ class TestTheEnd:
         node = member_node(slots=2)
         for worker in ("a/0#0", "a/1#0"):
             node.life.on_finished(worker)
-            assert not node.life.doc().finished
+            assert not node.life.doc().summary.finished
             node.exits(worker, 0)
-        assert node.life.doc().finished
+        assert node.life.doc().summary.finished
         assert set(node.states().values()) == {WorkerState.DONE}
 
     def test_a_worker_that_has_not_joined_does_not_keep_the_node_from_finishing(self) -> None:
@@ -724,14 +727,14 @@ class TestTheEnd:
         node.life.on_finished("a/0#0")
         node.exits("a/0#0", 0)
         assert node.states()["a/1#1"] is WorkerState.STARTING
-        assert node.life.doc().finished
+        assert node.life.doc().summary.finished
 
     def test_an_exit_code_after_the_last_step_is_a_failure_and_nothing_is_replaced(self) -> None:
         node = member_node()
         node.life.on_finished("a/0#0")
         assert started(node.exits("a/0#0", 4)) == []
         doc = node.life.doc()
-        assert (doc.failed, doc.finished) == ("worker a/0#0 exited with code 4", False)
+        assert (doc.summary.failed, doc.summary.finished) == ("worker a/0#0 exited with code 4", False)
 
     def test_success_ends_the_agent_with_0_once_its_workers_have_ended(self) -> None:
         node = member_node()
@@ -782,7 +785,7 @@ class TestSignals:
         node.train("b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert node.exits("a/0#0", 0) == [Exit(0)]
-        assert node.life.doc().unreachable_peers == ()
+        assert node.life.doc().peers.unreachable == ()
 
     def test_the_last_node_says_that_nobody_goes_on_and_ends_with_1(self) -> None:
         node = member_node(others=())
@@ -797,7 +800,7 @@ class TestSignals:
         assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/1#1", signal.SIGTERM)]
         assert node.dies("a/1#1", signal.SIGTERM) == []
         assert started(node.later(1)) == []
-        assert node.life.doc().unreachable_peers == ()
+        assert node.life.doc().peers.unreachable == ()
 
     @pytest.mark.parametrize("code", [0, 1])
     def test_a_worker_that_ends_before_it_could_leave_is_reported_as_gone(self, code: int) -> None:
@@ -805,7 +808,7 @@ class TestSignals:
         node.life.on_signal(signal.SIGTERM, NOW_S)
         node.exits("a/0#0", code)
         doc = node.life.doc()
-        assert doc.unreachable_peers == ("a/0#0",)
+        assert doc.peers.unreachable == ("a/0#0",)
         assert doc.cause == f"worker a/0#0 exited with code {code} before the step boundary at which it was to leave"
         assert said(node.actions) == doc.cause
 
@@ -912,20 +915,20 @@ class TestDraining:
 
     def test_a_node_tells_what_its_members_have_entered_only_while_some_of_them_are_to_leave(self) -> None:
         node = member_node(slots=2)
-        assert node.life.doc().settled == 0
+        assert node.life.doc().departure.settled == 0
         node.life.drain("x", NOW_S)
         entered = node.number
-        assert node.life.doc().settled == entered
+        assert node.life.doc().departure.settled == entered
         node.train("a/0#0", "a/1#0", "b/0#0", aborts_step_before=entered + 1)
         node.settled("a/0#0")
-        assert node.life.doc().settled == entered
+        assert node.life.doc().departure.settled == entered
         node.settled("a/1#0")
-        assert node.life.doc().settled == entered + 1
+        assert node.life.doc().departure.settled == entered + 1
 
     def test_so_does_one_with_a_worker_that_is_excused(self) -> None:
         node = member_node(slots=2)
         node.life.evict("a/1#0", replace=False, why="x")
-        assert node.life.doc().settled == node.number
+        assert node.life.doc().departure.settled == node.number
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
         node = member_node()
@@ -990,7 +993,7 @@ class TestDraining:
 def test_the_report_carries_the_generation_that_the_node_remembers() -> None:
     node = member_node()
     node.train("a/0#0", "b/0#0", generation=17)
-    assert node.life.doc().generation == 17
+    assert node.life.doc().progress.generation == 17
 
 
 def test_a_report_stays_the_same_while_nothing_happens() -> None:
@@ -1004,7 +1007,7 @@ class TestExcused:
     def test_a_member_that_is_excused_stays_one_until_the_job_goes_on_without_it(self) -> None:
         node = member_node(slots=2)
         assert "a/0#0 leaves at the next step boundary" in said(node.does(node.life.evict("a/0#0", True, "it is slow")))
-        assert node.life.doc().excused == ("a/0#0",)
+        assert node.life.doc().departure.excused == ("a/0#0",)
         assert node.states() == {"a/0#0": WorkerState.MEMBER, "a/1#0": WorkerState.MEMBER}
         assert node.life.evict("a/0#0", True, "it is slow") == []
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
@@ -1018,7 +1021,7 @@ class TestExcused:
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert started(node.exits("a/0#0", code)) == ["a/0#1"]
-        assert node.life.doc().excused == ()
+        assert node.life.doc().departure.excused == ()
 
     def test_or_nobody_does_until_all_are_started_again(self) -> None:
         node = member_node(slots=2)
@@ -1028,7 +1031,7 @@ class TestExcused:
         assert started(node.exits("a/0#0", 0)) == []
         assert started(node.later(100.0)) == []
         assert started(node.train("a/1#0", "b/0#0")) == []
-        assert not node.life.doc().finished
+        assert not node.life.doc().summary.finished
 
     def test_a_node_of_which_nobody_is_used_any_more_waits_for_the_end_of_the_job(self) -> None:
         node = member_node(slots=1)
@@ -1045,23 +1048,23 @@ class TestExcused:
         assert node.life.evict("a/0#7", False, "it is slow") == []
         node.life.on_signal(signal.SIGTERM, node.now_s)
         assert node.life.evict("a/0#0", False, "it is slow") == []
-        assert node.life.doc().excused == ()
+        assert node.life.doc().departure.excused == ()
 
     @pytest.mark.parametrize("replace", [False, True])
     def test_who_finishes_before_it_leaves_is_not_evicted_any_more(self, replace: bool) -> None:
         node = member_node(slots=2)
         node.life.evict("a/0#0", replace, "it is slow")
         node.life.on_finished("a/0#0")
-        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+        assert (node.life.doc().departure.excused, node.life.doc().departure.settled) == ((), 0)
         node.exits("a/0#0", 1)
-        assert node.life.doc().failed == "worker a/0#0 exited with code 1"
+        assert node.life.doc().summary.failed == "worker a/0#0 exited with code 1"
 
     def test_an_eviction_does_not_outlive_its_attempt(self) -> None:
         node = member_node(slots=2)
         node.life.evict("a/0#0", True, "it is slow")
         node.generation(Stage.ASSEMBLE, attempt=1)
         node.dies("a/0#0", signal.SIGTERM)
-        assert (node.life.doc().excused, node.life.doc().settled) == ((), 0)
+        assert (node.life.doc().departure.excused, node.life.doc().departure.settled) == ((), 0)
 
 
 class TestLeavers:
@@ -1080,7 +1083,7 @@ class TestLeavers:
         node.life.drain("x", NOW_S)
         node.generation(Stage.ASSEMBLE, attempt=1)
         assert node.exits("a/0#0", 0) == [Exit(0)]
-        assert node.life.doc().unreachable_peers == ()
+        assert node.life.doc().peers.unreachable == ()
 
     def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:
         node = member_node()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
@@ -18,12 +19,12 @@ from elaunch.rendezvous.membership import (
     Stage,
     Worker,
     WorkerState,
-    to_json,
 )
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.store import Event
+from tests.unit.documents import changed_report
 
 TRAIN = Generation(3, Stage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/0#0", "b", 0)))
 MEMBER = NodeDoc("b", "host-b", 1, (NodeWorker("b/0#0", 0, WorkerState.MEMBER),))
@@ -139,7 +140,7 @@ def test_the_job_has_begun_once_a_worker_of_this_attempt_is_a_member(node: Node)
     has_begun = []
     for name, document in (
         ("generation", TRAIN),
-        ("nodes/b", NodeDoc("b", "host-b", 1, MEMBER.workers, attempt=1)),
+        ("nodes/b", changed_report(MEMBER, attempt=1)),
         ("nodes/b", MEMBER),
         ("generation", Generation(4, Stage.ASSEMBLE, attempt=1)),
     ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Stage, WorkerState
+from elaunch.rendezvous.membership import Generation, NodeDoc, PeerFaults, Stage, WorkerState
 
 TOGETHER_S = 0.05
 """What several workers do within this time may stand in one line."""
@@ -84,39 +84,47 @@ def render(events: Sequence[Event]) -> list[str]:
 
 def report_text(before: NodeDoc | None, after: NodeDoc) -> str:
     """Returns what a report says that the one before did not; "" where that changes nothing for anybody."""
-    if before is None or before.attempt > after.attempt:
+    if before is None or before.progress.attempt > after.progress.attempt:
         before = NodeDoc(after.node, after.host, after.slots)
     parts = list[str]()
-    if after.attempt != before.attempt:
-        parts.append(f"no worker of the attempt before {after.attempt} is left")
+    if after.progress.attempt != before.progress.attempt:
+        parts.append(f"no worker of the attempt before {after.progress.attempt} is left")
     states = dict[WorkerState, list[str]]()
     former = {worker.id: worker.state for worker in before.workers}
     for worker in after.workers:
         if former.pop(worker.id, None) is not worker.state:
             states.setdefault(worker.state, []).append(worker.id)
     parts += [f"{', '.join(ids)} {state.value}" for state, ids in states.items()]
-    if former and after.attempt == before.attempt:
+    if former and after.progress.attempt == before.progress.attempt:
         parts.append(f"{', '.join(former)} no more")
     if after.cause != before.cause and after.cause:
         parts.append(f'cause "{after.cause}"')
-    parts += [f"{worker} is dead" for worker in after.unreachable_peers if worker not in before.unreachable_peers]
+    parts += _trouble(before.peers, after.peers)
+    former_departure, departure = before.departure, after.departure
+    parts += [f"{worker} is to leave" for worker in departure.excused if worker not in former_departure.excused]
+    if departure.settled > former_departure.settled:
+        parts.append(f"all its members have entered generation {departure.settled}")
+    if after.progress.committed > before.progress.committed:
+        parts.append(f"a step has committed in generation {after.progress.committed}")
+    if after.progress.plan_request not in ("", before.progress.plan_request):
+        parts.append(f"all its members go by plan {after.progress.plan_request}")
+    if after.draining and not before.draining:
+        parts.append("draining")
+    for word in ("finished", "failed"):
+        if getattr(after.summary, word) and not getattr(before.summary, word):
+            parts.append(word)
+    return "; ".join(parts)
+
+
+def _trouble(before: PeerFaults, after: PeerFaults) -> list[str]:
+    parts = [f"{worker} is dead" for worker in after.unreachable if worker not in before.unreachable]
     parts += [f"the link of {link.worker} to {link.peer} failed" for link in after.broken if link not in before.broken]
     if after.reset_generation > before.reset_generation:
         parts.append(f"links of generation {after.reset_generation} have to be made anew")
     if after.cut != before.cut:
         cut = ", ".join(one.node for one in after.cut)
         parts.append(f"nothing passes between it and {cut}" if cut else "it reaches all nodes again")
-    parts += [f"{worker} is to leave" for worker in after.excused if worker not in before.excused]
-    if after.settled > before.settled:
-        parts.append(f"all its members have entered generation {after.settled}")
-    if after.committed > before.committed:
-        parts.append(f"a step has committed in generation {after.committed}")
-    if after.plan_request != before.plan_request and after.plan_request:
-        parts.append(f"all its members go by plan {after.plan_request}")
-    for word in ("draining", "finished", "failed"):
-        if getattr(after, word) and not getattr(before, word):
-            parts.append(word)
-    return "; ".join(parts)
+    return parts
 
 
 def generation_text(before: Generation | None, after: Generation) -> str:
@@ -128,8 +136,8 @@ def generation_text(before: Generation | None, after: Generation) -> str:
         kind.append("hold")
     if after.attempt:
         kind.append(f"attempt {after.attempt}")
-    if after.restarts:
-        kind.append(f"restarts {after.restarts}")
+    if after.restarts.count:
+        kind.append(f"restarts {after.restarts.count}")
     changes = list[str]()
     if before is not None and before.stage is after.stage is Stage.TRAIN:
         lost = [one for one in before.ids if one not in (*after.ids, *after.leaving)]

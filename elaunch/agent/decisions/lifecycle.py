@@ -13,7 +13,17 @@ from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, si
 from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
 from elaunch.agent.decisions.slots import Event, News, Slot, State
-from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, Result, Stage, Stalled, WorkerState
+from elaunch.rendezvous.membership import (
+    Cut,
+    Departure,
+    Generation,
+    NodeDoc,
+    NodeProgress,
+    Result,
+    Stage,
+    Stalled,
+    WorkerState,
+)
 
 
 @dataclass(slots=True)
@@ -65,36 +75,27 @@ class Lifecycle:
     def doc(self) -> NodeDoc:
         """Returns the report of this node, as it is now."""
         draining, evicted = self.ending.draining, self.workers.evicted
-        blame, peers = self.workers.blame, self.workers.peers
         return NodeDoc(
             node=self.settings.node,
             host=self.settings.host,
             slots=self.settings.slots,
             workers=self.workers.report(),
-            attempt=self.attempt,
-            elastic=self.workers.elastic,
-            draining=draining,
-            finished=self.workers.finished,
-            failed=blame.failed,
-            cause=blame.cause,
-            cause_t=blame.cause_t,
-            unreachable_peers=peers.unreachable_peers,
-            reset_generation=peers.reset_generation,
-            port=self.port,
-            liveness_address=self.liveness_address,
-            generation=self.generation.number if self.generation else 0,
-            took_part=self.workers.took_part,
-            takes_plans=self.workers.takes_plans,
-            plan_request=self._plan_request(),
-            saved=self.saved,
-            settled=self._joined() if draining or evicted else 0,
-            excused=evicted,
-            cut=peers.cut,
-            stalled=peers.stalled,
-            broken=peers.broken,
-            committed=peers.committed,
             role=self.settings.role,
             rank=self.settings.rank,
+            port=self.port,
+            liveness_address=self.liveness_address,
+            cause=self.workers.blame.cause,
+            cause_t=self.workers.blame.cause_t,
+            summary=self.workers.summary(),
+            progress=NodeProgress(
+                attempt=self.attempt,
+                generation=self.generation.number if self.generation else 0,
+                plan_request=self._plan_request(),
+                committed=self.workers.peers.committed,
+                saved=self.saved,
+            ),
+            peers=self.workers.peers.faults(),
+            departure=Departure(draining, evicted, self._joined() if draining or evicted else 0),
         )
 
     def _plan_request(self) -> str:
@@ -263,9 +264,8 @@ class Lifecycle:
         self.workers.happens(Event.COMMIT, worker, News(number=number))
         generation = self.generation
         if generation is not None and generation.streak.urgent and generation.ids[:1] == (worker,):
-            self.workers.peers.committed = max(
-                self.workers.peers.committed, number
-            )  # the leader wants to know, of one node
+            # The leader wants to know, of one node.
+            self.workers.peers.committed = max(self.workers.peers.committed, number)
 
     def on_saved(self, step: int) -> None:
         """There is a checkpoint of so many steps; of 0 steps there is none that can be read."""
@@ -292,13 +292,7 @@ class Lifecycle:
         return self.workers.happens(Event.REPLACE if replace else Event.EVICT, worker, News(text=why))
 
     def on_exit(
-        self,
-        worker: str,
-        exitcode: int | None,
-        number: int | None,
-        t: float,
-        now_s: float,
-        reason: str = "",
+        self, worker: str, exitcode: int | None, number: int | None, t: float, now_s: float, reason: str = ""
     ) -> list[Action]:
         """A worker's process ended: with `exitcode`, or by signal `number`, at Unix time `t`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
 from elaunch.agent.decisions.node_state import Blame, PeerReports
 from elaunch.agent.decisions.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
-from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, incarnation, worker_id
+from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
@@ -95,6 +95,16 @@ class LocalWorkers:
             NodeWorker(slot.worker, slot.local_rank, reported, slot.address)
             for slot in self.slots
             if (reported := slot.state.reported) is not None
+        )
+
+    def summary(self) -> WorkerSummary:
+        """Returns what the node's report says of all of them together."""
+        return WorkerSummary(
+            elastic=self.elastic,
+            took_part=self.took_part,
+            takes_plans=self.takes_plans,
+            finished=self.finished,
+            failed=self.blame.failed,
         )
 
     def find(self, worker: str) -> Slot | None:

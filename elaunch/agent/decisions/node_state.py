@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elaunch.agent.decisions.actions import Action, Ended, Exit, Say
-from elaunch.rendezvous.membership import BrokenLink, Cut, Generation, Result, Stalled, names_text
+from elaunch.rendezvous.membership import BrokenLink, Cut, Generation, PeerFaults, Result, Stalled, names_text
 
 TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
 
@@ -111,7 +111,7 @@ class PeerReports:
     """What the workers of this node, and its probes, found out about peers.
 
     Attributes:
-        unreachable_peers: peers that cannot be reached, and workers of this node that ended before they could leave.
+        unreachable: peers that cannot be reached, and workers of this node that ended before they could leave.
         reset_generation: the generation whose links are to be made anew.
         broken: links to live peers that failed in the present generation.
         cut: other nodes that cannot be reached.
@@ -119,21 +119,25 @@ class PeerReports:
         committed: the newest generation after urgent ones in which a step committed, as the first member saw it.
     """
 
-    unreachable_peers: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     reset_generation: int = 0
     broken: tuple[BrokenLink, ...] = ()
     cut: tuple[Cut, ...] = ()
     stalled: tuple[Stalled, ...] = ()
     committed: int = 0
 
+    def faults(self) -> PeerFaults:
+        """Returns what the node's report says of it."""
+        return PeerFaults(self.unreachable, self.broken, self.reset_generation, self.cut, self.stalled)
+
     def enter(self, generation: Generation) -> None:
         """Drops what a new generation has settled."""
         self.stalled, self.broken = (), ()
         known = {*generation.ids, *generation.leaving}
-        self.unreachable_peers = tuple(worker for worker in self.unreachable_peers if worker in known)
+        self.unreachable = tuple(worker for worker in self.unreachable if worker in known)
 
     def note_unreachable(self, worker: str) -> None:
-        self.unreachable_peers = tuple(dict.fromkeys((*self.unreachable_peers, worker)))
+        self.unreachable = tuple(dict.fromkeys((*self.unreachable, worker)))
 
     def note_broken(self, worker: str, peer: str) -> None:
         self.broken = tuple(dict.fromkeys((*self.broken, BrokenLink(worker, peer))))

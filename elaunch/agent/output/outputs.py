@@ -36,10 +36,10 @@ class Outputs:
     def __init__(self, config: AgentConfig, folders: Folders | None = None) -> None:
         self._config = config
         if folders is None:
-            folders = LogFolders(config.logs, config.nproc_per_node)
+            folders = LogFolders(config.output.logs, config.nproc_per_node)
             folders.check()
         self._folders = folders
-        self._tee = Tee(config.logs, config.node)
+        self._tee = Tee(config.output.logs, config.node)
         self._result_path = os.environ.pop(RESULT, "")  # not for the workers, which may start jobs too
         self._ranks: dict[str, int] = {}
         self._error_files: dict[str, str] = {}
@@ -97,7 +97,7 @@ class Outputs:
             for ended in failed
         ]
         if code != 0 and failures:
-            sys.stderr.write(report(self._config.script, failures) + "\n")
+            sys.stderr.write(report(self._config.program.script, failures) + "\n")
             sys.stderr.flush()
             copy_to_launcher(root_cause(failures))
         elif code != 0:

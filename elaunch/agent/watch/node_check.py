@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.policy.stragglers.track import spread
-from elaunch.rendezvous.membership import read_json
+from elaunch.rendezvous.codec import read_json
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.store import Store
