@@ -79,7 +79,7 @@ class Node:
 
     def turn(self, times: int = 3) -> None:
         for _ in range(times):
-            self.agent.post(lambda life: [])  # so that a turn with nothing to do does not wait
+            self.agent._inbox.post(lambda life: [])  # so that a turn with nothing to do does not wait
             self.agent._turn()
 
     def connect(self) -> socket.socket:
@@ -123,12 +123,12 @@ class Node:
         agent = self.agent
         agent._outputs.close()
         agent._control.close()
-        agent._hangs.close()
+        agent._watches.close()
         agent._liveness.close()
-        agent._events.close()
+        agent._journal.close()
         agent._selector.close()
-        os.close(agent._wake_read)
-        os.close(agent._wake_write)
+        os.close(agent._inbox._read_fd)
+        os.close(agent._inbox._write_fd)
         self._forkserver.close()
 
 
@@ -337,7 +337,7 @@ def test_the_end_closes_what_has_named_no_worker_too(node: Node) -> None:
     silent = node.connect()
     node.control.close()
     assert not node.keeps(silent)
-    node.agent._control = control.ControlServer(node.agent._selector, node.agent.say)
+    node.agent._control = control.ControlServer(node.agent._selector, node.agent._journal.say)
 
 
 def send_fds(link: socket.socket, data: bytes, fds: list[int]) -> None:
@@ -356,7 +356,7 @@ def test_descriptors_that_are_no_heartbeat_are_closed(
     assert open_fds() == before
     assert node.keeps(link)
     assert f"worker {WORKER} is not watched for hangs" in capfd.readouterr().err
-    node.agent._check_hangs()
+    node.agent._act(node.agent._watches.check_hangs())
     os.close(read)
     os.close(write)
 
@@ -388,8 +388,8 @@ def test_a_heartbeat_of_any_content_is_looked_at(node: Node, content: bytes) -> 
     link = node.connect()
     send_fds(link, encode(Attach(WORKER, 1)), fds)
     node.turn()
-    assert WORKER in node.agent._hangs._watched
-    node.agent._check_hangs()
+    assert WORKER in node.agent._watches._hangs._watched
+    node.agent._act(node.agent._watches.check_hangs())
     assert node.keeps(link)
     for fd in fds:
         os.close(fd)

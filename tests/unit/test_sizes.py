@@ -16,12 +16,10 @@ MOST_ATTRIBUTES = 20
 TO_BE_SPLIT = "for now: to be split"
 
 LONG_MODULES = {
-    "elaunch.agent.agent": TO_BE_SPLIT,
     "elaunch.workers.data_parallel.job": TO_BE_SPLIT,
     "elaunch.workers.runtime": TO_BE_SPLIT,
 }
 LARGE_CLASSES = {
-    "elaunch.agent.agent.Agent": TO_BE_SPLIT,
     "elaunch.api.LaunchConfig": "torch's own class has these fields, and programs give them by name",
     "elaunch.detect.devices.Reading": "one field for each figure that is read of a device",
     "elaunch.detect.heartbeat.Heartbeat": "one field for each number in the file that worker and agent share",

@@ -1,0 +1,190 @@
+"""What workers send to their agent, and what each message means to the lifecycle of the node."""
+
+from __future__ import annotations
+
+import reprlib
+import selectors
+import time
+from collections.abc import Callable
+
+from elaunch.agent.control import Connection, ControlServer
+from elaunch.agent.decisions.actions import Action
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.output.journal import Journal
+from elaunch.agent.participation import JobListener
+from elaunch.agent.watch.watches import Watches
+from elaunch.detect.host import ancestors
+from elaunch.detect.watchdog import worker_of
+from elaunch.errors import ProtocolError
+from elaunch.rendezvous.membership import split_address
+from elaunch.rendezvous.participant import Participant
+from elaunch.threads import describe, tell
+from elaunch.wire import (
+    Attach,
+    Evict,
+    Finished,
+    Joined,
+    Leaving,
+    Message,
+    Profiled,
+    Progress,
+    Ready,
+    Report,
+    Saved,
+    Unreachable,
+    Welcome,
+)
+
+MAX_ADDRESS = 300  # characters of a worker's address; a host's name has at most 253
+MAX_WHY = 300  # characters of a worker's reason in a line
+
+
+class WorkerMessages:
+    """Takes the messages of this node's workers, in the agent's loop.
+
+    Args:
+        life: of the node.
+        control: knows which connection is whose.
+        watches: told of workers that attach, and of peers that are silent.
+        participant: given what is for the whole job.
+        job: knows the token of the job.
+        journal: written to.
+        act: carries out actions.
+    """
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        control: ControlServer,
+        watches: Watches,
+        participant: Participant,
+        job: JobListener,
+        journal: Journal,
+        act: Callable[[list[Action]], None],
+    ) -> None:
+        self._life = life
+        self._control = control
+        self._watches = watches
+        self._participant = participant
+        self._job = job
+        self._journal = journal
+        self._act = act
+
+    def serve(self, connection: Connection, mask: int) -> bool:
+        """Takes what a worker sends. Whatever is wrong with that ends its connection, and nothing else.
+
+        Returns:
+            Whether more has come than lines for the event log, which come with every step and change nothing else.
+        """
+        has_news = False
+        try:
+            if mask & selectors.EVENT_WRITE:
+                connection.flush()
+            if mask & selectors.EVENT_READ:
+                for message in connection.receive():
+                    if not connection.closed:
+                        has_news = has_news or not isinstance(message, Report)
+                        self._act(self._take(connection, message))
+        except ProtocolError as error:
+            self._journal.say(f"{connection}: {error}; its connection is closed")
+            connection.close()
+        except Exception as error:  # a defect of ours, or what nobody has thought of
+            tell(f"{connection}: what it sent cannot be taken, its connection is closed: {describe(error)}", error)
+            connection.close()
+        return has_news
+
+    def _take(self, connection: Connection, message: Message) -> list[Action]:
+        """Takes one message.
+
+        Raises:
+            ProtocolError: no worker sends this, or not now.
+        """
+        life, worker = self._life, connection.worker
+        if isinstance(message, Attach) == bool(worker):
+            raise ProtocolError(f"{type(message).__name__}, but the first message, and no other, is Attach")
+        match message:
+            case Report():
+                self._journal.forward(message)
+            case Attach():
+                return self._attach(connection, message.worker)
+            case Ready():
+                life.on_ready(worker, _checked_address(message.address), message.takes_plans)
+            case Joined():
+                newest = life.generation.number if life.generation is not None else 0
+                if message.generation > newest:
+                    raise ProtocolError(
+                        f"it is a member of generation {message.generation}, but the newest is {newest}"
+                    )
+                life.on_joined(worker, message.generation)
+            case Progress():
+                life.on_progress(worker, message.generation)
+            case Saved():
+                life.on_saved(message.step)
+            case Profiled():
+                self._participant.leave_profile(message.profile)
+            case Unreachable():
+                self._on_unreachable(worker, message)
+            case Finished():
+                life.on_finished(worker)
+            case Evict():
+                return life.evict(worker, message.replace, " ".join(message.why.split())[:MAX_WHY])
+            case Leaving():
+                life.on_leaving(worker)
+        return []
+
+    def _on_unreachable(self, worker: str, found: Unreachable) -> None:
+        life = self._life
+        if not found.refused:
+            life.on_broken(found.generation, worker, found.peer)
+        if found.silent:
+            self._watches.ask_others(found)
+        else:
+            life.on_unreachable(found.generation, found.peer, found.refused, time.monotonic())
+        if found.refused:
+            self._participant.publish(life.doc())
+            self._participant.suspect_leader()
+
+    def _attach(self, connection: Connection, worker: str) -> list[Action]:
+        """Takes a process that says that it is a worker of this node.
+
+        A worker has one connection at a time, and only its own processes may have it: those that descend from the one
+        that was started, or are of its session. Before the start of that one was heard of, any process passes for one.
+
+        Raises:
+            ProtocolError: this node has no such worker, the process is not of it, or another one is it already.
+        """
+        slot = self._life.find(worker)
+        if slot is None:
+            raise ProtocolError(f"it says that it is worker {reprlib.repr(worker)}, which this node does not have")
+        if not _belongs_to(connection.pid, slot.pid):
+            raise ProtocolError(f"it says that it is worker {worker}, whose process {slot.pid} has not started it")
+        former = self._control.connections.get(worker)
+        if former is not None and not former.hung_up:
+            if _belongs_to(former.pid, slot.pid):
+                raise ProtocolError(f"it says that it is worker {worker}, which process {former.pid} is already")
+            self._journal.say(f"worker {worker} takes the place of process {former.pid}, which had its name")
+        self._control.attach(connection, worker)
+        self._watches.attached(worker, connection.pid or slot.pid, connection.take_fds())
+        settings = self._life.settings
+        connection.send(Welcome(self._job.token, settings.host, settings.node, slot.local_rank, settings.min_nodes))
+        return self._life.on_attach(worker)
+
+
+def _belongs_to(pid: int, worker: int) -> bool:
+    """Whether a process is a worker's, by the pid of the one that was started; it may be where one is not known (0)."""
+    return not pid or not worker or worker_of(pid, (worker,)) is not None or worker in ancestors(pid)
+
+
+def _checked_address(text: str) -> str:
+    """Returns the address of a worker as it is.
+
+    Raises:
+        ProtocolError: nobody could be reached there.
+    """
+    try:
+        usable = len(text) <= MAX_ADDRESS and 0 < split_address(text)[1] < 1 << 16
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ProtocolError(f"its address is {reprlib.repr(text)}: expected host:port")
+    return text

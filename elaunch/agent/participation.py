@@ -1,0 +1,115 @@
+"""The agent's part in the rendezvous: its participant, and what that one's news mean to the agent's loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.decisions.actions import Action
+from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.inbox import Inbox
+from elaunch.errors import ElaunchError
+from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, NodeDoc, Result
+from elaunch.rendezvous.node.reporter import Listener
+from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.store import Store
+
+
+class JobListener:
+    """Turns the participant's news, which come from its thread, into work for the agent's loop.
+
+    Args:
+        inbox: of the loop.
+        say: tells the user.
+        take_out: told in the loop that all members wait for each other, and which one of this node is to go.
+
+    Attributes:
+        token: the secret that the workers of the job know each other by; empty before this node has joined.
+    """
+
+    def __init__(self, inbox: Inbox, say: Callable[[str], None], take_out: Callable[[Deadlock], None]) -> None:
+        self.token = ""
+        self._inbox = inbox
+        self._say = say
+        self._take_out = take_out
+
+    def joined(self, config: JobConfig) -> None:
+        self.token = config.token
+
+    def announced(self, generation: Generation) -> None:
+        self._inbox.post(lambda life: life.on_generation(generation, time.monotonic()), generation)
+
+    def resized(self, min_nodes: int, max_nodes: int) -> None:
+        self._inbox.post(lambda life: life.on_resized(min_nodes, max_nodes, time.monotonic()))
+
+    def drains(self, request: DrainRequest) -> None:
+        self._inbox.post(lambda life: life.drain(request.reason, time.monotonic()))
+
+    def deadlocked(self, found: Deadlock) -> None:
+        def take_out(life: Lifecycle) -> list[Action]:
+            self._take_out(found)
+            return []
+
+        self._inbox.post(take_out)
+
+    def ended(self, result: Result) -> None:
+        self._inbox.post(lambda life: life.on_result(result, time.monotonic()))
+
+    def waits(self, text: str) -> None:
+        self._say(text)
+
+    def outage(self, why: str) -> None:
+        self._say(f"the rendezvous store is away, training goes on without it: {why}")
+
+    def back(self, away_s: float) -> None:
+        self._say(f"the rendezvous store is back after {away_s:.1f} s")
+
+    def absent(self, text: str) -> None:
+        self._say(text)
+
+    def warns(self, text: str) -> None:
+        self._say(text)
+
+    def refused(self, error: ElaunchError) -> None:
+        self._inbox.post(lambda life: life.on_refused(str(error), time.monotonic()))
+
+
+def make_participant(
+    config: AgentConfig, open_store: Callable[[], Store], doc: NodeDoc, listener: Listener, figures: str
+) -> Participant:
+    """Returns this node's participant, not started yet.
+
+    Args:
+        config: the settings.
+        open_store: connects to the rendezvous store.
+        doc: the node's first report.
+        listener: told what happens in the job.
+        figures: of this node's check, for those that come later.
+    """
+    conf, checkpoints = config.rendezvous.conf, config.training.checkpoints
+    return Participant(
+        open_store,
+        config.job,
+        JobConfig(
+            config.min_nodes,
+            config.max_nodes,
+            config.max_restarts,
+            checkpoint_every=checkpoints.every if checkpoints is not None else 0,
+        ),
+        Settings(
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            max_restarts=config.max_restarts,
+            last_call_s=conf.last_call_timeout,
+            join_s=conf.join_timeout,
+            attach_s=conf.attach_timeout,
+            ready_s=conf.ready_timeout,
+            lease_s=conf.lease_ttl,
+        ),
+        doc,
+        listener,
+        connect_s=conf.connect_timeout,
+        figures=figures,
+    )
