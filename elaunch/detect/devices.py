@@ -47,6 +47,22 @@ class Clocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryErrors:
+    """What a device says of errors in its memory. None: it, or its driver, does not tell.
+
+    Attributes:
+        uncorrectable, correctable: ECC errors since the driver was loaded.
+        remap_pending: rows, or pages, are to be replaced at the next reset.
+        remap_failed: a row could not be replaced.
+    """
+
+    uncorrectable: int | None = None
+    correctable: int | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """What a device says of itself. None: it, or its driver, does not tell.
 
@@ -54,9 +70,7 @@ class Reading:
         lost: why it cannot be reached any more; empty as long as it answers.
         fails: what it answered with an error that may pass.
         state: what it says of its health as a whole ("warning", "alarm", "critical"); empty: none, or well.
-        uncorrectable, correctable: ECC errors of its memory since the driver was loaded.
-        remap_pending: rows of its memory, or pages, are to be replaced at its next reset.
-        remap_failed: a row could not be replaced.
+        memory_errors: of its memory.
         recovery: what the driver says it needs: "" for nothing, else "reset", "reboot", "drain p2p", "drain and reset".
         slowdowns: reasons for which the hardware holds its clock down: "thermal", "power brake".
         temperature_c, shutdown_c: its temperature, and that at which it turns itself off.
@@ -68,10 +82,7 @@ class Reading:
     lost: str = ""
     fails: str = ""
     state: str = ""
-    uncorrectable: int | None = None
-    correctable: int | None = None
-    remap_pending: bool | None = None
-    remap_failed: bool | None = None
+    memory_errors: MemoryErrors = MemoryErrors()
     recovery: str = ""
     slowdowns: frozenset[str] = frozenset()
     temperature_c: int | None = None

@@ -374,14 +374,15 @@ class HangDetector:
 
 
 def _stalled(worker: str, heartbeat: Heartbeat) -> Stalled:
+    awaited = heartbeat.awaited
     return Stalled(
         worker,
         heartbeat.step,
         _doing(heartbeat),
-        heartbeat.generation,
-        heartbeat.operation,
-        heartbeat.waits_for,
-        heartbeat.others,
+        awaited.generation,
+        awaited.operation,
+        awaited.peers,
+        awaited.others,
     )
 
 

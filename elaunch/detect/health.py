@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaunch.detect.devices import Reading, Xid
+from elaunch.detect.devices import MemoryErrors, Reading, Xid
 
 
 class Verdict(enum.IntEnum):
@@ -271,7 +271,7 @@ class DeviceHealth:
         if reading.lost:
             text = f"it cannot be reached any more: {reading.lost}"
             return [Condition(self._finding(Verdict.LOST, "lost", text))]
-        found = [*self._memory(now_s, reading), *self._heat(reading)]
+        found = [*self._memory(now_s, reading.memory_errors), *self._heat(reading)]
         if reading.fails:
             text = f"it does not answer: {reading.fails}"
             found.append(Condition(self._finding(Verdict.WATCH, "fails", text), FAILING_S))
@@ -285,29 +285,29 @@ class DeviceHealth:
             found.append(Condition(self._finding(verdict, "recovery", text, recovery=reading.recovery)))
         return found
 
-    def _memory(self, now_s: float, reading: Reading) -> list[Condition]:
+    def _memory(self, now_s: float, errors: MemoryErrors) -> list[Condition]:
         assert self._first is not None
         found = []
-        if reading.uncorrectable:
-            before = self._first.uncorrectable or 0
-            new = reading.uncorrectable - before
+        if errors.uncorrectable:
+            before = self._first.memory_errors.uncorrectable or 0
+            new = errors.uncorrectable - before
             if new > 0:
-                text = f"{new} uncorrectable ECC errors since the job began, {reading.uncorrectable} in all"
+                text = f"{new} uncorrectable ECC errors since the job began, {errors.uncorrectable} in all"
                 verdict = Verdict.DRAIN
             else:
                 text = f"{before} uncorrectable ECC errors before the job began"
                 verdict = Verdict.WATCH
             found.append(
                 Condition(
-                    self._finding(verdict, "ecc uncorrectable", text, new=max(new, 0), total=reading.uncorrectable)
+                    self._finding(verdict, "ecc uncorrectable", text, new=max(new, 0), total=errors.uncorrectable)
                 )
             )
-        if reading.correctable is not None:
-            found.extend(self._correctable_rate(now_s, reading.correctable))
-        if reading.remap_failed:
+        if errors.correctable is not None:
+            found.extend(self._correctable_rate(now_s, errors.correctable))
+        if errors.remap_failed:
             text = "a faulty row of its memory could not be replaced"
             found.append(Condition(self._finding(Verdict.DRAIN, "remap failed", text)))
-        if reading.remap_pending:
+        if errors.remap_pending:
             text = "faulty rows of its memory are replaced at its next reset"
             found.append(Condition(self._finding(Verdict.WATCH, "remap pending", text)))
         return found

@@ -65,6 +65,22 @@ class Still(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """Whom a worker that waits waits for, and in what.
+
+    Attributes:
+        peers: the first of them.
+        others: how many more there are.
+        generation, operation: what is waited for, where it has a number.
+    """
+
+    peers: tuple[str, ...] = ()
+    others: int = 0
+    generation: int = 0
+    operation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """What a worker showed when it was looked at. Times in seconds of `time.monotonic`.
 
@@ -81,9 +97,7 @@ class Heartbeat:
         since_s: since when it has been at that, without a sign of progress (a wait that ended, the next micro-batch; in
             a wait, bytes that came from a peer).
         waits: whether a thread that trains waits for peers.
-        waits_for: the first of them.
-        others: how many more there are.
-        generation, operation: what is waited for, where it has a number.
+        awaited: those peers, or the last that it waited for.
     """
 
     pid: int
@@ -99,10 +113,7 @@ class Heartbeat:
     phase: Phase
     since_s: float
     waits: bool = False
-    waits_for: tuple[str, ...] = ()
-    others: int = 0
-    generation: int = 0
-    operation: int = 0
+    awaited: Awaited = Awaited()
 
 
 class Reader:
@@ -162,8 +173,10 @@ def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
         phase=phase,
         since_s=(max(since, numbers[AT_MOVED]) if waits else since) / 1e9,
         waits=waits,
-        waits_for=tuple(text.split("\n")) if text else (),
-        others=numbers[AT_OTHERS],
-        generation=numbers[AT_GENERATION],
-        operation=numbers[AT_OPERATION],
+        awaited=Awaited(
+            peers=tuple(text.split("\n")) if text else (),
+            others=numbers[AT_OTHERS],
+            generation=numbers[AT_GENERATION],
+            operation=numbers[AT_OPERATION],
+        ),
     )

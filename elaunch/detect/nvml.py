@@ -9,7 +9,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from elaunch.detect.devices import CUDA_VISIBLE, Clocks, Gpu, Reading, Xid, logger, sysfs_address, visible_gpus
+from elaunch.detect.devices import (
+    CUDA_VISIBLE,
+    Clocks,
+    Gpu,
+    MemoryErrors,
+    Reading,
+    Xid,
+    logger,
+    sysfs_address,
+    visible_gpus,
+)
 from elaunch.errors import ClockError, ClocksDenied, ClocksUnsupported, DeviceNotFound, NvmlNotFound
 
 T = TypeVar("T")
@@ -267,10 +277,12 @@ class NvidiaGpus:
             return Reading(lost=str(error))
         return Reading(
             fails="; ".join(errors[:3]),
-            uncorrectable=uncorrectable,
-            correctable=correctable,
-            remap_pending=pages if rows is None else rows[0],
-            remap_failed=None if rows is None else rows[1],
+            memory_errors=MemoryErrors(
+                uncorrectable=uncorrectable,
+                correctable=correctable,
+                remap_pending=pages if rows is None else rows[0],
+                remap_failed=None if rows is None else rows[1],
+            ),
             recovery=recovery or "".join(recoveries[:1]),
             slowdowns=frozenset(what for name, what in SLOWDOWNS.items() if mask & getattr(nvml, name)),
             temperature_c=temperature_c,

@@ -19,12 +19,7 @@ import pytest
 from elaunch.accepting import PAUSE_S
 from elaunch.agent import control
 from elaunch.agent.agent import Agent
-from elaunch.agent.config import (
-    AgentConfig,
-    OutputSettings,
-    RendezvousSettings,
-    WorkerProgram,
-)
+from elaunch.agent.config import AgentConfig, OutputSettings, RendezvousSettings, WorkerProgram
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.slots import State
 from elaunch.agent.supervisor import Supervisor

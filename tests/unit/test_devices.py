@@ -286,10 +286,7 @@ def test_a_gpu_tells_its_health(asked: Asked) -> None:
         "lost": "",
         "fails": "",
         "state": "",
-        "uncorrectable": 0,
-        "correctable": 0,
-        "remap_pending": False,
-        "remap_failed": False,
+        "memory_errors": {"uncorrectable": 0, "correctable": 0, "remap_pending": False, "remap_failed": False},
         "recovery": "",
         "slowdowns": [],
         "temperature_c": 50,
@@ -304,7 +301,8 @@ def test_a_gpu_tells_its_health(asked: Asked) -> None:
     # The hardware's thermal slowdown, its power brake, and a power cap, which is as it should be.
     asked.stub.set(1, **sick, recovery=4, throttle=0x40 | 0x80 | 0x4, temperature=91)
     expected = {"recovery": "drain and reset", "slowdowns": ["power brake", "thermal"], "temperature_c": 91}
-    assert asked.read(1) == {**well, **sick, "remap_pending": True, "remap_failed": True, **expected}
+    errors = {**sick, "remap_pending": True, "remap_failed": True}
+    assert asked.read(1) == {**well, "memory_errors": errors, **expected}
     assert asked.read(0) == well
 
 
@@ -321,7 +319,8 @@ def test_a_gpu_that_is_lost_or_needs_a_reset_says_so_and_an_error_is_told(asked:
 def test_a_gpu_from_before_row_remapping_tells_of_pages(asked: Asked) -> None:
     asked.ask("find", 1, {})
     asked.stub.set(0, old=1, pages_pending=1)
-    assert (asked.read()["remap_pending"], asked.read()["remap_failed"]) == (True, None)
+    errors = asked.read()["memory_errors"]
+    assert (errors["remap_pending"], errors["remap_failed"]) == (True, None)
 
 
 def test_xids_come_to_the_slots_of_their_gpu(asked: Asked) -> None:
@@ -342,4 +341,4 @@ def test_a_driver_that_reports_no_xids_is_read_all_the_same(asked: Asked) -> Non
     began_s = time.monotonic()
     assert asked.ask("wait", 0.2) == []
     assert time.monotonic() - began_s >= 0.2
-    assert asked.read()["uncorrectable"] == 0
+    assert asked.read()["memory_errors"]["uncorrectable"] == 0

@@ -24,7 +24,7 @@ from elaunch.detect.hang import (
     Sight,
     parse,
 )
-from elaunch.detect.heartbeat import BEAT_S, Heartbeat, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, Awaited, Heartbeat, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
 
@@ -92,7 +92,7 @@ class World:
             phase=Phase.STEP,
             since_s=end_s if waits else start_s,
             waits=waits,
-            waits_for=tuple(name for name in self.names if name != self.names[worker]) if waits else (),
+            awaited=Awaited(tuple(name for name in self.names if name != self.names[worker]) if waits else ()),
         )
 
     def run(self, until_s: float = NEVER) -> tuple[Hang, float] | None:
@@ -282,7 +282,8 @@ def a_heartbeat(now_s: float = 1000.0, **changes: object) -> Heartbeat:
         phase=Phase.STEP,
         since_s=now_s,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    awaited = {name: changes.pop(name) for name in ("peers", "operation") if name in changes}
+    return replace(base, awaited=Awaited(**awaited), **changes)  # type: ignore[arg-type]
 
 
 def learnt(step_s: float = 0.2) -> HangDetector:
@@ -311,7 +312,7 @@ def watch(
 
 BEGIN_S = 5000.0
 ASLEEP = {"still": Still.ASLEEP, "still_since_s": BEGIN_S, "since_s": BEGIN_S}
-WAITS = {"waits": True, "since_s": BEGIN_S, "waits_for": ("n/0#0",)}
+WAITS = {"waits": True, "since_s": BEGIN_S, "peers": ("n/0#0",)}
 
 
 def beside_a_witness(sight: Callable[[float], Sight]) -> Callable[[float], dict[str, Sight]]:
@@ -397,7 +398,7 @@ def circle(**changes: Mapping[str, object]) -> Callable[[float], dict[str, Sight
         found = {}
         for worker in range(3):
             peers = (f"n/{(worker + 1) % 3}#0",)
-            known: dict[str, object] = {"waits": True, "since_s": BEGIN_S, "waits_for": peers, "operation": 8}
+            known: dict[str, object] = {"waits": True, "since_s": BEGIN_S, "peers": peers, "operation": 8}
             found[f"n/{worker}#0"] = Sight(a_heartbeat(now_s, **{**known, **changes.get(f"w{worker}", {})}))
         return found
 
@@ -419,7 +420,7 @@ def test_a_deadlock_is_told_with_who_waits_for_whom() -> None:
     [
         pytest.param({"w1": {"step": 49}}, 1, id="behind in step"),
         pytest.param({"w0": {"operation": 7}}, 0, id="alone in its operation"),
-        pytest.param({"w2": {"waits_for": ("n/1#0",)}}, 0, id="nobody waits for it"),
+        pytest.param({"w2": {"peers": ("n/1#0",)}}, 0, id="nobody waits for it"),
         pytest.param({}, 2, id="all alike"),
     ],
 )
@@ -430,7 +431,7 @@ def test_whom_a_deadlock_costs_its_place(changes: dict[str, dict[str, object]], 
 
 
 def test_as_long_as_one_computes_nobody_who_waits_is_blamed() -> None:
-    sights = circle(w1={"waits": False, "waits_for": ()})
+    sights = circle(w1={"waits": False, "peers": ()})
     assert watch(sights, LONG_S * 0.9) is None
     found = watch(sights, LONG_S * 1.1)
     assert found is not None
@@ -465,7 +466,7 @@ def test_where_others_are_elsewhere_it_is_only_said_that_all_wait() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"waits": False, "waits_for": ()}, id="one computes"),
+        pytest.param({"waits": False, "peers": ()}, id="one computes"),
         pytest.param({"phase": Phase.AGREEING}, id="one waits for its agent"),
         pytest.param({"phase": Phase.CHANGING}, id="the state moves"),
         pytest.param({"since_s": BEGIN_S + 50}, id="one got something"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.detect.devices import Reading, Xid
+from elaunch.detect.devices import MemoryErrors, Reading, Xid
 from elaunch.detect.health import (
     AGAIN_S,
     CORRECTABLE_S,
@@ -23,10 +24,7 @@ from elaunch.detect.health import (
 )
 
 WELL = Reading(
-    uncorrectable=0,
-    correctable=0,
-    remap_pending=False,
-    remap_failed=False,
+    memory_errors=MemoryErrors(uncorrectable=0, correctable=0, remap_pending=False, remap_failed=False),
     temperature_c=60,
     shutdown_c=95,
     power_w=690.0,
@@ -34,6 +32,11 @@ WELL = Reading(
     max_clock_mhz=1980,
 )
 THERMAL = replace(WELL, slowdowns=frozenset({"thermal"}), clock_mhz=600, temperature_c=88)
+
+
+def with_errors(**errors: Any) -> Reading:
+    """Returns what a device says that is well but for these errors in its memory."""
+    return replace(WELL, memory_errors=replace(WELL.memory_errors, **errors))
 
 
 class Device:
@@ -149,10 +152,10 @@ def test_a_device_that_is_well_is_not_spoken_of() -> None:
 
 
 def test_a_new_uncorrectable_error_is_a_drain_and_an_old_one_is_not() -> None:
-    assert told(Device().reads(replace(WELL, uncorrectable=4))) == [(Verdict.WATCH, "ecc uncorrectable")]
+    assert told(Device().reads(with_errors(uncorrectable=4))) == [(Verdict.WATCH, "ecc uncorrectable")]
     device = Device()
-    device.reads(replace(WELL, uncorrectable=4))
-    (found,) = device.reads(replace(WELL, uncorrectable=5), 3)
+    device.reads(with_errors(uncorrectable=4))
+    (found,) = device.reads(with_errors(uncorrectable=5), 3)
     assert found.verdict is Verdict.DRAIN
     assert found.text == "1 uncorrectable ECC errors since the job began, 5 in all"
     assert found.evidence == {"new": 1, "total": 5}
@@ -161,7 +164,7 @@ def test_a_new_uncorrectable_error_is_a_drain_and_an_old_one_is_not() -> None:
 def test_correctable_errors_that_keep_growing_are_watched() -> None:
     device, found = Device(), []
     for count in range(0, 10_000, 50):
-        found += device.reads(replace(WELL, correctable=count))
+        found += device.reads(with_errors(correctable=count))
     (one,) = found
     assert (one.verdict, one.what, one.evidence["per_s"]) == (Verdict.WATCH, "ecc correctable", 10.0)
 
@@ -169,16 +172,16 @@ def test_correctable_errors_that_keep_growing_are_watched() -> None:
 def test_correctable_errors_in_a_burst_or_now_and_then_are_nothing() -> None:
     device = Device()
     assert device.reads(WELL, 20) == []
-    assert device.reads(replace(WELL, correctable=500), int(CORRECTABLE_S)) == []
+    assert device.reads(with_errors(correctable=500), int(CORRECTABLE_S)) == []
     for count in range(500, 700):
-        assert device.reads(replace(WELL, correctable=count)) == []
-    assert device.reads(replace(WELL, correctable=3), 100) == []  # the driver was loaded anew
+        assert device.reads(with_errors(correctable=count)) == []
+    assert device.reads(with_errors(correctable=3), 100) == []  # the driver was loaded anew
 
 
 def test_rows_to_be_remapped_are_watched_and_a_remapping_that_failed_is_a_drain() -> None:
     device = Device()
-    assert told(device.reads(replace(WELL, remap_pending=True))) == [(Verdict.WATCH, "remap pending")]
-    both = replace(WELL, remap_pending=True, remap_failed=True)
+    assert told(device.reads(with_errors(remap_pending=True))) == [(Verdict.WATCH, "remap pending")]
+    both = with_errors(remap_pending=True, remap_failed=True)
     assert told(device.reads(both, 2)) == [(Verdict.DRAIN, "remap failed")]
 
 
@@ -222,7 +225,7 @@ def test_the_state_that_a_device_reports_counts_when_it_lasts(state: str, verdic
 
 def test_a_device_that_is_lost_is_told_of_at_once_and_nothing_else_is_taken_for_over() -> None:
     device = Device()
-    device.reads(replace(WELL, remap_pending=True))
+    device.reads(with_errors(remap_pending=True))
     (found,) = device.reads(Reading(lost="GPU is lost"), 5)
     assert (found.verdict, found.text) == (Verdict.LOST, "it cannot be reached any more: GPU is lost")
 

@@ -11,12 +11,12 @@ from elaunch.agent.config import HealthSettings
 from elaunch.agent.watch import monitor
 from elaunch.agent.watch.monitor import Monitor, Running
 from elaunch.detect import host
-from elaunch.detect.devices import Cpu, Reading, Xid
+from elaunch.detect.devices import Cpu, MemoryErrors, Reading, Xid
 from elaunch.detect.health import Finding
 from elaunch.detect.host import Files, Memory
 from tests.helpers import wait_until
 
-WELL = Reading(uncorrectable=0)
+WELL = Reading(memory_errors=MemoryErrors(uncorrectable=0))
 
 
 class Devices(Cpu):
@@ -86,7 +86,7 @@ def watched(devices: Devices) -> Iterator[Watched]:
 
 def test_readings_and_errors_of_devices_are_reported_for_their_slot(devices: Devices, watched: Watched) -> None:
     wait_until(lambda: devices.reads > 1, 30, "a look at the devices")
-    devices.says = {0: WELL, 1: Reading(uncorrectable=3)}
+    devices.says = {0: WELL, 1: Reading(memory_errors=MemoryErrors(uncorrectable=3))}
     devices.reported.append(Xid(0, 79))
     wait_until(lambda: watched.whats() == {"xid 79", "ecc uncorrectable"}, 30, "both findings")
     subjects: Mapping[str, tuple[str, int | None]] = {one.what: (one.subject, one.local_rank) for one in watched.found}

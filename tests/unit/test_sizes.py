@@ -21,8 +21,6 @@ LONG_MODULES = {
 }
 LARGE_CLASSES = {
     "elaunch.api.LaunchConfig": "torch's own class has these fields, and programs give them by name",
-    "elaunch.detect.devices.Reading": "one field for each figure that is read of a device",
-    "elaunch.detect.heartbeat.Heartbeat": "one field for each number in the file that worker and agent share",
     "elaunch.workers.comm.link.Link": TO_BE_SPLIT,
     "elaunch.workers.data_parallel.job.Job": TO_BE_SPLIT,
     "elaunch.workers.runtime.Member": TO_BE_SPLIT,

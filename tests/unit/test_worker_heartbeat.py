@@ -102,8 +102,9 @@ def test_what_is_read_is_whole_while_it_is_written(spawn: Spawner, readers: list
         seen.add(heartbeat.step)
         assert heartbeat.steps_here == heartbeat.step or heartbeat.step == 3
         if heartbeat.waits:
-            assert heartbeat.waits_for == (f"a/{heartbeat.operation}#0", f"b/{heartbeat.operation}#0")
-            assert heartbeat.generation == heartbeat.operation == heartbeat.step
+            number = heartbeat.awaited.operation
+            assert heartbeat.awaited.peers == (f"a/{number}#0", f"b/{number}#0")
+            assert heartbeat.awaited.generation == number == heartbeat.step
     assert len(seen) > 20, worker.tail()
 
 
@@ -159,10 +160,10 @@ def shown(readers: list[Reader]) -> Iterator[Reader]:
 def test_a_wait_inside_another_one_is_part_of_it(shown: Reader) -> None:
     with worker_heartbeat.waiting(["a/1#0"], 2, 5):
         with worker_heartbeat.waiting():
-            assert look(shown).waits_for == ("a/1#0",), "who is waited for is known better outside"
+            assert look(shown).awaited.peers == ("a/1#0",), "who is waited for is known better outside"
         assert look(shown).waits
         with worker_heartbeat.waiting(["b/1#0"], 2, 6):
-            assert (look(shown).waits_for, look(shown).operation) == (("b/1#0",), 6)
+            assert (look(shown).awaited.peers, look(shown).awaited.operation) == (("b/1#0",), 6)
         assert look(shown).waits
     assert not look(shown).waits
 
@@ -206,9 +207,10 @@ def test_a_thread_that_works_in_the_background_waits_for_nobody(shown: Reader) -
 
 def test_more_peers_than_there_is_room_for_are_counted(shown: Reader) -> None:
     with worker_heartbeat.waiting([f"node/{number}#0" for number in range(1000)]):
-        assert (look(shown).waits_for[0], len(look(shown).waits_for), look(shown).others) == ("node/0#0", 8, 992)
+        awaited = look(shown).awaited
+        assert (awaited.peers[0], len(awaited.peers), awaited.others) == ("node/0#0", 8, 992)
     with worker_heartbeat.waiting(["n" * TEXT_BYTES + "/0#0"]):
-        assert (look(shown).waits_for, look(shown).others) == ((), 1)
+        assert (look(shown).awaited.peers, look(shown).awaited.others) == ((), 1)
 
 
 def test_steps_are_counted_from_the_last_change(shown: Reader) -> None:
