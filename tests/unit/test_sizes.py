@@ -30,7 +30,6 @@ LARGE_CLASSES = {
     "elaunch.rendezvous.conf.RendezvousConf": ONE_DOCUMENT,
     "elaunch.rendezvous.membership.Generation": ONE_DOCUMENT,
     "elaunch.rendezvous.membership.NodeDoc": ONE_DOCUMENT,
-    "elaunch.workers.comm.link.Link": TO_BE_SPLIT,
     "elaunch.workers.data_parallel.job.Job": TO_BE_SPLIT,
     "elaunch.workers.runtime.Member": TO_BE_SPLIT,
 }
