@@ -18,8 +18,6 @@ ONE_DOCUMENT = "for now: related fields of the document are to be grouped"
 
 LONG_MODULES = {
     "elaunch.agent.agent": TO_BE_SPLIT,
-    "elaunch.workers.data_parallel.job": TO_BE_SPLIT,
-    "elaunch.workers.runtime": TO_BE_SPLIT,
 }
 LARGE_CLASSES = {
     "elaunch.agent.agent.Agent": TO_BE_SPLIT,
@@ -30,8 +28,6 @@ LARGE_CLASSES = {
     "elaunch.rendezvous.conf.RendezvousConf": ONE_DOCUMENT,
     "elaunch.rendezvous.membership.Generation": ONE_DOCUMENT,
     "elaunch.rendezvous.membership.NodeDoc": ONE_DOCUMENT,
-    "elaunch.workers.data_parallel.job.Job": TO_BE_SPLIT,
-    "elaunch.workers.runtime.Member": TO_BE_SPLIT,
 }
 
 
