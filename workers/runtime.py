@@ -17,10 +17,7 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import struct
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,37 +28,33 @@ import torch
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import Plan
-from elaunch.policy.decision import Decision, History
-from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.measure import Step
-from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.selector import Selector, make_selector
+from elaunch.policy.decision import Decision
+from elaunch.policy.profile import LayerProfile
+from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Evict, Finished, Leaving, Profiled, Report
-from elaunch.workers import agent_client, barrier, data, heartbeat
+from elaunch.wire import Finished, Leaving, Report
+from elaunch.workers import agent_client, barrier, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
-from elaunch.workers.hooks import Hooks, Verdict, Vote
-from elaunch.workers.planning import FACTS, Planner
-from elaunch.workers.recovery import Left, Recovery, tells_again
+from elaunch.workers.hooks import Hooks, Verdict
+from elaunch.workers.member.notes import Notes, pack
+from elaunch.workers.member.policy import Policy
+from elaunch.workers.member.reports import StepReports
+from elaunch.workers.member.runtime_hooks import RuntimeHooks
+from elaunch.workers.member.torch_groups import TorchGroups
+from elaunch.workers.recovery import Left, Recovery
 
 # torch.distributed.checkpoint and meshes take a second to import, and most jobs have none.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from elaunch.workers.comm.mesh import Meshes
     from elaunch.workers.state.checkpoint import Part
 
 NEVER = 1 << 62  # above every generation's number
 SPEEDS_CHANGED = "the speed of workers has changed"
-
-_LAST_STEP, _HISTORY = "elaunch.last_step", "elaunch.history"
-"""Among the facts of a vote: the report of the last step that the voter has committed, and what its selector knows."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class Member:
@@ -75,12 +68,12 @@ class Member:
         complete: does what would have been done during the next step; called at the end, when there is none.
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
+        transport: its links to other members; None: it makes its own.
 
     Attributes:
         device: where this worker computes.
-        entered: whether it has complete gradients of a step that has not committed: what it votes.
-        selector: the policy selector, where the framework has one.
-        memory_bytes, clocks: what the selector tells the other members of this worker's device, if it is known.
+        checkpoints: its part in them.
+        policy: its policy selector, and the plans of the job.
     """
 
     def __init__(
@@ -92,28 +85,22 @@ class Member:
         complete: Callable[[], None] | None = None,
         state_is_whole: bool = False,
         closers: Sequence[Callable[[], None]] = (),
+        transport: Transport | None = None,
     ) -> None:
         self._client = client
-        self._transport = Transport(client.worker, client.token, client.host)
+        self._transport = Transport(client.worker, client.token, client.host) if transport is None else transport
         self._durable, self._complete = durable, complete
         self._state_is_whole, self._closers = state_is_whole, closers
-        self._hooks = _RuntimeHooks(self, hooks, step)
-        self._recovery = Recovery(client, self._transport, self._hooks)
-        self._group: Group | None = None
-        self._process_group: ElasticProcessGroup | None = None
-        self._meshes: Meshes | None = None
-        self._change_due = self._replan_due = False
-        self._last_step: dict[str, Any] | None = None
-        self._notes: Mapping[int, bytes] = {}
-        self._commit_s = time.monotonic()
-        self._finished = self._closed = False
         self.checkpoints = Checkpoints(client)
-        self.selector: Selector | None = None
-        self._planner: Planner | None = None
-        self.memory_bytes: int | None = None
-        self.clocks: Callable[[], ClockRange | None] = lambda: None
-        self.entered = False
+        self.policy = Policy(client, self.checkpoints.newest)
+        self._reports = StepReports(client)
+        self._hooks = RuntimeHooks(client.worker, hooks, step, self.checkpoints, self.policy, self._reports)
+        self._recovery = Recovery(client, self._transport, self._hooks)
+        self._notes = Notes()
+        self._change_due = self._replan_due = False
+        self._finished = self._closed = False
         self.device = choose_device(client.local_rank)
+        self._torch_groups = TorchGroups(lambda: self.group, self.device.type)
         atexit.register(self.close)
 
     @property
@@ -134,7 +121,17 @@ class Member:
     @property
     def joined(self) -> bool:
         """Whether this worker is a member of its job yet."""
-        return self._group is not None
+        return self._hooks.group is not None
+
+    @property
+    def entered(self) -> bool:
+        """Whether this worker has complete gradients of a step that has not committed: what it votes."""
+        return self._hooks.entered
+
+    @property
+    def selector(self) -> Selector | None:
+        """The policy selector, where the membership can change and the job has one."""
+        return self.policy.selector
 
     @property
     def generation(self) -> Generation:
@@ -149,27 +146,27 @@ class Member:
     @property
     def group(self) -> Group:
         """The members of the present generation, and their collectives; in `transfer`, already of the next one."""
-        if self._group is None:
+        group = self._hooks.group
+        if group is None:
             raise StateError("call join() first: this worker is no member of its job yet")
-        return self._group
+        return group
 
     @property
     def rank(self) -> int:
         """Position of this worker in the group; before it has joined, what its agent has set."""
-        return self._group.rank if self._group is not None else int(os.environ.get("RANK", 0))
+        group = self._hooks.group
+        return group.rank if group is not None else int(os.environ.get("RANK", 0))
 
     @property
     def size(self) -> int:
         """Number of members; before this worker has joined, what its agent has set."""
-        return self._group.size if self._group is not None else int(os.environ.get("WORLD_SIZE", 1))
+        group = self._hooks.group
+        return group.size if group is not None else int(os.environ.get("WORLD_SIZE", 1))
 
     @property
     def process_group(self) -> ElasticProcessGroup:
         """The default group of `torch.distributed`, over the group of the time. What is interrupted raises."""
-        if self._process_group is None:
-            self._process_group = ElasticProcessGroup(lambda: self.group)
-            self._process_group.register()
-        return self._process_group
+        return self._torch_groups.default
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], without: Collection[str] = ()) -> DeviceMesh | None:
         """Returns a device mesh of the first members of the group, row by row; None if this worker has no place in it.
@@ -184,12 +181,7 @@ class Member:
         Raises:
             ValueError: the mesh has more places than there are members for it.
         """
-        from elaunch.workers.comm.mesh import Meshes
-
-        if self._meshes is None:
-            self._meshes = Meshes()
-        assert self.process_group is not None  # a mesh asks the default group for this worker's rank
-        return self._meshes.make(self.group, self.device.type, shape, names, without)
+        return self._torch_groups.mesh(shape, names, without)
 
     # -- plans --------------------------------------------------------------------------------------------------
 
@@ -206,16 +198,7 @@ class Member:
             PlanError: the plan does not tile layers and samples.
             StateError: it has another number of layers, or `--profile` is of another model.
         """
-        plan.validate()
-        if len(layers) != plan.n_layers:
-            raise StateError(f"the plan has {plan.n_layers} layers, and {len(layers)} are described")
-        if self.elastic:
-            counts = [1] * len(layers) if elements is None else elements
-            widths = {len(tile.workers) for tile in plan.tiles}
-            self.selector = make_selector(
-                self.worker, layers, counts, "this job", min_nodes=self.min_nodes, plan_widths=widths
-            )
-        self._planner = Planner(plan, self.selector, self.checkpoints.newest)
+        self.policy.use_plans(plan, layers, elements)
 
     def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         """Returns the plan by which the members go on, the same on all of them; for the hook `plan`, which gets these.
@@ -226,9 +209,7 @@ class Member:
         Raises:
             StateError: there is no plan for these members.
         """
-        if self._planner is None:
-            raise StateError("call use_plans() before join(): this job has no plan to go on from")
-        return self._planner.choose(generation, group, verdict)
+        return self.policy.choose(generation, group, verdict)
 
     def took(self, seconds: float, rows: int) -> None:
         """Tells the selector what this worker's own part of the step under way took.
@@ -239,8 +220,7 @@ class Member:
             seconds: of computing, forward and backward, without waiting for other members.
             rows: of the plan's rows that were computed in them.
         """
-        if self.selector is not None and rows and self.selector.measures():
-            self.selector.add([Step.of(seconds, rows)], {}, 0.0, 0)
+        self.policy.took(seconds, rows)
 
     # -- the life of a member -----------------------------------------------------------------------------------
 
@@ -255,7 +235,7 @@ class Member:
         """
         self._client.ready(self._transport.address, takes_plans)
         self.settle()
-        self._commit_s = time.monotonic()
+        self._reports.begin()
 
     def settle(self) -> None:
         """Changes over to a planned generation, or finishes a recovery, between two steps; else does nothing.
@@ -310,7 +290,7 @@ class Member:
             StepInterrupted: not all have come to the barrier.
         """
         self.pass_barrier(StepRecord.at(self._hooks.step), note)
-        return [_unpacked(self._notes.get(rank, b""))[1] for rank in range(self.size)]
+        return self._notes.of_frameworks(self.size)
 
     def pass_barrier(self, record: StepRecord, note: bytes = b"") -> StepRecord:
         """Passes the commit barrier as `commit` does; returns the record of all members together.
@@ -324,14 +304,12 @@ class Member:
             DifferentSettings: the members run with different settings.
         """
         newest = self._recovery.newest_generation()
-        told = {}
-        if self.selector is not None:
-            told = self.selector.note(self._transport.rates, self.memory_bytes, self.clocks(), self._transport.carried)
-        notes = {self.group.rank: _packed(told, note)} if told or note else {}
-        self.entered = True
+        packed = pack(self.policy.note(self._transport), note)
+        notes = {self.group.rank: packed} if packed else {}
+        self._hooks.entered = True
         whole = barrier.reduce(self.group, replace(record, generation=(newest, newest), notes=notes))
-        self.entered = False
-        self._notes = whole.notes
+        self._hooks.entered = False
+        self._notes = Notes(whole.notes)
         self._change_due = self._recovery.all_know(whole.generation)
         return whole
 
@@ -343,40 +321,24 @@ class Member:
             loss: the mean over its samples.
             sample_ids: the samples that went into it, over all members.
         """
-        now_s = time.monotonic()
-        seconds, self._commit_s = now_s - self._commit_s, now_s
-        ids = list(sample_ids)
-        self._last_step = {
-            "generation": self._recovery.generation.number,
-            "step": step,
-            "loss": loss,
-            "samples": len(ids),
-            "digest": data.digest(ids),
-            "members": self.size,
-            "seconds": round(seconds, 6),
-        }
-        if self.rank == 0:
-            self._client.send(Report("step", self._last_step))
+        group, generation = self.group, self.generation.number
+        seconds = self._reports.tell(group, generation, step, loss, sample_ids)
         self.committed(step + 1)
-        if self.selector is not None:
-            told = {
-                member: json.loads(_unpacked(self._notes[rank])[0] or b"{}") if rank in self._notes else {}
-                for rank, member in enumerate(self.group.members)
-            }
-            profile = self.selector.heard(told, seconds, step)
-            self._replan_due = self.selector.due
-            self._tell_news(self.selector, profile)
+        news = self.policy.heard(self._notes, generation, group.members, step, seconds)
+        self._replan_due = self.policy.due
+        for message in news:
+            self._client.send(message)
 
     def committed(self, steps: int) -> None:
         """Tells that so many steps have committed here, also where the agreement of a recovery committed the last."""
         heartbeat.committed(steps)
         changed_s = self._recovery.committed()
-        if self.selector is not None and changed_s is not None:
-            self.selector.measured.change_took(changed_s)
+        if changed_s is not None:
+            self.policy.change_took(changed_s)
 
     def forget_step(self) -> None:
         """Forgets the last report of a step: the job goes on from a checkpoint."""
-        self._last_step = None
+        self._reports.last = None
 
     def replan(self) -> None:
         """Plans and moves the state with the same members, between two steps. All call it, alike, after `settle`.
@@ -423,8 +385,7 @@ class Member:
             for close in self._closers:
                 close()
             self.checkpoints.close()
-            if self.selector is not None:
-                self.selector.close()
+            self.policy.close()
             self._transport.close()
             self._client.close()
 
@@ -478,79 +439,6 @@ class Member:
             raise SystemExit(0)
         raise SystemExit(f"elaunch: worker {self.worker} was given up by its peers: {left}")
 
-    def _tell_news(self, selector: Selector, profile: Profile | None) -> None:
-        """Tells the agent what the selector has found, and that this worker is to leave, if it is."""
-        for event in selector.events():
-            self.send("slow", event)
-        if profile is not None:
-            self._client.send(Profiled(profile.to_json()))
-        excuse = selector.excused()
-        if excuse is not None:
-            self._client.send(Evict(excuse.replace, excuse.why))
-
-
-class _RuntimeHooks:
-    """The framework's hooks, and what the runtime does at the same moments."""
-
-    def __init__(self, member: Member, hooks: Hooks, step: Callable[[], int] | None) -> None:
-        self._member = member
-        self._hooks = hooks
-        self._step = step
-        self._resumed: Group | None = None
-
-    @property
-    def step(self) -> int:
-        """Number of steps that have committed here."""
-        return self._step() if self._step is not None else self._hooks.vote().step
-
-    def vote(self) -> Vote:
-        member, vote = self._member, self._hooks.vote()
-        facts = {**vote.facts, _LAST_STEP: member._last_step}
-        if member.selector is not None:
-            facts[_HISTORY] = member.selector.told_history()
-        if member._planner is not None:
-            facts[FACTS] = member._planner.facts()
-        saved = member.checkpoints
-        return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
-
-    def pause(self) -> None:
-        self._hooks.pause()
-
-    def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        member = self._member
-        self._hooks.agreed(generation, verdict)
-        member.entered = False
-        if generation.rank(member.worker) in verdict.committing:
-            member._last_step = verdict.facts[verdict.passed][_LAST_STEP]
-        last = member._last_step
-        again = tells_again(verdict, generation, self._resumed, member.worker)
-        if again and last is not None and last["step"] == verdict.step - 1:
-            member._client.send(Report("step", last))
-
-    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        return self._hooks.plan(generation, group, verdict)
-
-    def transfer(self, group: Group, verdict: Verdict) -> int:
-        self._member._group = group
-        return self._hooks.transfer(group, verdict)
-
-    def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        self._resumed = group
-        self._hooks.resume(generation, group, verdict)
-        member = self._member
-        if member._planner is not None:
-            decision = member._planner.entered(generation)
-            if member.selector is not None:
-                member.selector.entered(decision.plan, decision.preferred_plan, group.members, history_of(verdict))
-        member.entered = member._change_due = member._replan_due = False
-        member.checkpoints.entered(group.members)
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
-
-
-def history_of(verdict: Verdict) -> History | None:
-    """Returns what a member that had committed all steps knew of the job's changes."""
-    return History.from_json(verdict.facts[verdict.passed].get(_HISTORY))
-
 
 def choose_device(local_rank: int) -> torch.device:
     """Returns the accelerator with this worker's local rank, else the CPU."""
@@ -560,17 +448,3 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _packed(told: Mapping[str, Any], note: bytes) -> bytes:
-    """Returns a note of the barrier: what the selector tells, and what the framework notes."""
-    text = json.dumps(told).encode() if told else b""
-    return _LENGTH.pack(len(text)) + text + note
-
-
-def _unpacked(note: bytes) -> tuple[bytes, bytes]:
-    """Returns both parts of a note; they are empty where there is none."""
-    if not note:
-        return b"", b""
-    end = _LENGTH.size + _LENGTH.unpack_from(note)[0]
-    return note[_LENGTH.size : end], note[end:]

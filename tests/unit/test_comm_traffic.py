@@ -124,8 +124,8 @@ def test_a_part_that_came_early_is_handed_over_when_it_is_posted() -> None:
         for part, body in enumerate(bodies):
             at_a.send(b.worker, part, memoryview(body))
         last = len(bodies) - 1
-        link = b._links[a.worker]
-        wait_until(lambda: last in link._early and last not in link._wanted, PATIENCE_S, "all parts")
+        came = b._links[a.worker]._incoming
+        wait_until(lambda: last in came.early and last not in came.wanted, PATIENCE_S, "all parts")
         assert not at_b.arrived(a.worker, 0)
         got = [bytearray(len(body)) for body in bodies]
         for part, into in enumerate(got):
@@ -157,7 +157,7 @@ def test_a_part_may_be_posted_while_it_comes() -> None:
     with link_pair() as (sender, receiver):
         receiver.open(1, 1, arrived.append)
         sender.post_send(1, 1, 9, memoryview(body), lambda: left.append(9))
-        while not receiver._early:
+        while not receiver._incoming.early:
             sender.advance()
             receiver.advance()
         assert not left
@@ -288,7 +288,7 @@ def test_a_fast_member_goes_on_while_a_slow_one_is_in_the_traffic_before() -> No
         for op in (2, 4, 6):
             with a.open(1, op, names) as fast:
                 fast.send(b.worker, 0, memoryview(bytes([op])))
-        wait_until(lambda: b._links[a.worker]._parked, PATIENCE_S, "a frame of the next operation")
+        wait_until(lambda: b._links[a.worker]._incoming.parked, PATIENCE_S, "a frame of the next operation")
         for op in (2, 4, 6):
             got = [bytearray(1), bytearray(1)]
             for peer, into in zip((a, c), got, strict=True):
@@ -309,7 +309,7 @@ def test_what_other_groups_do_next_is_not_mistaken_for_messages() -> None:
         a.open().close()
         tensor = torch.ones(4)
         reduction = Task(lambda: sub_a.all_reduce(tensor))
-        wait_until(lambda: transports[1]._links[names[0]]._parked, PATIENCE_S, "the other group's frame")
+        wait_until(lambda: transports[1]._links[names[0]]._incoming.parked, PATIENCE_S, "the other group's frame")
         with c.open() as late:
             late.send(names[1], 0, memoryview(b"late"))
         got = bytearray(4)
@@ -335,7 +335,7 @@ def test_an_exchange_waits_until_the_traffic_is_closed() -> None:
         got = bytearray()
         task = Task(lambda: a.exchange(1, 2, receives=[(b.worker, 0, got)]))
         b.exchange(1, 2, sends=[(a.worker, 0, memoryview(b"after"))])
-        wait_until(lambda: a._links[b.worker]._parked, PATIENCE_S, "the exchange's frame")
+        wait_until(lambda: a._links[b.worker]._incoming.parked, PATIENCE_S, "the exchange's frame")
         assert task.running
         traffic.close()
         traffic.close()
@@ -503,7 +503,7 @@ def test_a_part_of_another_size_breaks_the_link(size: int, early: bool) -> None:
             at_b.post(a.worker, 0, memoryview(bytearray(4)))
         at_a.send(b.worker, 0, memoryview(bytes(size)))
         if early:
-            wait_until(lambda: 0 in b._links[a.worker]._early, PATIENCE_S, "the part")
+            wait_until(lambda: 0 in b._links[a.worker]._incoming.early, PATIENCE_S, "the part")
             at_b.post(a.worker, 0, memoryview(bytearray(4)))
         with pytest.raises(LinkLost, match=f"protocol: part 0 .*{size} bytes came, 4 expected"):
             at_b.wait(a.worker, 0)
@@ -513,7 +513,7 @@ def test_a_part_that_was_never_posted_breaks_the_link_in_the_end() -> None:
     with crew(2) as (a, b):
         at_a, at_b = open_all([a, b])
         at_a.send(b.worker, 8, memoryview(b"what for?"))
-        wait_until(lambda: 8 in b._links[a.worker]._early, PATIENCE_S, "the part")
+        wait_until(lambda: 8 in b._links[a.worker]._incoming.early, PATIENCE_S, "the part")
         with pytest.raises(LinkLost, match=r"parts \[8\] .* never posted"):
             at_b.close()
 

@@ -3,7 +3,9 @@
 A *link* is one TCP connection to one peer. It is keyed by the peer's identity and outlives generations.
 
     wire            what travels on a link: the handshake lines and the frame header
-    link            one connection: frames in, frames out, what an interrupted operation left half done
+    connection      one connection: bytes in, bytes out, what its kernel knows of it, and that it breaks
+    link            a connection that carries frames, and what an interrupted operation left half done
+    outgoing        its sending half; `incoming` is its receiving half
     drive           the loop that moves an operation's bytes over links, in whichever thread runs it
     listener        the thread that accepts and dials connections
     traffic         an operation that stays open: messages are posted over time, a thread moves them

@@ -230,6 +230,7 @@ class DataParallel(nn.Module):
         self._gradients = buckets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns."""
         return self.module(*args, **kwargs)
 
     @contextmanager

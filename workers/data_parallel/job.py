@@ -7,12 +7,9 @@ schedulers take effect; where it does not, they do nothing and `batches` yields 
 
 from __future__ import annotations
 
-import functools
-import json
 import time
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,70 +17,28 @@ from torch import nn
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.plan.build import data_parallel
-from elaunch.plan.shares import even_shares
-from elaunch.plan.tiling import Plan, count_units, n_rows, size_findings
-from elaunch.plan.views import shares_of, units_of
-from elaunch.policy.candidates.balance import shares_by_speed
-from elaunch.policy.decision import History
-from elaunch.policy.profile import LayerProfile
-from elaunch.policy.selector import make_selector
+from elaunch.plan.tiling import size_findings
 from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, data, heartbeat
-from elaunch.workers.barrier import DifferentSettings, StepRecord, coverage_of
+from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data_parallel.buffers import ModelBuffers
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
+from elaunch.workers.data_parallel.in_flight import StepInFlight
+from elaunch.workers.data_parallel.layout import Layout, Share
+from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
-from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
 from elaunch.workers.random.rng import seed_micro_batch
-from elaunch.workers.runtime import Member, history_of
+from elaunch.workers.runtime import Member
 from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import Part, Restored
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the samples of a step depend on; the same on all members."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    whole_shares: bool
-    n_samples: int
-    seed: int
-    shuffle: bool
-
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """What a number of steps means."""
-        return {
-            "global_batch_size": self.global_batch_size,
-            "samples in the data set": self.n_samples,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
-
-    def code(self) -> int:
-        return zlib.crc32(repr(self).encode())
-
-    def plan(self, shares: Mapping[str, int]) -> Plan:
-        """Returns the plan of a step by which each member does so many units."""
-        return data_parallel(self.global_batch_size, self.micro_batch_size, shares, whole_shares=self.whole_shares)
-
-    def fits(self, plan: Plan) -> bool:
-        """Returns whether a plan is of such steps."""
-        sizes = plan.global_batch_size, plan.micro_batch_size
-        if self.whole_shares:
-            cut_so = all(len(tile.micro_batches) == 1 for tile in plan.tiles)
-        else:
-            cut_so = all(n_rows(tile.micro_batches[0]) <= self.micro_batch_size for tile in plan.tiles)
-        return cut_so and sizes == (self.global_batch_size, self.micro_batch_size)
 
 
 class Job(BaseJob):
@@ -97,27 +52,15 @@ class Job(BaseJob):
         self._reducer = Reducer()
         closers = [self._reducer.close]
         super().__init__(Member(client, self, self._durable, lambda: self.step, state_is_whole=True, closers=closers))
-        self._went_back: Restored[None] | None = None
-        self._process_group: ElasticProcessGroup | None = None
+        self._plans = Plans(self._member, lambda: trained_bytes(self._objects.values()))
         self._buckets: GradientBuckets | None = None
         self._model_buffers: ModelBuffers | None = None
         self._objects: dict[str, Any] = {}
-        self._holds = False
-        self._layout: _Layout | None = None
-        self._plan: Plan | None = None
+        self._layout: Layout | None = None
         self._order: data.SampleOrder | None = None
-        self._in_micro_batch = False
-        self._last_micro_batch = False
-        self._outcome: bool | None = None
-        self._committed: StepRecord | None = None  # of all members; None where a recovery has committed the step
-        self._selected_for: Plan | None = None
-        self._history: History | None = None
-        self._waited_s = 0.0
-        self._loss = NOTHING
-        self._loss_samples = 0
-        self._micro_samples = 0
-        self._units = range(0)
-        self._coverage = self._whole_coverage = 0
+        self._in_flight = StepInFlight()
+        self._went_back: Restored[None] | None = None
+        self._holds = False
         self.step = 0
 
     # -- what scripts use ---------------------------------------------------------------------------------------
@@ -125,9 +68,9 @@ class Job(BaseJob):
     @property
     def last_micro_batch(self) -> bool:
         """Whether the micro-batch at hand is this worker's last one of the step: gradients are complete after it."""
-        return self._last_micro_batch
+        return self._in_flight.last_micro_batch
 
-    @property
+    @cached_property
     def process_group(self) -> ElasticProcessGroup:
         """A process group for collectives of the script's own, such as `torch.distributed.all_reduce`.
 
@@ -135,13 +78,12 @@ class Job(BaseJob):
         optimizer's step, alike on all members: what a change interrupts there has unspecified results, and the step is
         done again.
         """
-        if self._process_group is None:
-            self._process_group = ElasticProcessGroup(self._current_group, self._reducer.interrupt)
-            self._process_group.register()
-        return self._process_group
+        group = ElasticProcessGroup(self._current_group, self._reducer.interrupt)
+        group.register()
+        return group
 
     def wrap(self, model: nn.Module, first_bucket_bytes: int = 1 << 20, bucket_bytes: int = 25 << 20) -> DataParallel:
-        """Make a model data-parallel over the members of the job, like DistributedDataParallel.
+        """Makes a model data-parallel over the members of the job, like DistributedDataParallel.
 
         Args:
             model: on its device, with all parameters that will ever be trained requiring gradients.
@@ -157,7 +99,7 @@ class Job(BaseJob):
         named = list(model.named_parameters())
         self._buckets = GradientBuckets(
             [parameter for _, parameter in named],
-            self._launch,
+            lambda _, flat: self._reducer.launch(flat),
             first_bucket_bytes,
             bucket_bytes,
             names=[name for name, _ in named],
@@ -166,7 +108,7 @@ class Job(BaseJob):
         return DataParallel(model, self._buckets)
 
     def register(self, **objects: Any) -> None:
-        """Name what makes up the state of the job: anything with `state_dict` and `load_state_dict`.
+        """Names what makes up the state of the job: anything with `state_dict` and `load_state_dict`.
 
         Waits until this worker is a member. One that joins a running job receives the state here.
 
@@ -176,11 +118,7 @@ class Job(BaseJob):
         if self._objects:
             raise StateError("register was called twice; name all objects in one call")
         self._objects = objects
-        for thing in objects.values():
-            if isinstance(thing, torch.optim.Optimizer):
-                self._take_over_optimizer(thing)
-            elif isinstance(thing, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
-                self._take_over_scheduler(thing)
+        take_over(objects.values(), self._takes_effect, lambda: self._buckets is not None)
         self._become_member()
 
     def batches(
@@ -194,7 +132,7 @@ class Job(BaseJob):
         shuffle: bool = True,
         collate_fn: data.Collate | None = None,
     ) -> Iterator[Any]:
-        """Yield this worker's micro-batches, step after step, until `steps` steps have committed.
+        """Yields this worker's micro-batches, step after step, until `steps` steps have committed.
 
         Args:
             dataset: map-style: `len(dataset)` and `dataset[index]`.
@@ -216,7 +154,7 @@ class Job(BaseJob):
             raise ValueError(wrong[0])
         if steps < 0:
             raise ValueError(f"steps must be 0 or more, got {steps}")
-        self._layout = _Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
+        self._layout = Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
         self._order = data.SampleOrder(n_samples, seed, shuffle)
         self._become_member()
         self._check_origin(self._layout)
@@ -229,95 +167,60 @@ class Job(BaseJob):
                 break
 
     def report(self, *, loss: torch.Tensor | float) -> None:
-        """Give the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
-        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
-        if self._micro_samples:
-            self._loss += ExactSum.of([value * self._micro_samples])
-        self._loss_samples += self._micro_samples
+        """Gives the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
+        self._in_flight.add_loss(loss)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
-        """Yield the micro-batches of the step in flight; it ends committed, or dropped."""
+        """Yields the micro-batches of the step in flight; it ends committed, or dropped."""
         layout, order = self._layout, self._order
         assert layout is not None
         assert order is not None
-        plan = self._begin_step(layout)
+        share = self._begin_step(layout)
+        step = self._in_flight
         start = self.step * layout.global_batch_size
-        # A worker without a share computes a micro-batch that does not count, so that the script's own code between
-        # backward and step (clipping, logging) runs alike on all members.
-        counts = bool(self._units)
-        own = [run for tile in plan.tiles_of(self.worker) for (run,) in plan.tiles[tile].micro_batches]
-        micro_batches = own or [plan.unit(0)]
-        # Gradients are weighted relative to the usual micro-batch, so that most of them need no multiplication.
-        usual = -(-layout.global_batch_size // self._member.size) if layout.whole_shares else layout.micro_batch_size
+        usual = layout.usual_samples(self._member.size)
         self._reducer.begin(self._member.group, usual / layout.global_batch_size)
         selector = self._member.selector
         measured = selector is not None and selector.measures()
         own_s = 0.0
-        for place, samples in enumerate(micro_batches):
+        for place, samples in enumerate(share.micro_batches):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
             heartbeat.enter(Phase.STEP, self.step)
             seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
-            begin_s = self._now_s(measured) - self._waited_s
+            begin_s = self._now_s(measured) - step.waited_s
             batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
-            self._micro_samples = len(samples) if counts else 0
-            self._last_micro_batch = place == len(micro_batches) - 1
+            step.n_samples = len(samples) if share.counts else 0
+            step.last_micro_batch = place == len(share.micro_batches) - 1
             if self._buckets is not None:
-                self._buckets.weight = self._micro_samples / usual
-                if self._last_micro_batch:
+                self._buckets.weight = step.n_samples / usual
+                if step.last_micro_batch:
                     self._buckets.arm()
-            self._in_micro_batch = True
+            step.in_micro_batch = True
             yield data.to_device(batch, self.device)
-            self._in_micro_batch = False
+            step.in_micro_batch = False
             # What it waited for others is in both.
-            own_s += self._now_s(measured) - self._waited_s - begin_s
+            own_s += self._now_s(measured) - step.waited_s - begin_s
         if measured:
-            n_turns = len(micro_batches)
-            self._member.took(own_s / n_turns, len(self._units) // n_turns)
+            n_turns = len(share.micro_batches)
+            self._member.took(own_s / n_turns, len(share.units) // n_turns)
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
             self._tell()
 
-    def _begin_step(self, layout: _Layout) -> Plan:
-        member = self._member
-        plan, members = self._plan, member.generation.ids
-        if plan is None or set(plan.workers) != set(members) or not layout.fits(plan):
-            n_units = count_units(layout.global_batch_size, layout.micro_batch_size)
-            plan = self._plan = layout.plan(even_shares(n_units, members))
-            if member.rank == 0:
-                reason = f"the {plan.n_units} micro-batches are shared out evenly over {len(plan.workers)} members"
-                member.send("decision", {"policy": "given", "reason": reason, "candidates": [], "plan": str(plan)})
-        if member.elastic and member.selector is None:
-            samples = layout.global_batch_size / plan.n_units
-            member.selector = make_selector(
-                self.worker, [self._whole_model()], [1], "this job", samples, member.min_nodes
-            )
-        if self._selected_for != plan:
-            self._selected_for = plan
-            self._units = units_of(plan, self.worker)
-            self._coverage, self._whole_coverage = coverage_of(self._units), coverage_of(range(plan.n_units))
-            if member.selector is not None:
-                now = _by_unit(plan)
-                member.selector.entered(now, now, members, self._history)
-        self._outcome = self._committed = None
-        self._loss, self._loss_samples = NOTHING, 0
+    def _begin_step(self, layout: Layout) -> Share:
+        share = self._plans.share(layout)
+        self._in_flight = StepInFlight(share.coverage, share.whole_coverage)
         if self._buckets is not None:
             self._buckets.zero()
         if self._model_buffers is not None:
             self._model_buffers.begin()
-        return plan
-
-    def _whole_model(self) -> LayerProfile:
-        """As one layer, whose rows are micro-batches; of the optimizer, two states as large as the parameters."""
-        optimizers = [one for one in self._objects.values() if isinstance(one, torch.optim.Optimizer)]
-        groups = (group for one in optimizers for group in one.param_groups)
-        n_bytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
-        return LayerProfile(0.0, 0.0, n_bytes, 2 * n_bytes, 0, 0)
+        return share
 
     def _now_s(self, measured: bool) -> float:
-        """In a step that is measured, when the device has done all that it was told."""
+        """Returns the time; in a step that is measured, when the device has done all that it was told."""
         if measured and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.monotonic()
@@ -325,36 +228,34 @@ class Job(BaseJob):
     def _wait_for_sums(self) -> None:
         begin_s = time.monotonic()
         self._reducer.wait()
-        self._waited_s += time.monotonic() - begin_s
-
-    def _launch(self, index: int, flat: torch.Tensor) -> None:
-        self._reducer.launch(flat)
+        self._in_flight.waited_s += time.monotonic() - begin_s
 
     def _resolve(self) -> bool:
         """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
-        if self._outcome is None:
+        step = self._in_flight
+        if step.committed is None:
             begin_s = time.monotonic()
             try:
                 if self._member.interrupted:
                     self._reducer.raise_error()
-                    self._outcome = self._recover(None)
+                    step.committed = self._recover(None)
                 else:
-                    self._committed = self._pass_barrier()
-                    self._outcome = True
+                    step.whole = self._pass_barrier(step)
+                    step.committed = True
             except StepInterrupted as error:
-                self._outcome = self._recover(error)
+                step.committed = self._recover(error)
             if self._model_buffers is not None:
-                (self._model_buffers.commit if self._outcome else self._model_buffers.drop)()
-            self._waited_s += time.monotonic() - begin_s
-            if self._outcome:
+                (self._model_buffers.commit if step.committed else self._model_buffers.drop)()
+            step.waited_s += time.monotonic() - begin_s
+            if step.committed:
                 self.step += 1
-        return self._outcome
+        return step.committed
 
     def _recover(self, error: StepInterrupted | None) -> bool:
         """Agrees with the survivors on the step in flight; moving state waits for the step boundary."""
         return self._member.agree(error).step > self.step
 
-    def _pass_barrier(self) -> StepRecord:
+    def _pass_barrier(self, step: StepInFlight) -> StepRecord:
         assert self._layout is not None
         if self._buckets is not None:
             self._buckets.flush()
@@ -368,9 +269,9 @@ class Job(BaseJob):
                 StepRecord.at(
                     self.step,
                     settings=(code, code),
-                    coverage=self._coverage,
-                    samples=self._loss_samples,
-                    loss=self._loss,
+                    coverage=step.coverage,
+                    samples=step.loss_samples,
+                    loss=step.loss,
                 )
             )
         except DifferentSettings:
@@ -378,12 +279,12 @@ class Job(BaseJob):
                 f"the members call batches() with different settings; here: {self._layout}. All workers of a job "
                 "must run the same script with the same arguments"
             ) from None
-        assert whole.coverage == self._whole_coverage, f"the micro-batches of step {self.step} are not those of a batch"
+        assert whole.coverage == step.whole_coverage, f"the micro-batches of step {self.step} are not those of a batch"
         return whole
 
     def _tell(self) -> None:
         """Reports the step that has just committed."""
-        whole, step = self._committed, self.step - 1
+        whole, step = self._in_flight.whole, self.step - 1
         if whole is None:
             self._member.committed(self.step)
             return
@@ -393,42 +294,11 @@ class Job(BaseJob):
         loss = whole.loss.value / whole.samples if whole.samples else None
         self._member.report(step, loss=loss, sample_ids=self._order.ids(step * batch, batch))
 
-    def _take_over_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make `step` act once a step, when it commits, and leave the gradients to the job."""
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(closure: Any = None) -> Any:
-            if closure is not None:
-                raise StateError(
-                    "optimizer.step(closure) would run the step again; optimizers with closures cannot be used"
-                )
-            return original() if self._takes_effect() else None
-
-        zero_grad = optimizer.zero_grad
-
-        @functools.wraps(zero_grad)
-        def zero(set_to_none: bool = True) -> None:
-            if self._buckets is None:
-                zero_grad(set_to_none)
-
-        optimizer.step = step  # type: ignore[method-assign]
-        optimizer.zero_grad = zero  # type: ignore[method-assign]
-
-    def _take_over_scheduler(self, scheduler: Any) -> None:
-        """Like an optimizer's; through a subclass, because a scheduler's state_dict is all of its attributes."""
-        kind = type(scheduler)
-
-        def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            return kind.step(this, *args, **kwargs) if this is not scheduler or self._takes_effect() else None
-
-        scheduler.__class__ = type(kind.__name__, (kind,), {"step": functools.wraps(kind.step)(step)})
-
     def _takes_effect(self) -> bool:
         """Whether a call of `step` by the script acts: not in a micro-batch before the last, nor in a dropped step."""
-        if not self._in_micro_batch:
+        if not self._in_flight.in_micro_batch:
             return True
-        return self._last_micro_batch and self._resolve()
+        return self._in_flight.last_micro_batch and self._resolve()
 
     # -- membership ---------------------------------------------------------------------------------------------
 
@@ -458,7 +328,7 @@ class Job(BaseJob):
         self.step = found.saved.step
         self._went_back = Restored(found.saved, None, found.read_bytes, found.seconds)
 
-    def _check_origin(self, layout: _Layout) -> None:
+    def _check_origin(self, layout: Layout) -> None:
         """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
         if self._went_back is not None:
             self._went_back.saved.check("objects", layout.cursor)
@@ -468,9 +338,11 @@ class Job(BaseJob):
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
-        return Vote(self.step, self._member.entered and self._outcome is None, self._holds)
+        """Says how far this worker is: entered, from the barrier until the step is settled."""
+        return Vote(self.step, self._member.entered and self._in_flight.committed is None, self._holds)
 
     def pause(self) -> None:
+        """Ends the reductions of the step in flight."""
         self._reducer.cancel()
         if self._buckets is not None:
             self._buckets.disarm()
@@ -479,23 +351,11 @@ class Job(BaseJob):
         """The step in flight is settled where the script calls its optimizer."""
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        self._history = history_of(verdict)
-        if verdict.fresh:
-            return {}  # the settings are not known before `batches` is called; the first attempt makes the plan
-        choice_text, before, layout, selector = b"", self._plan, self._layout, self._member.selector
-        decides = group.rank == verdict.passed
-        # A script may call `batches` again with other sizes; then the plan before is of no use.
-        if decides and selector is not None and layout is not None and before is not None and layout.fits(before):
-            now = _by_unit(before)
-            choice = selector.decide(now, now, group.members)
-            plan = layout.plan(shares_by_speed(choice.plan, group.members, selector.profile()))
-            choice_text = json.dumps({**choice.event(), "plan": str(plan)}).encode()
-        choice_text = group.all_gather_bytes(choice_text)[verdict.passed]
-        event: dict[str, Any] = json.loads(choice_text) if choice_text else {}
-        self._plan = Plan.parse(event["plan"]) if event else None
-        return event
+        """Chooses how the micro-batches are shared out, or leaves it to the first step."""
+        return self._plans.decide(self._layout, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
+        """Brings the state to those that lack it, from memory or from a checkpoint."""
         if verdict.fresh and verdict.saved is not None:
             self._go_back(group, verdict.saved)
             return 0
@@ -505,16 +365,12 @@ class Job(BaseJob):
         return received_bytes
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
+        """This worker holds the state from now on."""
         self._holds = True
 
 
-def _by_unit(plan: Plan) -> Plan:
-    """Returns a plan with a sample for each unit: policies are not to cut units, and a unit is what is measured."""
-    return data_parallel(plan.n_units, 1, shares_of(plan))
-
-
 def init() -> Job:
-    """Attach this process to its job.
+    """Attaches this process to its job.
 
     Under elaunch the job is elastic. Under torchrun, or in a plain Python process, its membership never changes.
 

@@ -109,9 +109,9 @@ class HybridJob(BaseJob):
         chosen = EngineSettings(device=self.device, **settings)
         self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True)
         if self._member.elastic:
-            self._member.memory_bytes = _memory_bytes(self.device)
+            self._member.policy.memory_bytes = _memory_bytes(self.device)
             self._engine.builder.check_widths(policy_config.tp)
-            self._member.clocks = self._clocks
+            self._member.policy.clocks = self._clocks
         self._member.use_plans(plan, *self._engine.builder.described())
         self._member.join(takes_plans=True)
         return self._engine
@@ -202,6 +202,7 @@ class HybridJob(BaseJob):
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
+        """Says how far the engine is, and by what a member that was a step behind applies that step."""
         engine = self._made
         commit = engine.last_commit
         facts = {"commit": asdict(commit) if commit is not None else None}
@@ -211,6 +212,7 @@ class HybridJob(BaseJob):
         """Nothing runs in the background between steps."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
+        """Applies the step in flight if it has committed, or drops it."""
         engine = self._made
         if engine.entered and engine.step == verdict.step:
             engine.drop()
@@ -218,10 +220,12 @@ class HybridJob(BaseJob):
             engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        """Chooses how the members go on, the same on all of them."""
         self._next = self._member.choose(generation, group, verdict)
         return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
+        """Moves the state to where the plan wants it, or reads it from a checkpoint where parts of it are lost."""
         assert self._next is not None
         plan = self._next.plan
         self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
@@ -236,6 +240,7 @@ class HybridJob(BaseJob):
             return self._go_back(group, plan, verdict.saved, verdict.step)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
+        """Has the engine go on by the plan, and the device at its clock."""
         assert self._next is not None
         self._made.install()
         self._holds = True

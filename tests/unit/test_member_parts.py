@@ -1,0 +1,144 @@
+"""What a member and a data-parallel job are made of, each part alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elaunch.errors import StateError
+from elaunch.plan.tiling import Plan
+from elaunch.wire import Message, Report
+from elaunch.workers.data_parallel.layout import Layout, Share
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.member.notes import Notes, pack
+from elaunch.workers.member.reports import StepReports
+from elaunch.workers.runtime import Member
+
+MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
+LAYOUT = Layout(20, 3, whole_shares=False, n_samples=100, seed=7, shuffle=True)
+
+
+class Client:
+    """An agent's end that keeps what it is told."""
+
+    worker, token, host, local_rank, min_nodes, elastic = MEMBERS[0], "", "", 0, 1, False
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def listen(self, on_generation: Any) -> None: ...
+
+    def newest(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Links:
+    """A transport without links."""
+
+    worker, address = MEMBERS[0], "simulated:1"
+
+    def __init__(self) -> None:
+        self.interrupted: list[int] = []
+        self.closed = False
+
+    def interrupt(self, generation: int) -> None:
+        self.interrupted.append(generation)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Team:
+    """A group, as far as reports need it."""
+
+    size, members = 3, MEMBERS
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Framework:
+    """Hooks that only vote."""
+
+    def vote(self) -> Vote:
+        return Vote(step=4, facts={"mine": 1})
+
+
+def test_notes_of_selectors_and_frameworks_come_apart_again() -> None:
+    notes = Notes({0: pack({"pace": 0.5}, b"\0loss"), 1: pack({}, b"only"), 3: pack({"closer": True}, b"")})
+    assert notes.of_frameworks(5) == [b"\0loss", b"only", b"", b"", b""]
+    assert notes.of_selectors("abcde") == {"a": {"pace": 0.5}, "b": {}, "c": {}, "d": {"closer": True}, "e": {}}
+
+
+def test_who_has_nothing_to_note_sends_nothing() -> None:
+    assert pack({}, b"") == b""
+    assert Notes().of_frameworks(2) == [b"", b""]
+    assert Notes().of_selectors("ab") == {"a": {}, "b": {}}
+
+
+def test_the_first_member_reports_a_step_and_the_others_may_have_to() -> None:
+    first, other = Client(), Client()
+    reports = [StepReports(first), StepReports(other)]  # type: ignore[arg-type]
+    for rank, one in enumerate(reports):
+        one.tell(Team(rank), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
+    assert other.sent == []
+    (report,) = first.sent
+    assert isinstance(report, Report)
+    told = {name: report.fields[name] for name in ("generation", "step", "loss", "samples", "members")}
+    assert told == {"generation": 2, "step": 5, "loss": 0.25, "samples": 10, "members": 3}
+    reports[1].tell_again(5)  # so many have committed, and it knows of one more
+    assert other.sent == []
+    reports[1].tell_again(6)
+    assert [one.fields["step"] for one in other.sent if isinstance(one, Report)] == [5]
+
+
+def test_shares_tile_a_step_and_their_digests_add_up() -> None:
+    plan = LAYOUT.even_plan(MEMBERS)
+    shares = [Share.of(plan, member) for member in MEMBERS]
+    assert [sample for share in shares for run in share.micro_batches for sample in run] == list(range(20))
+    assert all(share.counts for share in shares)
+    assert {sum(share.coverage for share in shares) % (1 << 64)} == {share.whole_coverage for share in shares}
+
+
+def test_a_member_without_units_computes_a_micro_batch_that_does_not_count() -> None:
+    share = Share.of(LAYOUT.plan({MEMBERS[0]: 7, MEMBERS[1]: 0}), MEMBERS[1])
+    assert share.micro_batches == (range(3),)
+    assert not share.counts
+    assert share.coverage == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [
+        (LAYOUT, True),
+        (Layout(20, 3, False, 50, 8, False), True),
+        (Layout(20, 4, False, 100, 7, True), False),
+        (Layout(24, 3, False, 100, 7, True), False),
+        (Layout(20, 3, True, 100, 7, True), False),
+    ],
+)
+def test_a_plan_fits_steps_of_its_sizes(other: Layout, fits: bool) -> None:
+    assert other.fits(Plan.parse(str(LAYOUT.even_plan(MEMBERS)))) is fits
+
+
+def test_a_member_runs_over_links_that_it_is_given() -> None:
+    client, links = Client(), Links()
+    member = Member(client, Framework(), transport=links)  # type: ignore[arg-type]
+    assert not member.joined
+    assert not member.entered
+    with pytest.raises(StateError, match="call join"):
+        member.group  # noqa: B018
+    with pytest.raises(StateError, match="use_plans"):
+        member.choose(None, None, Verdict(0, (), (0,), ()))  # type: ignore[arg-type]
+    member.close()
+    member.close()
+    assert len(links.interrupted) == 1
+    assert links.closed
+    assert client.closed

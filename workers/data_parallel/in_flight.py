@@ -1,0 +1,44 @@
+"""What a job knows of the step in flight, and forgets when the next attempt begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from elaunch.workers.barrier import StepRecord
+from elaunch.workers.exact_sum import NOTHING, ExactSum
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """One attempt of a step, on one worker.
+
+    Attributes:
+        coverage: digest of what this worker computes, and `whole_coverage` that of the whole step.
+        in_micro_batch: the script has a micro-batch at hand.
+        last_micro_batch: it is, or was, this worker's last one of the step.
+        n_samples: samples of the micro-batch at hand that count.
+        loss: sum of the losses of the samples, and `loss_samples` is their number.
+        waited_s: seconds of waiting for other members.
+        committed: whether it has committed; None: that is not settled.
+        whole: the record of all members; None unless they passed the barrier here: a recovery may commit a step, too.
+    """
+
+    coverage: int = 0
+    whole_coverage: int = 0
+    in_micro_batch: bool = False
+    last_micro_batch: bool = False
+    n_samples: int = 0
+    loss: ExactSum = NOTHING
+    loss_samples: int = 0
+    waited_s: float = 0.0
+    committed: bool | None = None
+    whole: StepRecord | None = None
+
+    def add_loss(self, loss: torch.Tensor | float) -> None:
+        """Takes in the mean loss of the micro-batch at hand."""
+        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+        if self.n_samples:
+            self.loss += ExactSum.of([value * self.n_samples])
+        self.loss_samples += self.n_samples

@@ -1,0 +1,91 @@
+"""The framework's hooks, and what the runtime does at the same moments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elaunch.rendezvous.membership import Generation
+from elaunch.workers.checkpoints import Checkpoints
+from elaunch.workers.comm.group import Group
+from elaunch.workers.hooks import Hooks, Verdict, Vote
+from elaunch.workers.member.policy import Policy
+from elaunch.workers.member.reports import StepReports
+from elaunch.workers.recovery import tells_again
+
+_LAST_STEP = "elaunch.last_step"
+"""Among the facts of a vote: the report of the last step that the voter has committed."""
+
+
+class RuntimeHooks:
+    """What `Recovery` calls on a member.
+
+    Args:
+        worker: identity of this worker.
+        hooks: the framework's.
+        step: returns the number of steps that have committed here; by default, what the hooks vote.
+        checkpoints, policy, reports: of this worker.
+
+    Attributes:
+        entered: whether this worker has complete gradients of a step that has not committed: what it votes.
+        group: the members, or in `transfer` those of the next generation; None before this worker joins.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        hooks: Hooks,
+        step: Callable[[], int] | None,
+        checkpoints: Checkpoints,
+        policy: Policy,
+        reports: StepReports,
+    ) -> None:
+        self._worker, self._hooks, self._step = worker, hooks, step
+        self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
+        self._resumed: Group | None = None
+        self.entered = False
+        self.group: Group | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have committed here."""
+        return self._step() if self._step is not None else self._hooks.vote().step
+
+    def vote(self) -> Vote:
+        """Adds to the framework's vote what the runtime tells the others."""
+        vote, saved = self._hooks.vote(), self._checkpoints
+        facts = {**vote.facts, _LAST_STEP: self._reports.last, **self._policy.facts()}
+        return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
+
+    def pause(self) -> None:
+        """Has the framework stop all communication of the generation left behind."""
+        self._hooks.pause()
+
+    def agreed(self, generation: Generation, verdict: Verdict) -> None:
+        """Has the framework settle the step in flight; reports it, if whoever should have may not have."""
+        self._hooks.agreed(generation, verdict)
+        self.entered = False
+        if generation.rank(self._worker) in verdict.committing:
+            self._reports.last = verdict.facts[verdict.passed][_LAST_STEP]
+        if tells_again(verdict, generation, self._resumed, self._worker):
+            self._reports.tell_again(verdict.step)
+
+    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        """Has the framework choose how the members go on."""
+        return self._hooks.plan(generation, group, verdict)
+
+    def transfer(self, group: Group, verdict: Verdict) -> int:
+        """Has the framework move the state over the new group, which is that of the member from now on."""
+        self.group = group
+        return self._hooks.transfer(group, verdict)
+
+    def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
+        """Has the framework go on, and tells all parts of the runtime who the members are."""
+        self._resumed = group
+        self._hooks.resume(generation, group, verdict)
+        self._policy.entered(generation, group.members, verdict)
+        self.entered = False
+        self._checkpoints.entered(group.members)
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

@@ -1,0 +1,46 @@
+"""What a member offers `torch.distributed`: its default group, and device meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.process_group import ElasticProcessGroup
+
+# Meshes take a second to import, and most jobs have none.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from elaunch.workers.comm.mesh import Meshes
+
+
+class TorchGroups:
+    """The process groups of one member.
+
+    Args:
+        current: returns the group of the members of the time.
+        device_type: of the tensors on meshes.
+    """
+
+    def __init__(self, current: Callable[[], Group], device_type: str) -> None:
+        self._current, self._device_type = current, device_type
+
+    @cached_property
+    def default(self) -> ElasticProcessGroup:
+        """The default group of `torch.distributed`, registered when it is first asked for."""
+        group = ElasticProcessGroup(self._current)
+        group.register()
+        return group
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str], without: Collection[str] = ()) -> DeviceMesh | None:
+        """Returns a mesh of the first members; see `Meshes.make`."""
+        assert self.default is not None  # a mesh asks the default group for this worker's rank
+        return self._meshes.make(self._current(), self._device_type, shape, names, without)
+
+    @cached_property
+    def _meshes(self) -> Meshes:
+        from elaunch.workers.comm.mesh import Meshes
+
+        return Meshes()
