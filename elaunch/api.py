@@ -99,6 +99,7 @@ class elastic_launch:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
+        """Runs this node's part of the job to its end; returns, and raises, what `launch_agent` does."""
         return launch_agent(self._config, self._entrypoint, list(args))
 
 

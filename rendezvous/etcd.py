@@ -109,11 +109,13 @@ class EtcdStore:
         self._closed = threading.Event()
 
     def get(self, key: str) -> Entry | None:
+        """Returns the entry, or None where the key is absent."""
         request = etcdrpc.RangeRequest(key=key.encode())
         answer = self._call(f"get {key!r}", lambda server: server.kv.Range, request, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     def range(self, prefix: str) -> tuple[list[Entry], int]:
+        """Returns all entries under `prefix`, sorted by key, and the revision of the store at which they were read."""
         first, end = _prefix_range(prefix)
         # Without a sort order, etcd answers in the order of its index, which is that of the keys.
         request = etcdrpc.RangeRequest(key=first, range_end=end)
@@ -121,27 +123,33 @@ class EtcdStore:
         return [_entry(kv) for kv in answer.kvs], int(answer.header.revision)
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
+        """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
         request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
         return int(self._call(f"put {key!r}", lambda server: server.kv.Put, request).header.revision)
 
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
+        """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
         put = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
         return self._put_if(f"create {key!r}", put, 0)
 
     def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+        """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
         put = etcdrpc.PutRequest(key=key.encode(), value=value, ignore_lease=expected_revision != 0)
         return self._put_if(f"replace {key!r}", put, expected_revision)
 
     def delete(self, key: str) -> bool:
+        """Deletes the key; returns whether it was there."""
         request = etcdrpc.DeleteRangeRequest(key=key.encode())
         return bool(self._call(f"delete {key!r}", lambda server: server.kv.DeleteRange, request).deleted)
 
     def grant(self, ttl_s: float) -> int:
+        """Returns a new lease of `ttl_s`, rounded up to whole seconds, at least 1."""
         request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
         # A lease granted twice is harmless: nobody keeps the first one alive.
         return int(self._call("grant a lease", lambda server: server.lease.LeaseGrant, request, repeatable=True).ID)
 
     def keep_alive(self, lease: int) -> bool:
+        """Renews the lease; returns whether it still existed."""
         request = etcdrpc.LeaseKeepAliveRequest(ID=lease)
         try:
             return bool(self._call(f"keep lease {lease} alive", lambda server: server.renew, request, repeatable=True))
@@ -149,6 +157,7 @@ class EtcdStore:
             return False
 
     def revoke(self, lease: int) -> None:
+        """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""
         request = etcdrpc.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(LeaseGone):
             self._call(f"revoke lease {lease}", lambda server: server.lease.LeaseRevoke, request, repeatable=True)
@@ -160,6 +169,12 @@ class EtcdStore:
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> _EtcdWatch:
+        """Delivers every event under `prefix` from `from_revision` on, from a thread of the watch's own.
+
+        Raises:
+            ValueError: `from_revision` is below 1.
+            StoreUnavailable: the store is closed.
+        """
         if from_revision < 1:
             raise ValueError(f"from_revision is {from_revision}; the first revision is 1")
         watch = _EtcdWatch(self, prefix, from_revision, on_events, on_error)
@@ -171,6 +186,7 @@ class EtcdStore:
         return watch
 
     def close(self) -> None:
+        """Ends all watches without calling `on_error`, and hangs up. Later calls raise `StoreUnavailable`."""
         with self._watches_lock:
             self._closed.set()
             watches = list(self._watches)

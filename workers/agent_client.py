@@ -49,12 +49,27 @@ class Client(Protocol):
     elastic: bool
     """Whether the membership can change."""
 
-    def listen(self, on_generation: Callable[[Generation], None]) -> None: ...
-    def newest(self) -> Generation | None: ...
-    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None: ...
-    def ready(self, address: str, takes_plans: bool = False) -> None: ...
-    def send(self, message: Message) -> None: ...
-    def close(self) -> None: ...
+    def listen(self, on_generation: Callable[[Generation], None]) -> None:
+        """Calls `on_generation`, from any thread, with each new training generation."""
+
+    def newest(self) -> Generation | None:
+        """Returns the newest training generation that was announced; None before the first."""
+
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        """Returns a training generation above `generation`; None when none came within `timeout_s` (None: no limit).
+
+        Raises:
+            JobFailed: there will be none.
+        """
+
+    def ready(self, address: str, takes_plans: bool = False) -> None:
+        """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the agent, without blocking."""
+
+    def close(self) -> None:
+        """Hangs up, after what was sent before."""
 
 
 class AgentClient:
@@ -131,9 +146,11 @@ class AgentClient:
             return None
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
+        """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
         self.send(Ready(address, takes_plans))
 
     def send(self, message: Message) -> None:
+        """Queues a message to the agent; its thread sends it. Never blocks."""
         self._outbox.append(encode(message))
         os.eventfd_write(self._wake, 1)
 
@@ -242,12 +259,18 @@ class StaticClient:
             self.host, self._store = _join_store(self.rank, self.size)
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
-        pass
+        """Does nothing: the one generation is known before anybody could be told of it."""
 
     def newest(self) -> Generation | None:
+        """Returns the one generation; None before `ready`."""
         return self._generation
 
     def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        """Returns the one generation if it is above `generation`, without waiting.
+
+        Raises:
+            JobFailed: a second generation would be needed.
+        """
         if self._generation is not None and self._generation.number > generation:
             return self._generation
         if generation > 0:
@@ -264,10 +287,10 @@ class StaticClient:
         self._generation = Generation(1, Stage.TRAIN, workers, cause="start", aborts_step_before=1)
 
     def send(self, message: Message) -> None:
-        pass
+        """Drops the message: no agent is there to take it."""
 
     def close(self) -> None:
-        pass
+        """Does nothing: no agent is connected."""
 
 
 def _join_store(rank: int, size: int) -> tuple[str, Any]:

@@ -105,6 +105,10 @@ class Heartbeat:
         self.enter(Phase.BETWEEN, step, self._numbers[form.AT_STEPS_HERE] + 1)
 
     def begin_wait(self, peers: Collection[str], generation: int, operation: int) -> None:
+        """Notes that a thread waits for `peers` in an operation of a generation; each call has its `end_wait`.
+
+        Of waits at the same time, the last one that names its peers is shown: SHOWN_PEERS of them, and how many others.
+        """
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:
@@ -125,6 +129,7 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
 
     def end_wait(self) -> None:
+        """Notes that one of the waits is over: a sign of progress."""
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:

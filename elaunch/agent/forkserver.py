@@ -106,6 +106,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def run(self) -> Program | None:
+        """Serves the agent until that ends; returns None then, and in a forked worker the program it is to run."""
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         rest = b""

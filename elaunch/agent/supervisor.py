@@ -55,6 +55,7 @@ class Supervisor:
         )
 
     def signal(self, worker: str, number: int) -> None:
+        """Sends signal `number` to a worker's process group; does nothing to a worker that has ended."""
         self._send(op="signal", worker=worker, signal=number)
 
     def warm(self, env: dict[str, str], modules: tuple[str, ...]) -> None:

@@ -43,6 +43,11 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
 
     def flag(self, *names: str, in_environment: bool = True, **options: object) -> None:
+        """Adds a flag in both spellings, with dashes and with underscores.
+
+        Its default is the value of PET_<NAME> where that is set, unless `in_environment` is False. `options` are
+        those of `add_argument`.
+        """
         long = next(name for name in names if name.startswith("--"))
         dashed = long.removeprefix("--")
         spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))

@@ -83,6 +83,7 @@ class HangTimeout:
 
     @property
     def fixed_s(self) -> float | None:
+        """Returns the limit that the user gave, in seconds; None where it is learnt or there is none."""
         return self.seconds if self.mode == "seconds" else None
 
 

@@ -127,6 +127,7 @@ class Reader:
         return self._last
 
     def close(self) -> None:
+        """Closes the descriptor of the heartbeat; nothing can be read after that."""
         os.close(self._fd)
 
 

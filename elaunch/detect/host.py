@@ -43,6 +43,7 @@ class Memory:
 
     @property
     def left_bytes(self) -> int:
+        """Returns how many bytes can still be taken before the limit; never less than 0."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 

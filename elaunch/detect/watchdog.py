@@ -127,6 +127,7 @@ class Watchdog:
             fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def fileno(self) -> int:
+        """Returns the descriptor of the FIFO, by which a selector takes this object."""
         return self._fd
 
     def receive(self) -> list[str]:

@@ -51,17 +51,28 @@ class Turn(Protocol):
     """See `elaunch.workers.layers.timing.Turn`."""
 
     @property
-    def layer(self) -> int: ...
+    def layer(self) -> int:
+        """Returns the index of the layer."""
+
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Returns how many samples the micro-batch has."""
+
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Returns how many workers shared the layer as one tensor-parallel group."""
+
     @property
-    def forward_s(self) -> float: ...
+    def forward_s(self) -> float:
+        """Returns the seconds of its forward, with those in which the tensor-parallel group was waited for."""
+
     @property
-    def backward_s(self) -> float: ...
+    def backward_s(self) -> float:
+        """Returns the seconds of its backward, likewise."""
+
     @property
-    def waited_s(self) -> float: ...
+    def waited_s(self) -> float:
+        """Returns the seconds of both in which the tensor-parallel group was waited for."""
 
 
 @dataclass(frozen=True)

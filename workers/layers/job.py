@@ -202,6 +202,7 @@ class HybridJob(BaseJob):
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
+        """Returns how far it is and, as a fact, its last commit, which members one step behind may have to apply."""
         engine = self._made
         commit = engine.last_commit
         facts = {"commit": asdict(commit) if commit is not None else None}
@@ -211,6 +212,7 @@ class HybridJob(BaseJob):
         """Nothing runs in the background between steps."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
+        """Applies the step that it entered, with the commit of a member that has it, or drops the step."""
         engine = self._made
         if engine.entered and engine.step == verdict.step:
             engine.drop()
@@ -218,10 +220,16 @@ class HybridJob(BaseJob):
             engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
+        """Chooses the next plan with all other members; returns the fields of the `decision` event."""
         self._next = self._member.choose(generation, group, verdict)
         return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
+        """Moves the state to where the next plan wants it, or restores the checkpoint; returns the bytes received.
+
+        Raises:
+            StateLost: a part of the state is on no member, and there is no checkpoint.
+        """
         assert self._next is not None
         plan = self._next.plan
         self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
@@ -236,6 +244,7 @@ class HybridJob(BaseJob):
             return self._go_back(group, plan, verdict.saved, verdict.step)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
+        """Installs the new plan and state, and sets the clock of this worker's device that the plan was priced with."""
         assert self._next is not None
         self._made.install()
         self._holds = True

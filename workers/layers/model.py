@@ -88,6 +88,7 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
 
 
 def layer_name(index: int, layer: nn.Module) -> str:
+    """Returns how messages name a layer: by its number and its class."""
     return f"layer {index} ({type(layer).__name__})"
 
 

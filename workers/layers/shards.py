@@ -186,6 +186,7 @@ class Shards:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def master_bytes(self) -> int:
+        """Returns the bytes of the masters of this worker's pieces."""
         return sum(value.nbytes for value in self._values)
 
     def state_bytes(self) -> int:

@@ -22,10 +22,12 @@ class Node(NamedTuple):
 
     @property
     def parent(self) -> Node:
+        """Returns the node that sums this one and its sibling."""
         return Node(self.level + 1, self.place >> 1)
 
     @property
     def sibling(self) -> Node:
+        """Returns the node that has the same parent."""
         return Node(self.level, self.place ^ 1)
 
 
@@ -58,6 +60,7 @@ class TreeSum(Generic[T]):
         return sorted(self._values.items(), key=lambda item: item[0].place << item[0].level)
 
     def clear(self) -> None:
+        """Forgets all sums, for the next step."""
         self._values.clear()
 
     def total(self) -> T | None:

@@ -102,6 +102,7 @@ class ColumnLinear(nn.Linear):
     """A linear layer that computes this member's output features."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns this member's output features, (..., out / size), of an input, (..., in), that is the same on all."""
         return F.linear(copy(input), self.weight, self.bias)
 
 
@@ -109,6 +110,7 @@ class RowLinear(nn.Linear):
     """A linear layer that gets this member's input features; the bias is added once, to the sum."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns all output features, (..., out), on each member, of its own input features, (..., in / size)."""
         output = reduce(F.linear(input, self.weight))
         return output if self.bias is None else output + self.bias
 
@@ -117,6 +119,7 @@ class VocabularyEmbedding(nn.Embedding):
     """An embedding with this member's rows of the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns the embeddings, (..., embedding_dim), of token numbers of the whole vocabulary."""
         rows = self.weight.shape[0]
         place = input - current().rank * rows
         here = (place >= 0) & (place < rows)

@@ -104,10 +104,12 @@ class RandomCall:
 
     @property
     def name(self) -> str:
+        """Returns the operation's name with its overload, as torch writes it: `aten::bernoulli_.float`."""
         return f"{self._packet}.{self.func._overloadname or 'default'}"
 
     @property
     def in_place(self) -> bool:
+        """Returns whether it writes into its first tensor."""
         return self._packet.endswith("_")
 
     @property
@@ -117,6 +119,7 @@ class RandomCall:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns those of its arguments that are tensors, by name."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, torch.Tensor)}
 
     @property

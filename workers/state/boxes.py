@@ -21,6 +21,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def n_elements(box: Box) -> int:
+    """Returns how many elements a box has."""
     return math.prod(stop - start for start, stop in box)
 
 

@@ -69,6 +69,7 @@ class Fragment:
 
     @property
     def stop(self) -> int:
+        """Returns where the fragment ends in the segment, in elements."""
         return self.start + math.prod(self.shape)
 
 
@@ -107,6 +108,7 @@ class Piece:
 
     @property
     def elements(self) -> int:
+        """Returns how many elements the piece has."""
         return self.stop - self.start
 
     @property
@@ -173,6 +175,7 @@ class StateLayout:
 
     @cached_property
     def all_shards(self) -> tuple[Owned, ...]:
+        """Returns the shards of all layers, layer by layer."""
         return tuple(shard for shards in self._shards for shard in shards)
 
     def pieces(self, worker: str) -> tuple[Piece, ...]:

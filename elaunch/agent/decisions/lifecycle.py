@@ -52,14 +52,17 @@ class Lifecycle:
 
     @property
     def training(self) -> bool:
+        """Returns whether the present generation trains; False before the first one and while workers are admitted."""
         return self.generation is not None and self.generation.stage is Stage.TRAIN
 
     @property
     def slots(self) -> list[Slot]:
+        """Returns all slots of this node, in the order of their local ranks, including empty ones."""
         return self.workers.slots
 
     @property
     def running(self) -> list[Slot]:
+        """Returns the slots whose worker's process has not ended."""
         return self.workers.running
 
     def doc(self) -> NodeDoc:

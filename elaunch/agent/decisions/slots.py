@@ -165,6 +165,7 @@ class Slot:
 
     @property
     def alive(self) -> bool:
+        """Returns whether the worker's process runs, as far as the agent knows."""
         return self.state.alive
 
     @property

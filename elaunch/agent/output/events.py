@@ -61,6 +61,7 @@ class EventLog:
             print(f"[elaunch {self._node}] the event log ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Closes the file; later events go only to the console, if at all. Harmless when repeated."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

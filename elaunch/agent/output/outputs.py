@@ -22,7 +22,8 @@ RESULT = "ELAUNCH_RESULT"  # set by elaunch.api: where the end of the job is wri
 class Folders(Protocol):
     """Says where the streams of a worker that is about to start go."""
 
-    def worker(self, attempt: int, local_rank: int) -> WorkerLogs: ...
+    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Returns where the streams of the worker in slot `local_rank` go in its attempt number `attempt`."""
 
 
 class Outputs:

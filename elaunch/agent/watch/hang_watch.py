@@ -104,6 +104,7 @@ class HangWatch:
             watched.close()
 
     def close(self) -> None:
+        """Forgets all workers; the files of those whose stacks are being taken stay open."""
         for worker in list(self._watched):
             self.forget(worker)
 

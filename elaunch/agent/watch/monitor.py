@@ -81,6 +81,7 @@ class Monitor:
         ]
 
     def start(self) -> None:
+        """Starts the threads that watch devices, memory and disks; none under the policy `off`."""
         for thread in self._threads:
             thread.start()
 

@@ -39,6 +39,7 @@ class CutNodes:
 
     @property
     def nodes(self) -> frozenset[str]:
+        """Returns the nodes that cannot be reached, or have answered again for less than `well_s` seconds."""
         return frozenset(self._since)
 
     def take(self, asked: Collection[str], silent: Collection[str], now_s: float) -> bool:
@@ -103,6 +104,7 @@ class Reach:
             self._changed.notify()
 
     def close(self) -> None:
+        """Ends the thread after the round under way, which it waits for END_S seconds at most."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -58,6 +58,7 @@ class HeldState:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> HeldState:
+        """Returns the value that `to_json` wrote."""
         read = {
             "forms": forms_from_json(fields["forms"]),
             "boxes": _boxes_from_json(fields["boxes"]),
