@@ -61,7 +61,7 @@ class LaunchConfig:
     shutdown_timeout: int | None = None
 
     def flags(self) -> list[str]:
-        """The same as a command line of `elaunch`."""
+        """Returns the same as a command line of `elaunch`."""
         configs = dict(self.rdzv_configs)
         rank = configs.pop("rank", None)
         if self.rdzv_timeout != -1:
@@ -104,7 +104,7 @@ class elastic_launch:
 
 
 def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]) -> dict[int, Any]:
-    """Run this node's part of a job to its end.
+    """Runs this node's part of a job to its end.
 
     Args:
         config: the settings.

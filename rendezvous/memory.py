@@ -86,7 +86,7 @@ class _Data:
         return entry.revision
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Delete `keys` in one revision, as etcd does when a lease ends."""
+        """Deletes `keys` in one revision, as etcd does when a lease ends."""
         present = sorted(key for key in keys if key in self.entries)
         if not present:
             return
@@ -137,14 +137,14 @@ class MemoryStore:
         self._closed = False
 
     def session(self) -> MemoryStore:
-        """Return another client of the same data."""
+        """Returns another client of the same data."""
         other = MemoryStore()
         other._data = self._data
         return other
 
     @property
     def down(self) -> bool:
-        """Whether the store cannot be reached through this object."""
+        """Returns whether the store cannot be reached through this object."""
         return self._down
 
     @down.setter
@@ -156,12 +156,12 @@ class MemoryStore:
                     watch.fail(StoreUnavailable(f"{self.endpoint}: the watch ended because the store went away"))
 
     def expire(self) -> None:
-        """End the leases that are due by the clock."""
+        """Ends the leases that are due by the clock."""
         with self._data.lock:
             self._data.expire()
 
     def compact(self, revision: int) -> None:
-        """Forget the events before `revision`: a watch from further back fails."""
+        """Forgets the events before `revision`: a watch from further back fails."""
         with self._data.lock:
             self._data.compacted = max(self._data.compacted, revision)
             self._data.history = [e for e in self._data.history if e.revision >= self._data.compacted]
@@ -265,7 +265,7 @@ class MemoryStore:
                 watch.cancel()
 
     def _open(self, what: str) -> _Data:
-        """Return the data for one call, or raise where this object cannot reach it."""
+        """Returns the data for one call, or raises where this object cannot reach it."""
         if self._closed or self._down:
             state = "closed" if self._closed else "down"
             raise StoreUnavailable(f"{self.endpoint}: {what} failed because the store is {state}")

@@ -124,15 +124,15 @@ class AgentClient:
         self._thread = threads.start("elaunch-agent-client", self._run, self._died)
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
-        """Call `on_generation`, from the client's thread, with each new training generation."""
+        """Calls `on_generation`, from the client's thread, with each new training generation."""
         self._on_generation = on_generation
 
     def newest(self) -> Generation | None:
-        """The newest training generation that the agent has announced."""
+        """Returns the newest training generation that the agent has announced."""
         return self._newest
 
     def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
-        """Wait for a training generation above `generation`; None when none came in time.
+        """Waits for a training generation above `generation`; None when none came in time.
 
         Raises:
             JobFailed: the agent has gone.
@@ -155,7 +155,7 @@ class AgentClient:
         os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Deliver what is queued, then hang up."""
+        """Delivers what is queued, then hangs up."""
         end_s = time.monotonic() + timeout_s
         while self._outbox and not self._ended and time.monotonic() < end_s:
             time.sleep(0.001)
@@ -183,7 +183,7 @@ class AgentClient:
             end_process("connection to its agent", error)
 
     def _exchange(self) -> None:
-        """Receive and send until either end hangs up."""
+        """Receives and sends until either end hangs up."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         unsent = b""
@@ -278,7 +278,7 @@ class StaticClient:
         return None
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
-        """Exchange addresses; then the one generation exists."""
+        """Exchanges addresses; then the one generation exists."""
         addresses = [address]
         if self._store is not None:
             self._store.set(f"address/{self.rank}", address)
@@ -307,7 +307,7 @@ def _join_store(rank: int, size: int) -> tuple[str, Any]:
 
 
 def _write_down_what_ends_it() -> None:
-    """Have an exception that ends this process written into its error file, as torch's `record` does for a function."""
+    """Has an exception that ends this process written into its error file, as torch's `record` does for a function."""
     former = sys.excepthook
 
     def write_down(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -320,7 +320,7 @@ def _write_down_what_ends_it() -> None:
 
 
 def connect() -> Client:
-    """The client that suits this process's environment."""
+    """Returns the client that suits this process's environment."""
     path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
     if path and worker:
         _write_down_what_ends_it()

@@ -59,7 +59,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of elaunch."""
+    """Returns the command line of elaunch."""
     p = FlagParser(
         prog="elaunch",
         description="Launch a training job whose surviving workers go on when its membership changes.",
@@ -238,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> AgentConfig:
-    """Read the command line and the environment.
+    """Reads the command line and the environment.
 
     Raises:
         UsageError: a value cannot be used.
@@ -433,7 +433,7 @@ def _node_name(standalone: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Runs the command.
 
     Returns:
         0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.estimate import estimate_step
-from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, median_link
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LinkDetector, Slower
 from elaunch.policy.stragglers.track import Change
@@ -347,7 +347,7 @@ class Measured:
             for slot, sample in self._samples.items()
             for other, found in sample.links.items()
         }
-        anywhere = _median_link(links.values()) or self._prior_link() or LINK
+        anywhere = median_link(links.values()) if links else self._prior_link() or LINK
         for ends, factor in self._links.factors().items():
             link = links.get(ends, anywhere)
             links[ends] = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
@@ -483,16 +483,6 @@ def _own_s(spent: Sequence[float]) -> float:
     """Returns a worker's own share of (forward, backward, waiting in them), in seconds."""
     forward_s, backward_s, waited_s = spent
     return max(1e-9, forward_s + backward_s - waited_s)
-
-
-def _median_link(links: Iterable[LinkProfile]) -> LinkProfile | None:
-    some = list(links)
-    if not some:
-        return None
-    return LinkProfile(
-        statistics.median(link.bandwidth_bytes_per_s for link in some),
-        statistics.median(link.latency_s for link in some),
-    )
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -122,6 +122,14 @@ class LinkProfile:
     def seconds(self, n_bytes: float) -> float:
         """Returns the seconds of a message."""
         return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
+
+
+def median_link(links: Collection[LinkProfile]) -> LinkProfile:
+    """Returns a link with the median bandwidth and the median latency of one or more links."""
+    return LinkProfile(
+        statistics.median(link.bandwidth_bytes_per_s for link in links),
+        statistics.median(link.latency_s for link in links),
+    )
 
 
 @dataclass(frozen=True)
@@ -277,13 +285,7 @@ class Profile:
         found: dict[tuple[str, str], list[LinkProfile]] = {}
         for (source, target), link in self.links.items():
             found.setdefault((node_of(source), node_of(target)), []).append(link)
-        return {
-            nodes: LinkProfile(
-                statistics.median(link.bandwidth_bytes_per_s for link in some),
-                statistics.median(link.latency_s for link in some),
-            )
-            for nodes, some in found.items()
-        }
+        return {nodes: median_link(some) for nodes, some in found.items()}
 
     @cached_property
     def costs(self) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ class Executor:
         ready: Callable[[range], object] = lambda _: None,
         watch: Stopwatch | None = None,
     ) -> Outcome:
-        """Do all actions of step number `step`.
+        """Does all actions of step number `step`.
 
         Args:
             traffic: of the step.
@@ -150,7 +150,7 @@ class TupleSum:
         self._number = 0
 
     def begin(self, traffic: Traffic, watch: Stopwatch | None = None) -> None:
-        """Use the messages of this step; `watch` is told how long they were waited for."""
+        """Uses the messages of this step; `watch` is told how long they were waited for."""
         self._traffic, self._watch, self._number = traffic, watch, 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class TupleSum:
         return torch.cat(wholes).view(x.shape).to(x.device)
 
     def _round(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Send each member its tensor and receive one from each."""
+        """Sends each member its tensor and receives one from each."""
         traffic, part = self._traffic, tag(Kind.TENSOR, self._number)
         assert traffic is not None
         self._number += 1
@@ -292,7 +292,7 @@ class _Step:
     # -- activations and their gradients --------------------------------------------------------------------------
 
     def _post(self, action: Action) -> None:
-        """Have what this action needs received in the background."""
+        """Has what this action needs received in the background."""
         peers = self._of._exchanges[action.tile, action.micro_batch]
         if action.kind == "F":
             kind, rows, layer = Kind.ACTIVATION, peers.x_from, self._plan.tiles[action.tile].layers.start - 1
@@ -309,7 +309,7 @@ class _Step:
             self._traffic.post(one.peer, part, memory(whole[one.first : one.first + one.count]))
 
     def _collect(self, kind: Kind, rows: Sequence[Rows]) -> Tensor:
-        """Wait for the rows and put them together."""
+        """Waits for the rows and puts them together."""
         whole: Tensor | None = None
         for one in rows:
             if one.peer != self._of._worker:
@@ -336,7 +336,7 @@ class _Step:
     # -- gradients of parameters ----------------------------------------------------------------------------------
 
     def _add(self, key: LayerKey, unit: int | None, grads: list[Tensor]) -> bool:
-        """Add the gradients of a micro-batch; tell whether it was the last one here."""
+        """Adds the gradients of a micro-batch; tells whether it was the last one here."""
         entry = self._sums[key]
         grads = [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
         if unit is not None:

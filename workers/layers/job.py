@@ -69,7 +69,7 @@ class HybridJob(BaseJob):
 
     @property
     def step(self) -> int:
-        """Number of the step in flight, which is also the number of steps that have committed."""
+        """Returns the number of the step in flight, which is also the number of steps that have committed."""
         return self._engine.step if self._engine is not None else 0
 
     def engine(
@@ -80,7 +80,7 @@ class HybridJob(BaseJob):
         plan: Plan,
         **settings: Any,
     ) -> Engine:
-        """Make the engine of this worker, and wait until it is a member.
+        """Makes the engine of this worker, and waits until it is a member.
 
         Who joins a running job gets its state here, or during its first step: until then its parameters mean nothing.
 
@@ -117,7 +117,7 @@ class HybridJob(BaseJob):
         return self._engine
 
     def steps(self, count: int) -> Iterator[StepReport]:
-        """Train until `count` steps of the job have committed, then wait for the other members.
+        """Trains until `count` steps of the job have committed, then waits for the other members.
 
         Raises:
             StateError: workers were lost, and with them parts of the state that nobody else has.
@@ -126,7 +126,7 @@ class HybridJob(BaseJob):
             yield self.train_step()
 
     def train_step(self) -> StepReport:
-        """Do one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
+        """Does one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
 
         A step that is interrupted is done again, by the members that are left.
 
@@ -189,7 +189,7 @@ class HybridJob(BaseJob):
         self._member.report(report.step, loss=report.loss, sample_ids=engine.sample_ids(report.step))
 
     def _go_back(self, group: Group, plan: Plan, step: int, had: int) -> int:
-        """Prepare to go on from a checkpoint, that of `step` or an older one.
+        """Prepares to go on from a checkpoint, that of `step` or an older one.
 
         As far as anybody knows, `had` steps had committed before.
         """
@@ -209,7 +209,7 @@ class HybridJob(BaseJob):
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
-        """Nothing runs in the background between steps."""
+        """Does nothing: between steps, nothing runs in the background."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Applies the step that it entered, with the commit of a member that has it, or drops the step."""
@@ -265,7 +265,7 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 
 def hybrid() -> HybridJob:
-    """Attach this process to its job; under torchrun or plain Python, a job whose membership never changes.
+    """Attaches this process to its job; under torchrun or plain Python, a job whose membership never changes.
 
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.

@@ -26,7 +26,7 @@ Factory = Callable[[], nn.Module]
 def describe(
     factories: Sequence[Factory], example: Tensor, micro_batch_size: int, dtype: torch.dtype | None
 ) -> tuple[LayerSpec, ...]:
-    """Find out shapes and random numbers of all layers on the meta device: nothing is allocated or computed.
+    """Finds out shapes and random numbers of all layers on the meta device: nothing is allocated or computed.
 
     Args:
         factories: of the layers.
@@ -69,7 +69,7 @@ def describe(
 
 
 def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: torch.dtype | None, width: int) -> None:
-    """That the layers can be cut over tensor-parallel tuples of `width` workers.
+    """Checks that the layers can be cut over tensor-parallel tuples of `width` workers.
 
     Raises:
         StateError: one cannot, or none says how.
@@ -159,7 +159,7 @@ class Layer:
             parameter.register_post_accumulate_grad_hook(partial(self._take, place))
 
     def run(self, x: Tensor, draw: Draw) -> Tensor:
-        """The output for `x` (rows, …)."""
+        """Returns the output for `x` (rows, …)."""
         here, trace = self.membership, self.spec.trace
         versions = [buffer._version for buffer in self._buffers.values()]
         if here.size == 1 and not trace.ops and not trace.fused:
@@ -186,11 +186,11 @@ class Layer:
         return y
 
     def expect(self, done: Callable[[list[Tensor]], None]) -> None:
-        """Have `done` called with the gradients of `parameters`, in their order, as soon as a backward has them all."""
+        """Has `done` called with the gradients of `parameters`, in their order, as soon as a backward has them all."""
         self._grads, self._done = {}, done
 
     def settle(self) -> None:
-        """The backward is over: what has got no gradient has a zero one."""
+        """Gives what has got no gradient a zero one, now that the backward is over."""
         if self._done is not None:
             for place, parameter in enumerate(self.parameters.values()):
                 if place not in self._grads:
@@ -234,7 +234,7 @@ class Chain:
             self._pieces[-1].append(layer)
 
     def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[Saved]]:
-        """The output for `x` (rows, …), detached, and what `backward` needs.
+        """Returns the output for `x` (rows, …), detached, and what `backward` needs.
 
         Args:
             x: the input.
@@ -260,7 +260,7 @@ class Chain:
     def backward(
         self, saved: list[Saved], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
     ) -> Tensor | None:
-        """The gradient of the input; None for one that has none. `saved` is used up.
+        """Returns the gradient of the input; None for one that has none. `saved` is used up.
 
         Args:
             saved: from `forward`.
@@ -321,7 +321,7 @@ class Draw:
     micro_batch_size: int
 
     def layer(self, spec: LayerSpec, tp_rank: int, tp_size: int, device: torch.device) -> Any:
-        """A context in which the layer runs."""
+        """Returns a context in which the layer runs."""
         return layer_randomness(
             spec.trace,
             seed=self.seed,
@@ -345,7 +345,7 @@ def build(
     recompute: bool = False,
     values: bool = True,
 ) -> Layer:
-    """Make a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
+    """Makes a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
 
     Without `values` no random numbers are drawn for parameters that are trained, since others will take their place.
 

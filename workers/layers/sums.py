@@ -45,7 +45,7 @@ class TreeSum(Generic[T]):
         self._values: dict[Node, T] = {}
 
     def put(self, node: Node, value: T) -> None:
-        """Take the sum of the leaves below `node`, none of which it has yet; `Node(0, i)` is leaf i itself."""
+        """Takes the sum of the leaves below `node`, none of which it has yet; `Node(0, i)` is leaf i itself."""
         while node != self._root:
             sibling = node.sibling
             if sibling.place << node.level < self._n_leaves:
@@ -56,7 +56,7 @@ class TreeSum(Generic[T]):
         self._values[node] = value
 
     def items(self) -> list[tuple[Node, T]]:
-        """The partial sums, in the order of their leaves."""
+        """Returns the partial sums, in the order of their leaves."""
         return sorted(self._values.items(), key=lambda item: item[0].place << item[0].level)
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class TreeSum(Generic[T]):
         self._values.clear()
 
     def total(self) -> T | None:
-        """The sum of all leaves that were put, along the tree; None without any. Once only if `add` changes values."""
+        """Returns the sum of all leaves that were put; None without any. Callable only once if `add` changes values."""
         return self._sum(self._root)
 
     @property
@@ -84,7 +84,7 @@ class TreeSum(Generic[T]):
 
 
 def nodes(n_leaves: int, leaves: Iterable[int]) -> tuple[Node, ...]:
-    """What `TreeSum.items` has left of these leaves, without adding anything."""
+    """Returns what `TreeSum.items` has left of these leaves, without adding anything."""
 
     def nothing(one: None, other: None) -> None:
         return None

@@ -47,14 +47,14 @@ _current = threading.local()
 
 
 def current() -> Membership:
-    """Where the layer that runs in this thread is placed."""
+    """Returns where the layer that runs in this thread is placed."""
     found: Membership = getattr(_current, "value", _ALONE)
     return found
 
 
 @contextmanager
 def placed(membership: Membership) -> Iterator[None]:
-    """Layers that run inside are placed so."""
+    """Places the layers that run inside."""
     before = current()
     _current.value = membership
     try:
@@ -85,12 +85,12 @@ class _Reduce(torch.autograd.Function):
 
 
 def copy(x: Tensor) -> Tensor:
-    """Give each member the same tensor; in backward the members' gradients of it are summed."""
+    """Gives each member the same tensor; in backward the members' gradients of it are summed."""
     return x if current().size == 1 else _Copy.apply(x)  # type: ignore[no-untyped-call]
 
 
 def reduce(x: Tensor) -> Tensor:
-    """Sum the members' tensors; in backward each member gets the same gradient."""
+    """Sums the members' tensors; in backward each member gets the same gradient."""
     return x if current().size == 1 else _Reduce.apply(x)  # type: ignore[no-untyped-call]
 
 
@@ -128,7 +128,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
-    """The dimension along which each parameter of a layer is cut; those that are not in it stay whole.
+    """Returns the dimension along which each parameter of a layer is cut; those that are not in it stay whole.
 
     Args:
         layer: with or without an attribute `placements`.
@@ -162,7 +162,7 @@ def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
 
 
 def cut(layer: nn.Module, cuts: Mapping[str, int], rank: int, size: int, name: str) -> None:
-    """Leave only member `rank`'s part of each parameter, in place, and make the parts of the layer work together.
+    """Leaves only member `rank`'s part of each parameter, in place, and makes the parts of the layer work together.
 
     Raises:
         StateError: a dimension does not divide by `size`, or a part of the layer is cut in a way it cannot work in.

@@ -113,24 +113,24 @@ class Piece:
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter in the job."""
+        """Returns the name of the parameter in the job."""
         return f"layers.{self.shard.layer}.{self.fragment.name}"
 
     @property
     def label(self) -> str:
-        """Name of the piece, for optimizers that sort their parameters by name."""
+        """Returns the name of the piece, for optimizers that sort their parameters by name."""
         part = "" if self.fragment.dim is None else f" part {self.shard.segment}"
         first = self.fragment.start
         return f"{self.parameter}{part}[{self.start - first}:{self.stop - first}]"
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Its parameter and boxes; pieces of one shape hold the same elements in the same order."""
+        """Returns its parameter and boxes; pieces of one shape hold the same elements in the same order."""
         return self.parameter, *self.boxes
 
     @property
     def boxes(self) -> list[Box]:
-        """Of the whole parameter; the piece's elements are those of the boxes, one after the other."""
+        """Returns its boxes in the whole parameter; the piece's elements are theirs, one box after the other."""
         first, shape, dim = self.fragment.start, self.fragment.shape, self.fragment.dim
         offsets = [self.shard.segment * size if axis == dim else 0 for axis, size in enumerate(shape)]
         return [shift(box, offsets) for box in of_interval(shape, self.start - first, self.stop - first)]
@@ -170,7 +170,7 @@ class StateLayout:
         ]
 
     def shards(self, layer: int) -> tuple[Owned, ...]:
-        """All shards of a layer, in the order of its segments and elements."""
+        """Returns all shards of a layer, in the order of its segments and elements."""
         return self._shards[layer]
 
     @cached_property
@@ -179,7 +179,7 @@ class StateLayout:
         return tuple(shard for shards in self._shards for shard in shards)
 
     def pieces(self, worker: str) -> tuple[Piece, ...]:
-        """What a worker owns, in the order of its shards."""
+        """Returns what a worker owns, in the order of its shards."""
         return self._pieces.get(worker, ())
 
     @cached_property
@@ -194,29 +194,29 @@ class StateLayout:
         return {worker: tuple(pieces) for worker, pieces in found.items()}
 
     def owner(self, shard: Owned) -> str:
-        """The worker that owns a shard."""
+        """Returns the worker that owns a shard."""
         return self.holder(shard, shard.replica)
 
     def holder(self, shard: Owned, replica: int) -> str:
-        """The member of a tuple that holds a shard's elements; of several, the first."""
+        """Returns the member of a tuple that holds a shard's elements; of several, the first."""
         workers = self.holders[shard.layer][replica]
         return workers[0] if shard.segment == COMMON else workers[shard.segment // self._span(shard.layer, workers)]
 
     def receivers(self, shard: Owned, replica: int) -> tuple[str, ...]:
-        """All members of a tuple that hold a shard's elements."""
+        """Returns all members of a tuple that hold a shard's elements."""
         return self.holders[shard.layer][replica] if shard.segment == COMMON else (self.holder(shard, replica),)
 
     def sum_dtype(self, layer: int) -> torch.dtype:
-        """In which the gradients of a layer are summed and its optimizer computes: float32 at least."""
+        """Returns the dtype in which a layer's gradients are summed and its optimizer computes: float32 at least."""
         return torch.float64 if torch.float64 in self._dtypes[layer] else torch.float32
 
     def wire_dtype(self, layer: int, segment: int) -> torch.dtype:
-        """In which the values of a segment travel: that of its parameters, if they have one."""
+        """Returns the dtype in which the values of a segment travel: that of its parameters, if they have one."""
         kinds = {self._specs[layer].dtypes[fragment.name] for fragment in self.segments[layer][segment].fragments}
         return kinds.pop() if len(kinds) == 1 else self.sum_dtype(layer)
 
     def flatten(self, layer: int, segment: int, workers: Sequence[str], parts: Mapping[str, Tensor]) -> Tensor:
-        """A segment as a flat vector, of what a member of `workers` has for each parameter of a layer."""
+        """Returns a segment as a flat vector, of what a member of `workers` has for each parameter of a layer."""
         dtype = self.sum_dtype(layer)
         found = self.segments[layer][segment]
         device = next(iter(parts.values())).device if parts else None
@@ -227,7 +227,7 @@ class StateLayout:
         return flat
 
     def view(self, tensor: Tensor, fragment: Fragment, layer: int, segment: int, workers: Sequence[str]) -> Tensor:
-        """The fragment of a parameter, given the part of the parameter that a member of `workers` holds."""
+        """Returns the fragment of a parameter, given the part of the parameter that a member of `workers` holds."""
         if fragment.dim is None:
             return tensor
         span = self._span(layer, workers)

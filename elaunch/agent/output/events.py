@@ -32,7 +32,7 @@ class EventLog:
             self._fd = os.open(path.replace("%n", node), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, kind: str, generation: int, t: float | None = None, /, **fields: Any) -> None:
-        """Append one event. A line is written whole or not at all.
+        """Appends one event. A line is written whole or not at all.
 
         Args:
             kind: of the event.

@@ -43,7 +43,7 @@ class CutNodes:
         return frozenset(self._since)
 
     def take(self, asked: Collection[str], silent: Collection[str], now_s: float) -> bool:
-        """Take one round of answers; return whether other nodes are cut off now.
+        """Takes one round of answers; returns whether other nodes are cut off now.
 
         Args:
             asked: nodes.
@@ -90,7 +90,7 @@ class Reach:
         self._told = ""
 
     def check(self, addresses: Mapping[str, str], suspect: str) -> None:
-        """Ask all these nodes whether they can be reached.
+        """Asks all these nodes whether they can be reached.
 
         Args:
             addresses: host:port, by node. What is no address says nothing of its node, and is not asked.
@@ -133,7 +133,7 @@ class Reach:
                     self._changed.wait_for(lambda: self._closed, AGAIN_S)
 
     def _round(self, asked: Mapping[str, str], suspects: set[str]) -> None:
-        """Ask these nodes once."""
+        """Asks these nodes once."""
         silent = self._ask(asked)
         changed = self._cut.take(asked, silent, time.monotonic())
         if changed or suspects:
@@ -150,7 +150,7 @@ def _is_address(address: str) -> bool:
 
 
 def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
-    """Ask machines for a TCP connection, many at once; return those that do not answer. A refusal is an answer.
+    """Asks machines for a TCP connection, many at once; returns those that do not answer. A refusal is an answer.
 
     Args:
         addresses: host:port, by whatever names them.

@@ -123,7 +123,7 @@ class Migration:
         group.link_up(peers(between, worker) | ends)
 
     def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
-        """Do the step; when it returns, all that this worker will own is here, with the gradients for it."""
+        """Does the step; when it returns, all that this worker will own is here, with the gradients for it."""
         self._move.begin(traffic)
         load = lambda part: samples.load(self.plan, step, part)  # noqa: E731
         outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
@@ -131,7 +131,7 @@ class Migration:
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
 
     def move(self, traffic: Traffic) -> None:
-        """Only move the state, without a step."""
+        """Moves the state alone, without a step."""
         self._move.begin(traffic)
         self._move.wait()
         self._wait(range(self.plan.n_layers))
@@ -147,7 +147,7 @@ class Migration:
 
 
 def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
-    """The layers of a worker."""
+    """Returns the layers of a worker."""
     return [
         (layer, replica)
         for layer, tuples in enumerate(layout.holders)
@@ -157,7 +157,7 @@ def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
 
 
 def shapes_of(layout: StateLayout, worker: str) -> set[tuple[object, ...]]:
-    """Of all pieces of a worker."""
+    """Returns the shapes of all pieces of a worker."""
     return {piece.shape for piece in layout.pieces(worker)}
 
 

@@ -63,12 +63,12 @@ class MigrationPlan:
 
     @property
     def old(self) -> Under | None:
-        """The plan whose parts all have, as of the last commit; None if they have not."""
+        """Returns the plan whose parts all have, as of the last commit; None if they have not."""
         whole = len(self._old) == 1 and not self.stale and all(one.boxes is None for one in self._holding.values())
         return next(iter(self._old.values())) if whole else None
 
     def router(self) -> Router:
-        """For masters and states."""
+        """Returns the routes of masters and optimizer states."""
         old = {who: self._old[one.plan].layout for who, one in self._holding.items()}
         return Router(
             self.items,
@@ -78,7 +78,7 @@ class MigrationPlan:
         )
 
     def between(self, members: tuple[str, ...], max_extra_bytes: int | None) -> Plan | None:
-        """The plan of a step in which the members go over; None if nothing moves, or only while all pause.
+        """Returns the plan of a step in which the members go over; None if nothing moves, or only while all pause.
 
         Args:
             members: of the generation.
