@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--tp",
         default="",
         metavar="N,…",
-        help="numbers of workers that a tensor-parallel tuple may get besides its own",
+        help="numbers of workers that a tensor-parallel group may get besides its own",
     )
     p.add_argument(
         "--memory", type=float, metavar="GB", help="1e9 bytes that a worker may use, whatever the profile says"

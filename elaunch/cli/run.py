@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
         "--tp",
         metavar="N,...",
         default=os.environ.get(policies.TP, ""),
-        help="numbers of workers that a tensor-parallel tuple may get besides its own",
+        help="numbers of workers that a tensor-parallel group may get besides its own",
     )
     p.add_argument(
         "--profile",

@@ -44,7 +44,7 @@ LINK = LinkProfile(1e9, 1e-4)
 """Where none was measured."""
 
 Point = tuple[int, int, int]
-"""A layer, a number of rows, and the workers of the tensor-parallel tuple that does them."""
+"""A layer, a number of rows, and the workers of the tensor-parallel group that does them."""
 
 
 class Turn(Protocol):
@@ -98,7 +98,7 @@ class Sample:
 
     Attributes:
         turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
-            others of its tensor-parallel tuple.
+            others of its tensor-parallel group.
         kept_bytes: by layer, for backward, of a row.
         update_s: of the optimizer, per element that this worker owns.
         links: by the slot of the receiver: bytes per second, seconds.
@@ -337,7 +337,7 @@ class Measured:
 
         Args:
             plan: under which the steps were done; what they took longer than its parts is of every step, and the
-                layers' figures are for tuples as wide as most of its are.
+                layers' figures are for TP groups as wide as most of its are.
         """
         width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
         self._find_usual()
@@ -398,7 +398,7 @@ class Measured:
     def _turn_s(
         self, slot: str, point: Point, spent: Mapping[str, float], speeds: Mapping[str, float]
     ) -> tuple[float, float]:
-        """Returns forward and backward seconds at speed 1. The last of a tuple waits for nobody: its waiting is
+        """Returns forward and backward seconds at speed 1. The last of a TP group waits for nobody: its waiting is
         communication.
         """
         forward_s, backward_s, _ = self._samples[slot].turns[point]
@@ -411,7 +411,7 @@ class Measured:
         return part * forward_s, part * backward_s
 
     def _layer(self, index: int, known: LayerProfile, here: int, width: int, rate: float) -> LayerProfile:
-        """Returns a layer's profile on a tuple of `width`, from what was measured at its present width (`here`) or an
+        """Returns a layer's profile on a group of `width`, from what was measured at its present width (`here`) or an
         earlier one.
         """
         points: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)

@@ -58,7 +58,7 @@ class _Change:
     doubt: bool = False
 
     @property
-    def urgent(self) -> bool:
+    def aborts_step(self) -> bool:
         """Returns whether the step under way cannot commit any more."""
         return bool(self.lost) or self.reset
 
@@ -233,7 +233,7 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
         change = replace(change, joiners=())
-        if not change.urgent or not change.survivors:
+        if not change.aborts_step or not change.survivors:
             return _closing(generation, change, nodes)
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)
@@ -267,7 +267,7 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
         workers=(*change.survivors, *change.joiners),
         cause=cause,
         cause_t=min(dated, default=0.0),
-        aborts_step_before=number if change.urgent else generation.aborts_step_before,
+        aborts_step_before=number if change.aborts_step else generation.aborts_step_before,
         begun=generation.begun or view.begun,
         hold=_too_small(change, settings),
         leaving=change.leaving,
@@ -283,7 +283,7 @@ def _too_small(change: _Change, settings: Settings) -> bool:
 
 def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> tuple[_Change, Streak]:
     """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
-    if not change.urgent:
+    if not change.aborts_step:
         return change, generation.streak
     streak = escalate.follow(generation, nodes, reset=not change.lost)
     if change.lost:

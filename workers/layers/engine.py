@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def layers(self) -> dict[LayerKey, Layer]:
-        """Returns this worker's layers, by layer and number of the tuple that it belongs to."""
+        """Returns this worker's layers, by layer and number of the TP group that it belongs to."""
         return self._here.layers
 
     @property
@@ -231,7 +231,7 @@ class Engine:
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
-    def standing(self) -> HeldState:
+    def held_state(self) -> HeldState:
         """Returns what the others must know of this worker's state for a change."""
         settings = self.builder.fingerprint
         if self._part is None:
@@ -275,36 +275,38 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
-        notes = group.all_gather_json(self.standing().to_json())
-        standings = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
+        notes = group.all_gather_json(self.held_state().to_json())
+        held = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
         self._next_migration, self._next_step = None, step
-        if not any(one.plan for one in standings.values()):
+        if not any(one.plan for one in held.values()):
             if step:
                 raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
             self._next = self.builder.begun(plan, group)
             self.builder.check_same(plan, group)
             return 0
-        survey = MigrationPlan(plan, standings, self.specs)
-        layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
-        layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
+        migration_plan = MigrationPlan(plan, held, self.specs)
+        layout, pieces = migration_plan.new.layout, migration_plan.new.layout.pieces(worker)
+        layers = {key: self._here.layers[was] for key, was in migration_plan.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
                 layers[key] = self.builder.built(layout, key, worker, values=False)
-        old, between = survey.old, None
+        old, between = migration_plan.old, None
         if not self._settings.blocking:
-            between = survey.between(group.members, self._settings.max_extra_bytes)
+            between = migration_plan.between(group.members, self._settings.max_extra_bytes)
         if between is not None:
             assert old is not None
-            migration = self._next_migration = self._migration_to(between, survey, old, layers, group)
-            shards = self.builder.shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
+            migration = self._next_migration = self._migration_to(between, migration_plan, old, layers, group)
+            shards = self.builder.shards(
+                pieces, migration.assembly.tensors(), migration_plan.forms, migration_plan.schedule
+            )
             self._next = self.builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
-        shards, received_bytes = self._moved(group, survey, pieces)
+        shards, received_bytes = self._moved(group, migration_plan, pieces)
         part = self.builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
-        self._stale = self._stale or survey.stale
+        self._stale = self._stale or migration_plan.stale
         with group.open() as traffic:
-            received_bytes += part.zero.share(traffic, None if survey.stale else survey.lacking)
+            received_bytes += part.zero.share(traffic, None if migration_plan.stale else migration_plan.lacking)
         self._next = part
         return received_bytes
 
@@ -344,7 +346,7 @@ class Engine:
         self._hosted, self._next_hosted = self._next_hosted, None
 
     def _migration_to(
-        self, between: Plan, survey: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
+        self, between: Plan, migration_plan: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
     ) -> Migration:
         worker = group.members[group.rank]
         part = self._part
@@ -353,20 +355,20 @@ class Engine:
             between,
             group,
             old,
-            survey.new,
+            migration_plan.new,
             (had, layers),
-            survey.lacking,
+            migration_plan.lacking,
             self.specs,
-            survey.items,
+            migration_plan.items,
             local,
             sums,
             self.builder.device,
             partial(self.builder.executor, worker),
         )
 
-    def _moved(self, group: Group, survey: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
+    def _moved(self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
-        router, forms, schedule = survey.router(), survey.forms, survey.schedule
+        router, forms, schedule = migration_plan.router(), migration_plan.forms, migration_plan.schedule
         local = self._part.zero.shards if self._part is not None and self._mixed is None else None
         assembly = Assembly(pieces, local, router.items, self.builder.device)
         state = self._mixed if self._mixed is not None else local.regions() if local is not None else {}

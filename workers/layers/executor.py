@@ -35,14 +35,14 @@ LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""
 
 SMALL_BYTES = 32 << 10
-"""Up to this size a sum over a tensor-parallel tuple takes one round instead of two."""
+"""Up to this size a sum over a tensor-parallel group takes one round instead of two."""
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 Load = Callable[[MicroBatch], tuple[Tensor, Any]]
 """Inputs and targets of some samples of the step under way, on this worker's device."""
 
 LayerKey = tuple[int, int]
-"""A layer and the number of one of the tuples that hold it."""
+"""A layer and the number of one of the TP groups that hold it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Executor:
         plan: valid.
         worker: whose part it is.
         specs: of all layers.
-        layers: those of this worker, by layer and number of the tuple it belongs to.
+        layers: those of this worker, by layer and number of the TP group it belongs to.
         layout: of gradients and optimizer states.
         loss_fn: mean loss over the rows of (output, target).
         seed: of the random numbers.
@@ -124,7 +124,7 @@ class Executor:
             traffic: of the step.
             step: its number.
             load: of the samples.
-            sums: over tensor-parallel tuples.
+            sums: over tensor-parallel groups.
             ready: called before some layers are used, returns when they can be.
             watch: measures the layers, if there is one.
 
@@ -140,7 +140,7 @@ class Executor:
 
 
 class TupleSum:
-    """Sums over the members of a tensor-parallel tuple, in the order of their ranks."""
+    """Sums over the members of a tensor-parallel group, in the order of their ranks."""
 
     def __init__(self, workers: tuple[str, ...], worker: str) -> None:
         self._others = [other for other in workers if other != worker]
@@ -386,7 +386,7 @@ class _Step:
                     self._traffic.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), memory(part))
 
     def _total(self, shard: Owned) -> Tensor:
-        """The gradient of a shard: sums over whole units along the tree, then the rest in the order of the tuples."""
+        """The gradient of a shard: sums over whole units along the tree, then the rest by TP group, in order."""
         layout, terms = self._of._layout, self._of._terms
         tree = TreeSum[Tensor](self._plan.n_units, Tensor.add_)
         rest = []

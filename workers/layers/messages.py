@@ -60,7 +60,7 @@ class Exchanges:
 def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
     """Returns what `worker` receives and sends, for each of its (tile, micro-batch).
 
-    Every member of a tensor-parallel tuple has the whole activation, so each member of the next tuple gets it from one
+    Every member of a tensor-parallel group has the whole activation, so each member of the next one gets it from one
     of them: from itself, if it belongs to both, else from the one of its own rank, modulo their number.
     """
     feeds, consumers = inputs(plan), outputs(plan)
@@ -103,9 +103,9 @@ def peers(plan: Plan, worker: str) -> frozenset[str]:
         for one in exchanges(plan, worker).values()
         for rows in (*one.x_from, *one.y_to, *one.dy_from, *one.dx_to)
     }
-    for tuples in holders(plan):
-        shares_it = any(worker in workers for workers in tuples)
-        found |= {other for workers in tuples for other in workers if shares_it}
+    for tp_groups in holders(plan):
+        shares_it = any(worker in workers for workers in tp_groups)
+        found |= {other for workers in tp_groups for other in workers if shares_it}
     return frozenset(found - {worker})
 
 
@@ -140,10 +140,10 @@ class GradientTerms:
         self.terms = [
             tuple(
                 Term(replica, node)
-                for replica, workers in enumerate(tuples)
+                for replica, workers in enumerate(tp_groups)
                 for node in _nodes(plan, layer, tiles[workers], bitwise)
             )
-            for layer, tuples in enumerate(layout.holders)
+            for layer, tp_groups in enumerate(layout.holders)
         ]
         counts = [len(self.terms[shard.layer]) for shard in layout.all_shards]
         self._first = dict(zip(layout.all_shards, [0, *accumulate(counts)], strict=False))

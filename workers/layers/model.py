@@ -69,7 +69,7 @@ def describe(
 
 
 def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: torch.dtype | None, width: int) -> None:
-    """Checks that the layers can be cut over tensor-parallel tuples of `width` workers.
+    """Checks that the layers can be cut over tensor-parallel groups of `width` workers.
 
     Raises:
         StateError: one cannot, or none says how.
@@ -78,7 +78,7 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
         return
     if not any(spec.cuts for spec in specs):
         raise StateError(
-            "no layer says how it is cut, so each member of a tuple would do all of the work; "
+            "no layer says how it is cut, so each member of a TP group would do all of the work; "
             "give the layers an attribute `placements`"
         )
     for spec, factory in zip(specs, factories, strict=True):
@@ -147,7 +147,7 @@ class Layer:
 
     module: nn.Module
     spec: LayerSpec
-    membership: tensor_parallel.Membership
+    tp_rank: tensor_parallel.TPRank
     recompute: bool = False
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -160,7 +160,7 @@ class Layer:
 
     def run(self, x: Tensor, draw: Draw) -> Tensor:
         """Returns the output for `x` (rows, …)."""
-        here, trace = self.membership, self.spec.trace
+        here, trace = self.tp_rank, self.spec.trace
         versions = [buffer._version for buffer in self._buffers.values()]
         if here.size == 1 and not trace.ops and not trace.fused:
             y: Tensor = self.module(x)
@@ -245,7 +245,7 @@ class Chain:
         for piece in self._pieces:
             spans = []
             if watch is not None:
-                spans = [watch.span(layer.spec.index, x.shape[0], layer.membership.size) for layer in piece]
+                spans = [watch.span(layer.spec.index, x.shape[0], layer.tp_rank.size) for layer in piece]
             if piece[0].recompute:
                 with torch.no_grad():
                     y = _run(piece, x, draw, spans)
@@ -281,7 +281,7 @@ class Chain:
             for layer in piece:
                 layer.expect(partial(done, layer))
             if y.requires_grad:
-                with tensor_parallel.placed(piece[0].membership):
+                with tensor_parallel.placed(piece[0].tp_rank):
                     torch.autograd.backward(y, dx)
             if here.spans:
                 here.spans[0].end("B")
@@ -341,7 +341,7 @@ def build(
     seed: int,
     device: torch.device,
     dtype: torch.dtype | None,
-    membership: tensor_parallel.Membership,
+    tp_rank: tensor_parallel.TPRank,
     recompute: bool = False,
     values: bool = True,
 ) -> Layer:
@@ -356,10 +356,10 @@ def build(
         torch.manual_seed(mix(seed, spec.index))
         module = _made(spec.index, factory, dtype)
     cuts = tensor_parallel.cuts_of(module, spec.name)
-    tensor_parallel.cut(module, cuts, membership.rank, membership.size, spec.name)
+    tensor_parallel.cut(module, cuts, tp_rank.rank, tp_rank.size, spec.name)
     module.to(device).train()
     parameters = dict(module.named_parameters())
-    return Layer(module, spec, membership, recompute, {name: parameters[name] for name in spec.shapes})
+    return Layer(module, spec, tp_rank, recompute, {name: parameters[name] for name in spec.shapes})
 
 
 class _NoValues(TorchFunctionMode):

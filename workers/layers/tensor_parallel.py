@@ -1,4 +1,4 @@
-"""Layers cut over the members of a tensor-parallel tuple, as Megatron does.
+"""Layers cut over the members of a tensor-parallel group, as Megatron does.
 
 A layer says how its parameters are cut by an attribute `placements`, a mapping from parameter names to
 `torch.distributed.tensor` placements; what it does not name is replicated:
@@ -34,29 +34,29 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Membership:
-    """A place in a tensor-parallel tuple: member `rank` of `size`, and the sum over the members."""
+class TPRank:
+    """A place in a tensor-parallel group: member `rank` of `size`, and the sum over the members."""
 
     rank: int = 0
     size: int = 1
     all_reduce: AllReduce | None = None
 
 
-_ALONE = Membership()
+_ALONE = TPRank()
 _current = threading.local()
 
 
-def current() -> Membership:
+def current() -> TPRank:
     """Returns where the layer that runs in this thread is placed."""
-    found: Membership = getattr(_current, "value", _ALONE)
+    found: TPRank = getattr(_current, "value", _ALONE)
     return found
 
 
 @contextmanager
-def placed(membership: Membership) -> Iterator[None]:
+def placed(tp_rank: TPRank) -> Iterator[None]:
     """Places the layers that run inside."""
     before = current()
-    _current.value = membership
+    _current.value = tp_rank
     try:
         yield
     finally:
@@ -66,12 +66,12 @@ def placed(membership: Membership) -> Iterator[None]:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.membership = current()
+        ctx.tp_rank = current()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _sum(ctx.membership, grads[0])
+        return _sum(ctx.tp_rank, grads[0])
 
 
 class _Reduce(torch.autograd.Function):
@@ -94,8 +94,8 @@ def reduce(x: Tensor) -> Tensor:
     return x if current().size == 1 else _Reduce.apply(x)  # type: ignore[no-untyped-call]
 
 
-def _sum(membership: Membership, x: Tensor) -> Tensor:
-    return x if membership.all_reduce is None else membership.all_reduce(x)
+def _sum(tp_rank: TPRank, x: Tensor) -> Tensor:
+    return x if tp_rank.all_reduce is None else tp_rank.all_reduce(x)
 
 
 class ColumnLinear(nn.Linear):

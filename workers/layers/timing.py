@@ -88,10 +88,10 @@ class Turn:
     Attributes:
         layer: its number.
         rows: of a micro-batch.
-        width: workers of the tensor-parallel tuple that has the layer.
-        forward_s: seconds, those in which its tensor-parallel tuple was waited for included.
+        width: workers of the tensor-parallel group that has the layer.
+        forward_s: seconds, those in which its tensor-parallel group was waited for included.
         backward_s: likewise.
-        waited_s: of both, in which the tuple was waited for.
+        waited_s: of both, in which the TP group was waited for.
         count: micro-batches.
     """
 
@@ -112,8 +112,8 @@ class Stopwatch:
         meter: whether the bytes that are kept for backward are counted too; that takes longer.
 
     Attributes:
-        kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its tuple.
-        waited_s: so long this worker has waited for members of a tensor-parallel tuple; whoever waits adds to it.
+        kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its TP group.
+        waited_s: so long this worker has waited for members of a tensor-parallel group; whoever waits adds to it.
     """
 
     def __init__(self, device: torch.device, meter: bool = False) -> None:

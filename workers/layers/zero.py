@@ -1,4 +1,4 @@
-"""Optimizer states and master weights, sharded per layer over the tuples that hold it (ZeRO-1)."""
+"""Optimizer states and master weights, sharded per layer over the TP groups that hold it (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ZeroOptimizer:
     Args:
         layout: of the shards.
         worker: this one.
-        layers: this worker's, by layer and number of the tuple that it belongs to.
+        layers: this worker's, by layer and number of the TP group that it belongs to.
         shards: the masters and states of this worker's pieces.
     """
 

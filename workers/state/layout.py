@@ -1,9 +1,9 @@
 """Where each gradient and each optimizer state lives: parameters of a layer as flat segments, cut into shards.
 
 A layer that somewhere is cut over up to G tensor-parallel members consists of G + 1 *segments*: what all members have
-alike, and G parts of what is cut. A tuple of k members holds G / k parts each, so tuples of different size share the
+alike, and G parts of what is cut. A TP group of k members holds G / k parts each, so groups of different size share the
 finest cut. Each segment is a flat vector in which every parameter starts at a multiple of `ALIGN` elements, and is cut
-at such multiples into shards, one for each tuple that holds the layer (ElasWave 6.3). So an element lies at the same
+at such multiples into shards, one for each TP group that holds the layer (ElasWave 6.3). So an element lies at the same
 place of a vector register whoever owns it, and elementwise updates round alike under every plan.
 """
 
@@ -25,7 +25,7 @@ from elaunch.workers.state.boxes import Box, of_interval, shift
 
 ALIGN = 64
 COMMON = -1
-"""The segment of what all members of a tuple have alike."""
+"""The segment of what all members of a TP group have alike."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Owned:
-    """A shard: elements [start, stop) of a segment of a layer, owned by tuple number `replica` of its holders."""
+    """A shard: elements [start, stop) of a segment of a layer, owned by TP group number `replica` of its holders."""
 
     layer: int
     segment: int
@@ -148,7 +148,7 @@ class StateLayout:
     def __init__(self, plan: Plan, specs: Sequence[LayerSpec], owners: Plan | None = None) -> None:
         self.holders = holders(plan)
         owners = owners or plan
-        self.cuts = [math.lcm(*(len(workers) for workers in tuples)) for tuples in self.holders]
+        self.cuts = [math.lcm(*(len(workers) for workers in tp_groups)) for tp_groups in self.holders]
         self._specs = specs
         self._dtypes = [frozenset(spec.dtypes.values()) for spec in specs]
         self.segments: list[dict[int, Segment]] = [
@@ -158,7 +158,7 @@ class StateLayout:
         parts = optimizer_shards(
             owners, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
         )
-        # The owners' numbers of the tuples, as numbers of the holders.
+        # The owners' numbers of the TP groups, as numbers of the holders.
         here = [[known.index(workers) for workers in theirs] for known, theirs in zip(self.holders, holders(owners))]
         self._shards = [
             tuple(
@@ -198,12 +198,12 @@ class StateLayout:
         return self.holder(shard, shard.replica)
 
     def holder(self, shard: Owned, replica: int) -> str:
-        """Returns the member of a tuple that holds a shard's elements; of several, the first."""
+        """Returns the member of a TP group that holds a shard's elements; of several, the first."""
         workers = self.holders[shard.layer][replica]
         return workers[0] if shard.segment == COMMON else workers[shard.segment // self._span(shard.layer, workers)]
 
     def receivers(self, shard: Owned, replica: int) -> tuple[str, ...]:
-        """Returns all members of a tuple that hold a shard's elements."""
+        """Returns all members of a TP group that hold a shard's elements."""
         return self.holders[shard.layer][replica] if shard.segment == COMMON else (self.holder(shard, replica),)
 
     def sum_dtype(self, layer: int) -> torch.dtype:
@@ -234,7 +234,7 @@ class StateLayout:
         return tensor.chunk(span, fragment.dim)[segment % span]
 
     def _span(self, layer: int, workers: Sequence[str]) -> int:
-        """How many segments each member of the tuple holds."""
+        """How many segments each member of the TP group holds."""
         return self.cuts[layer] // len(workers)
 
 

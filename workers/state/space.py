@@ -72,11 +72,11 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
     """Returns what each worker holds under a plan: its parts of its layers' parameters, and its optimizer shards."""
     layout = StateLayout(plan, specs)
     found: dict[str, dict[str, list[Box]]] = {worker: {} for worker in plan.workers}
-    for spec, tuples in zip(specs, layout.holders, strict=True):
-        for workers in tuples:
+    for spec, tp_groups in zip(specs, layout.holders, strict=True):
+        for workers in tp_groups:
             for worker in workers:
                 for name, box in parameter_boxes(spec, workers, worker).items():
-                    # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
+                    # It may be in several TP groups that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
     return {
@@ -86,7 +86,7 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
 
 
 def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
-    """Returns what a member of a tensor-parallel tuple holds of the parameters of a layer, by their names in it."""
+    """Returns what a member of a tensor-parallel group holds of the parameters of a layer, by their names in it."""
     rank, size = workers.index(worker), len(workers)
     found: dict[str, Box] = {}
     for name, shape in spec.shapes.items():
