@@ -203,9 +203,9 @@ class Watchdog:
         Returns:
             As `receive`.
         """
-        said = self.receive()
+        lines = self.receive()
         self._drop(pid)
-        return said
+        return lines
 
     def _drop(self, pid: int) -> None:
         self._timers = {key: timer for key, timer in self._timers.items() if key[0] != pid}

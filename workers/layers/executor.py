@@ -317,9 +317,13 @@ class _Step:
                 whole = self._posted.pop(tag(kind, one.number))
         local = [(one.first, self._local.pop(tag(kind, one.number))) for one in rows if one.peer == self._of._worker]
         if whole is None:
-            return local[0][1] if len(local) == 1 else torch.cat([mine for _, mine in sorted(local, key=itemgetter(0))])
-        for first, mine in local:
-            whole[first : first + len(mine)] = mine
+            return (
+                local[0][1]
+                if len(local) == 1
+                else torch.cat([rows_here for _, rows_here in sorted(local, key=itemgetter(0))])
+            )
+        for first, rows_here in local:
+            whole[first : first + len(rows_here)] = rows_here
         return whole.to(self._of._device)
 
     def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows]) -> None:

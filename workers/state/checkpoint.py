@@ -145,8 +145,8 @@ def write_part(folder: Path, member: int, part: Part, wanted: Callable[[], bool]
                     }
                 )
     n_bytes = sum(pieces.nbytes for pieces in part.tensors.values())
-    said = {"kind": part.kind, "settings": part.settings, "facts": part.facts, "bytes": n_bytes, "boxes": boxes}
-    _write(folder / _note(member), said)
+    note = {"kind": part.kind, "settings": part.settings, "facts": part.facts, "bytes": n_bytes, "boxes": boxes}
+    _write(folder / _note(member), note)
     return True
 
 
@@ -168,7 +168,7 @@ def notes(folder: Path, members: int) -> dict[int, Note]:
     return found
 
 
-def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
+def complete(folder: Path, step: int, notes_by_rank: Sequence[Note]) -> Path:
     """Makes a checkpoint of a folder in which everything is; returns where it is.
 
     Raises:
@@ -177,7 +177,7 @@ def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
     files: dict[str, list[tuple[int, str]]] = {}
-    for box in (box for note in said for box in note["boxes"]):
+    for box in (box for note in notes_by_rank for box in note["boxes"]):
         dtype, shape = dtype_of(box["dtype"]), torch.Size(box["shape"])
         stored = tensors.setdefault(box["name"], TensorStorageMetadata(TensorProperties(dtype), shape, []))
         if (stored.properties.dtype, stored.size) != (dtype, shape):
@@ -196,18 +196,18 @@ def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
     writer.fs = disk
     writer.finish(Metadata(dict(tensors)), [results])
     files[METADATA] = [disk.written[1:]]
-    first = said[0]
+    first = notes_by_rank[0]
     about = {
         "version": VERSION,
         "step": step,
         "kind": first["kind"],
         "settings": first["settings"],
-        "facts": [note["facts"] for note in said],
+        "facts": [note["facts"] for note in notes_by_rank],
         # Of each file, lengths and checksums of its slices one after the other: a tensor's box each.
         "files": files,
     }
     _write(folder / ABOUT, about)
-    for member in range(len(said)):
+    for member in range(len(notes_by_rank)):
         (folder / _note(member)).unlink()
     sync(folder)
     path = path_of(folder.parent, step)
@@ -237,11 +237,11 @@ def _note(member: int) -> str:
     return f"part-{member:05d}.json"
 
 
-def _write(path: Path, said: Mapping[str, Any]) -> None:
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
     """So that the file is there with all of it, or is not there."""
     unnamed = path.with_name(path.name + ".tmp")
     with CheckedFile(unnamed) as file:
-        file.write(seal(said))
+        file.write(seal(fields))
     unnamed.rename(path)
 
 

@@ -85,13 +85,13 @@ def _filled(space: TensorSpace, name: str, old: Tensor) -> Tensor:
     if name not in space.names():
         raise StateError(f"the model has {name}, and the job has no such tensor")
     local = space.local(name)
-    mine = old.to_local() if isinstance(old, DTensor) else old
-    if mine.shape != local.shape or old.dtype != local.dtype:
+    own = old.to_local() if isinstance(old, DTensor) else old
+    if own.shape != local.shape or old.dtype != local.dtype:
         raise StateError(
-            f"{name} is {list(mine.shape)} {old.dtype} in the model and {list(local.shape)} {local.dtype} in its layout"
+            f"{name} is {list(own.shape)} {old.dtype} in the model and {list(local.shape)} {local.dtype} in its layout"
         )
     if old.device.type != "meta":
-        mine.copy_(local)
+        own.copy_(local)
         return old
     new = _like(old, local)
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
