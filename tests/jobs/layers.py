@@ -84,12 +84,12 @@ class LayerFaults(Faults):
             self._wrap(Engine, "apply", self._apply)
             original, phases = checkpoint._write, {"part": "written", "elaunch": "complete"}
 
-            def write(path: Path, said: Any) -> None:
+            def write(path: Path, fields: Any) -> None:
                 # The folder has the number of steps in its name.
                 step = self.steps.get(phases[path.stem.partition("-")[0]], -1)
                 if path.parent.name.startswith(f"step-{step:09d}."):
                     die()
-                original(path, said)
+                original(path, fields)
 
             checkpoint._write = write
 

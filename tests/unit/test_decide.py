@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
@@ -752,6 +752,7 @@ def missing(broken: Collection[frozenset[str]]) -> dict[str, set[str]]:
 
 
 @repeatable
+@example(5, [(0, 1), (1, 4), (4, 3), (3, 2)]).via("n4 is left out first, and does no harm without n1 and n3")
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=16))
 def test_nodes_that_are_left_out_are_not_too_few_and_none_is_left_out_for_nothing(
     n_nodes: int, cuts: list[tuple[int, int]]

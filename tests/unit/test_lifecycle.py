@@ -827,6 +827,15 @@ class TestSignals:
         assert signalled(node.life.on_signal(number, NOW_S)) == [("a/0#0", number)]
         assert node.dies("a/0#0", signal.SIGTERM) == [Exit(1, f"stopped by {number.name}")]
 
+    def test_a_worker_that_was_told_to_end_has_failed_by_itself_only_where_it_says_so(self) -> None:
+        node = member_node(slots=3)
+        node.exits("a/0#0", 3)
+        node.life.on_signal(signal.SIGINT, NOW_S)
+        node.dies("a/1#0", signal.SIGINT)
+        node.life.on_exit("a/2#0", 1, None, T, NOW_S, reason="ValueError: no such split")
+        failures = node.life.workers.blame.failures
+        assert {rank: one.own for rank, one in failures.items()} == {0: True, 1: False, 2: True}
+
     def test_sigterm_stops_a_plain_job(self) -> None:
         node = Node()
         node.start()
