@@ -376,7 +376,7 @@ def test_bitwise_refuses_plans_that_cut_micro_batches() -> None:
         assert all([len(run) for run in runs] == [size] for runs in tile.micro_batches)
 
 
-def test_with_everybody_back_and_nobody_slow_the_job_goes_home() -> None:
+def test_with_everybody_back_and_nobody_slow_the_job_returns_to_the_preferred_plan() -> None:
     left = [W[0], *W[2:]]
     after = choose(HOME, HOME, left, EVEN)
     back = [*left, "n0/1#1"]
