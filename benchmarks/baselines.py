@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages
 from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.partition import minimax
-from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of
 from elaunch.policy.profile import Profile
 
 
@@ -29,11 +29,11 @@ def drop_replica(plan: Plan, members: Sequence[str]) -> Plan:
     """
     here = set(members)
     found = stages_of(plan, [worker for worker in plan.workers if worker not in here])
-    lanes = range(len(found[0].replicas))
-    whole = [lane for lane in lanes if all(stage.replicas[lane] for stage in found)]
+    dp_ranks = range(len(found[0].replicas))
+    whole = [dp_rank for dp_rank in dp_ranks if all(stage.replicas[dp_rank] for stage in found)]
     if not whole:
         raise NotPossible("every pipeline has lost somebody")
-    kept = [Stage(stage.layers, tuple(stage.replicas[lane] for lane in whole)) for stage in found]
+    kept = [Stage(stage.layers, tuple(stage.replicas[dp_rank] for dp_rank in whole)) for stage in found]
     busy = {worker for stage in kept for workers in stage.replicas for worker in workers}
     idle = [member for member in members if member not in busy]
     sizes = plan.n_layers, plan.global_batch_size, plan.micro_batch_size
@@ -77,7 +77,7 @@ def template(plan: Plan, depth: int, profile: Profile) -> Template:
 
 
 def template_switch(plan: Plan, members: Sequence[str], profile: Profile, depths: Sequence[int]) -> Plan:
-    """The fastest pipelines from templates of these depths in which every tensor-parallel tuple is a stage.
+    """The fastest pipelines from templates of these depths in which every tensor-parallel group is a stage.
 
     Micro-batches stay whole and are distributed by the speed of the templates.
 
@@ -90,10 +90,10 @@ def template_switch(plan: Plan, members: Sequence[str], profile: Profile, depths
     Raises:
         NotPossible: templates of these depths do not cover so many workers.
     """
-    tuples, idle = tuples_of(plan, members)
-    known = {depth: template(plan, depth, profile) for depth in depths if depth <= min(plan.n_layers, len(tuples))}
+    tp_groups, idle = tp_groups_of(plan, members)
+    known = {depth: template(plan, depth, profile) for depth in depths if depth <= min(plan.n_layers, len(tp_groups))}
     best: tuple[float, list[Template], list[int]] | None = None
-    for some in sums(len(tuples), sorted(known)):
+    for some in sums(len(tp_groups), sorted(known)):
         if not 1 <= len(some) <= plan.n_units:
             continue
         chosen = [known[depth] for depth in some]
@@ -102,9 +102,9 @@ def template_switch(plan: Plan, members: Sequence[str], profile: Profile, depths
         if best is None or step_s < best[0]:
             best = step_s, chosen, units
     if best is None:
-        raise NotPossible(f"templates of {', '.join(map(str, known))} stages do not cover {len(tuples)} workers")
+        raise NotPossible(f"templates of {', '.join(map(str, known))} stages do not cover {len(tp_groups)} workers")
     _, chosen, units = best
-    free = iter(tuples)
+    free = iter(tp_groups)
     made = [
         Pipeline(range(*ends), tuple((layers, next(free)) for layers in one.stages))
         for one, ends in zip(chosen, pairwise(accumulate(units, initial=0)), strict=True)

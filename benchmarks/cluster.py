@@ -1,6 +1,6 @@
 """A cluster on this machine: jobs with an agent for each node, whose nodes can be lost, and what their steps take.
 
-The workloads are those of ElasWave's table 2. A worker stands for a tuple of four tensor-parallel devices, so a node
+The workloads are those of ElasWave's table 2. A worker stands for a TP group of four tensor-parallel devices, so a node
 has two workers.
 """
 
@@ -94,8 +94,8 @@ class Case:
         batch = model.dp * model.units * model.micro_batch
         spans = cut(n_layers - 2, model.pp)
         if self.placement == "ranks":
-            lanes = [workers[stage * model.dp : (stage + 1) * model.dp] for stage in range(model.pp)]
-            given = [Stage(layers, tuple((one,) for one in some)) for layers, some in zip(spans, lanes, strict=True)]
+            replicas = [workers[stage * model.dp : (stage + 1) * model.dp] for stage in range(model.pp)]
+            given = [Stage(layers, tuple((one,) for one in some)) for layers, some in zip(spans, replicas, strict=True)]
             return stages(n_layers, batch, model.micro_batch, given)
         made = []
         for replica in range(model.dp):

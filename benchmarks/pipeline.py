@@ -71,8 +71,8 @@ def replicated(n_layers: int, depth: int, replicas: int, units: int, lost_in: in
     """Stages with `replicas` replicas, each with `units` micro-batches; stage `lost_in` has lost its last one."""
     found = []
     for stage, layers in enumerate(cut(n_layers - 2, depth)):
-        lanes = [(f"s{stage}r{replica}",) for replica in range(replicas)]
-        found.append(Stage(layers, (*lanes[:-1], ()) if stage == lost_in else tuple(lanes)))
+        tp_groups = [(f"s{stage}r{replica}",) for replica in range(replicas)]
+        found.append(Stage(layers, (*tp_groups[:-1], ()) if stage == lost_in else tuple(tp_groups)))
     return stages(n_layers, replicas * units * MICRO_BATCH, MICRO_BATCH, found)
 
 

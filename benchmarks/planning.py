@@ -4,7 +4,7 @@
     python benchmarks/planning.py --json planning.json
 
 Pure computation on one core: no worker is started. The model is the derived profile of Llama 2 34B
-(benchmarks/profiles/README.md), a tuple of four or eight devices is a tensor-parallel tuple of the plan.
+(benchmarks/profiles/README.md), a TP group of four or eight devices is a tensor-parallel group of the plan.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CLUSTERS = [
 
 
 def lost_worker(report: Report, profile: Profile, clusters: Sequence[Cluster]) -> None:
-    """One worker is lost, with its tuple: the whole decision, from the plan to the choice."""
+    """One worker is lost, with its TP group: the whole decision, from the plan to the choice."""
     for cluster in clusters:
         plan = cluster.plan(len(profile.layers))
         here = dataclasses.replace(profile, width=cluster.tp)
@@ -148,10 +148,12 @@ def every_plan(n_layers: int, units: int, members: Sequence[str]) -> Iterator[Pl
                 ends = list(itertools.accumulate(replicas, initial=0))
                 groups = [tuple((one,) for one in here[start:stop]) for start, stop in itertools.pairwise(ends)]
                 width = max(replicas)
-                lanes: list[tuple[tuple[str, ...], ...]] = [(*some, *[()] * (width - len(some))) for some in groups]
+                replicas_of: list[tuple[tuple[str, ...], ...]] = [
+                    (*some, *[()] * (width - len(some))) for some in groups
+                ]
                 for layers in cuts(n_layers, parts):
                     try:
-                        yield stages(n_layers, units, 1, [Stage(*one) for one in zip(layers, lanes, strict=True)])
+                        yield stages(n_layers, units, 1, [Stage(*one) for one in zip(layers, replicas_of, strict=True)])
                     except PlanError:
                         continue
             for depths in shares(used, parts):

@@ -40,11 +40,11 @@ class Accepting:
 
     @property
     def due_s(self) -> float | None:
-        """When `on_time` has something to do, by `time.monotonic`; None: never."""
+        """Returns when `on_time` has something to do, by `time.monotonic`; None: never."""
         return self._paused_until_s
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection, if there is one and the system lets this process have it.
+        """Returns the next connection, if there is one and the system lets this process have it.
 
         Raises:
             OSError: the socket is broken, so no connection comes any more.
@@ -60,7 +60,7 @@ class Accepting:
         return link
 
     def pause(self, error: OSError) -> None:
-        """Accept nobody for PAUSE_S: what waits would make the selector return at once, again and again."""
+        """Accepts nobody for PAUSE_S: what waits would make the selector return at once, again and again."""
         if not self._complained:
             self._complained = True
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -72,13 +72,13 @@ class Accepting:
         self._paused_until_s = time.monotonic() + PAUSE_S
 
     def on_time(self, now_s: float) -> None:
-        """Accept again, once the pause is over."""
+        """Accepts again, once the pause is over."""
         if self._paused_until_s is not None and now_s >= self._paused_until_s:
             self._paused_until_s = None
             self._selector.register(self._socket, selectors.EVENT_READ, self._data)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Closes the socket."""
         if self._paused_until_s is None:
             self._selector.unregister(self._socket)
         self._paused_until_s = None

@@ -61,7 +61,7 @@ class LaunchConfig:
     shutdown_timeout: int | None = None
 
     def flags(self) -> list[str]:
-        """The same as a command line of `elaunch`."""
+        """Returns the same as a command line of `elaunch`."""
         configs = dict(self.rdzv_configs)
         rank = configs.pop("rank", None)
         if self.rdzv_timeout != -1:
@@ -99,11 +99,12 @@ class elastic_launch:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
+        """Runs this node's part of the job to its end; returns, and raises, what `launch_agent` does."""
         return launch_agent(self._config, self._entrypoint, list(args))
 
 
 def launch_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]) -> dict[int, Any]:
-    """Run this node's part of a job to its end.
+    """Runs this node's part of a job to its end.
 
     Args:
         config: the settings.

@@ -42,7 +42,7 @@ class Checkpointing:
 
 
 def parse(folder: str | None, every: str | None, names: tuple[str, str] = (FOLDER, EVERY)) -> Checkpointing | None:
-    """Read the settings; None without a folder.
+    """Reads the settings; None without a folder.
 
     Args:
         folder, every: as given.
@@ -62,7 +62,7 @@ def parse(folder: str | None, every: str | None, names: tuple[str, str] = (FOLDE
 
 
 def from_environment(environment: Mapping[str, str]) -> Checkpointing | None:
-    """The settings of a worker.
+    """Returns the settings of a worker.
 
     Raises:
         UsageError: as `parse`.
@@ -75,7 +75,7 @@ def from_environment(environment: Mapping[str, str]) -> Checkpointing | None:
 
 
 def make_folder(settings: Checkpointing, name: str) -> None:
-    """Make the folder, if it is not there.
+    """Makes the folder, if it is not there.
 
     Raises:
         LaunchError: it cannot be made, is none, or cannot be written to.
@@ -91,17 +91,17 @@ def make_folder(settings: Checkpointing, name: str) -> None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Of the complete checkpoint with so many committed steps."""
+    """Returns the folder of the complete checkpoint with so many committed steps."""
     return folder / f"step-{step:09d}"
 
 
 def part_of(folder: Path, step: int, attempt: str) -> Path:
-    """Of one that is being written. Each attempt has its own, so that no file of an older one gets into it."""
+    """Returns the folder of a checkpoint being written. Each attempt has its own, without files of older ones."""
     return folder / f"step-{step:09d}.{attempt}.part"
 
 
 def complete(folder: Path) -> list[int]:
-    """Return the numbers of steps of all complete checkpoints, the newest first.
+    """Returns the numbers of steps of all complete checkpoints, the newest first.
 
     The name tells: a folder has it from when all is on the disk until it is removed. So one that lacks a file is
     damaged, not incomplete.
@@ -110,17 +110,17 @@ def complete(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int | None:
-    """Return the number of steps of the newest complete checkpoint."""
+    """Returns the number of steps of the newest complete checkpoint."""
     return next(iter(complete(folder)), None)
 
 
 def before(folder: Path, step: int) -> int | None:
-    """Return the number of steps of the newest complete checkpoint that is older than that of `step`."""
+    """Returns the number of steps of the newest complete checkpoint that is older than that of `step`."""
     return next((each for each in complete(folder) if each < step), None)
 
 
 def outdated(folder: Path) -> list[Path]:
-    """Return what may go: complete and damaged checkpoints that are older than the newest complete ones."""
+    """Returns what may go: complete and damaged checkpoints that are older than the newest complete ones."""
     kept = complete(folder)[:KEPT]
     if len(kept) < KEPT:
         return []
@@ -133,12 +133,12 @@ def outdated(folder: Path) -> list[Path]:
 
 
 def parts(folder: Path) -> list[Path]:
-    """Return what is incomplete: being written, being removed, or left behind."""
+    """Returns what is incomplete: being written, being removed, or left behind."""
     return [folder / name for name in sorted(_names(folder)) if _PART.fullmatch(name)]
 
 
 def discard(path: Path) -> bool:
-    """Remove a checkpoint, whether complete or not.
+    """Removes a checkpoint, whether complete or not.
 
     It loses its name first. So what is half removed never counts as complete, and members that still write to it
     cannot open another file there.
@@ -160,7 +160,7 @@ def discard(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it does not count any more; return where it is.
+    """Renames a damaged checkpoint so that it does not count any more; returns where it is.
 
     Raises:
         OSError: it cannot be renamed.

@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def signal_name(self) -> str:
-        """The name of the signal that ended the worker, empty if none did, "<N/A>" if it has no name."""
+        """Returns the name of the signal that ended the worker, empty if none did, "<N/A>" if it has no name."""
         return _signal_name(self.exitcode)
 
 
@@ -80,14 +80,14 @@ def _signal_name(exitcode: int) -> str:
 
 @functools.cache
 def this_host() -> str:
-    """The full name of this machine, as the report shows it. May ask a name server, the first time."""
+    """Returns the full name of this machine, as the report shows it. May ask a name server, the first time."""
     return socket.getfqdn()
 
 
 def read_failure(
     *, rank: int, local_rank: int, pid: int, exitcode: int, error_file: str | None, t: float, host: str | None = None
 ) -> Failure:
-    """Describe a worker's failure from its end and its error file. A damaged file is no error: the message says it.
+    """Describes a worker's failure from its end and its error file. A damaged file is no error: the message says it.
 
     Args:
         rank, local_rank, pid: the worker's.
@@ -120,7 +120,7 @@ def read_failure(
 
 
 def summary(path: str) -> str:
-    """What an error file says, in a line: the exception, and the place that raised it."""
+    """Returns what an error file says, in a line: the exception, and the place that raised it."""
     try:
         record = _parse(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -183,12 +183,12 @@ def _without_traceback(pid: int, exitcode: int, problem: str) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The earliest failure by the second that it gives; within one second, the one that was written down first."""
+    """Returns the earliest failure by the second that it gives; within a second, the one written down first."""
     return min(failures, key=lambda failure: (failure.timestamp, failure.written_t))
 
 
 def report(name: str, failures: Sequence[Failure]) -> str:
-    """The table of failures that torchrun prints, without the line break around it.
+    """Returns the table of failures that torchrun prints, without the line break around it.
 
     Args:
         name: of what was launched: the script's path, the module or the program.
@@ -230,7 +230,7 @@ def _entry(number: int, failure: Failure) -> str:
 
 
 def copy_to_launcher(failure: Failure) -> str | None:
-    """Copy a root cause to the launcher's own error file, if it has one and the worker wrote one.
+    """Copies a root cause to the launcher's own error file, if it has one and the worker wrote one.
 
     The nested form gets the exit code as "errorCode"; the flat form is copied as it is. A file that cannot be read is
     described in the nested form. Never raises: a file that cannot be written is said on standard error.
@@ -250,7 +250,7 @@ def copy_to_launcher(failure: Failure) -> str | None:
 
 
 def record_own_error(error: BaseException) -> str | None:
-    """Write the launcher's own error to its error file, if it has one, in the nested form. Never raises.
+    """Writes the launcher's own error to its error file, if it has one, in the nested form. Never raises.
 
     Returns:
         The path written to, or None.

@@ -11,7 +11,7 @@ from elaunch.failures import record_own_error
 
 
 def main(folder: str) -> None:
-    """Call the function in FOLDER/call.pickle; what it returns goes to FOLDER/result-RANK.pickle."""
+    """Calls the function in FOLDER/call.pickle; what it returns goes to FOLDER/result-RANK.pickle."""
     with open(os.path.join(folder, "call.pickle"), "rb") as file:
         preparation, call = pickle.load(file)  # noqa: S301 (written by the program that asked for this)
         multiprocessing.spawn.prepare(preparation)

@@ -6,7 +6,7 @@ from elaunch.errors import UsageError
 
 
 def parse_range(text: str, flag: str) -> tuple[int, int]:
-    """Read N or MIN:MAX; `flag` is whose value it is.
+    """Reads N or MIN:MAX; `flag` is whose value it is.
 
     Raises:
         UsageError: it is neither, or the range is empty.
@@ -22,7 +22,7 @@ def parse_range(text: str, flag: str) -> tuple[int, int]:
 
 
 def parse_numbers(text: str, flag: str, what: str) -> tuple[int, ...]:
-    """Read N,...; `flag` is whose value it is, `what` are numbers of something.
+    """Reads N,...; `flag` is whose value it is, `what` are numbers of something.
 
     Raises:
         UsageError: one is no number, or less than 1.

@@ -17,7 +17,7 @@ Died = Callable[[BaseException], None]
 
 
 def start(name: str, run: Callable[[], object], died: Died) -> threading.Thread:
-    """Start a daemon thread.
+    """Starts a daemon thread.
 
     Args:
         name: of the thread, as debuggers and the line about its death show it.
@@ -37,7 +37,7 @@ def start(name: str, run: Callable[[], object], died: Died) -> threading.Thread:
 
 
 def prepare(name: str, run: Callable[[], object], died: Died) -> threading.Thread:
-    """Make a thread as `start` does, for a caller that starts it later."""
+    """Makes a thread as `start` does, for a caller that starts it later."""
 
     def guarded() -> None:
         try:
@@ -55,7 +55,7 @@ def prepare(name: str, run: Callable[[], object], died: Died) -> threading.Threa
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and message on one line, whatever its `__str__` does."""
+    """Returns an exception's type and message on one line, whatever its `__str__` does."""
     try:
         text = " ".join(str(error).split())
     except Exception:
@@ -64,7 +64,7 @@ def describe(error: BaseException) -> str:
 
 
 def tell(line: str, error: BaseException) -> None:
-    """Write a line and the traceback of an error to standard error, in one call. Never raises."""
+    """Writes a line and the traceback of an error to standard error, in one call. Never raises."""
     with contextlib.suppress(Exception):
         trace = "".join(traceback.format_exception(error))
         sys.stderr.write(f"[elaunch] {line}\n{trace}")

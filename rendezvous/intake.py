@@ -28,12 +28,12 @@ _NODE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 def is_known(name: str) -> bool:
-    """Return whether a key, without the job's prefix, is one that elaunch writes."""
+    """Returns whether a key, without the job's prefix, is one that elaunch writes."""
     return name in _NAMES or name.startswith(_FOLDERS)
 
 
 def read_node(node: str, value: bytes, created: int) -> NodeDoc:
-    """Read the report of a node; raises `ProtocolError` where it is damaged, or not of the node that its key names."""
+    """Reads the report of a node; raises `ProtocolError` where it is damaged, or not of the node that its key names."""
     doc = from_json(NodeDoc, value)
     if doc.node != node:
         raise ProtocolError(f"it is the report of a node {doc.node[:80]!a}")
@@ -47,7 +47,7 @@ def read_node(node: str, value: bytes, created: int) -> NodeDoc:
 
 
 def read_reports(prefix: str, entries: Iterable[Entry]) -> dict[str, NodeDoc]:
-    """Return the reports of nodes among the entries of a job, by node, without what a stranger has put there."""
+    """Returns the reports of nodes among the entries of a job, by node, without what a stranger has put there."""
     reports, folder = {}, prefix + "nodes/"
     for entry in entries:
         if entry.key.startswith(folder):
@@ -58,7 +58,7 @@ def read_reports(prefix: str, entries: Iterable[Entry]) -> dict[str, NodeDoc]:
 
 
 def read_generation(value: bytes) -> Generation:
-    """Read a generation; raises `ProtocolError` where it is damaged, or names of its workers and nodes do not agree."""
+    """Reads a generation; raises `ProtocolError` if it is damaged, or names of its workers and nodes do not agree."""
     generation = from_json(Generation, value)
     for worker in generation.workers:
         slot = f"{worker.node}/{worker.local_rank}"
@@ -69,7 +69,7 @@ def read_generation(value: bytes) -> Generation:
 
 
 def read_size(value: bytes) -> JobSize:
-    """Read a size; raises `ProtocolError` where it is damaged, or no size that a job can have."""
+    """Reads a size; raises `ProtocolError` where it is damaged, or no size that a job can have."""
     size = from_json(JobSize, value)
     if not 1 <= size.min_nodes <= size.max_nodes:
         raise ProtocolError(f"{size.min_nodes} to {size.max_nodes} nodes are no size of a job")
@@ -77,7 +77,7 @@ def read_size(value: bytes) -> JobSize:
 
 
 def read_name(value: bytes) -> str:
-    """Read the name of a node, as `leader` holds it; raises `ProtocolError` where it is none."""
+    """Reads the name of a node, as `leader` holds it; raises `ProtocolError` where it is none."""
     name = value[:256].decode(errors="replace")
     if _NODE.fullmatch(name) is None:
         raise ProtocolError(f"expected the name of a node, found {value[:80]!r}")
@@ -85,12 +85,12 @@ def read_name(value: bytes) -> str:
 
 
 def read_text(value: bytes) -> str:
-    """Read text that is only shown: on one line, without what a terminal acts on."""
+    """Reads text that is only shown: on one line, without what a terminal acts on."""
     return "".join(char if char.isprintable() else "?" for char in value[:4000].decode(errors="replace"))
 
 
 def is_ours(name: str, own: str, nodes: Collection[str], generation: Generation | None) -> bool:
-    """Return whether a damaged key is one that the job depends on.
+    """Returns whether a damaged key is one that the job depends on.
 
     Args:
         name: of the key, without the job's prefix.
@@ -121,7 +121,7 @@ class Intake:
     _lines: int = 0
 
     def ignore(self, name: str, revision: int, why: str) -> str:
-        """Leave out a stranger's key; returns a line for the user, empty if this revision was told before."""
+        """Leaves out a stranger's key; returns a line for the user, empty if this revision was told before."""
         self.damaged.pop(name, None)
         if self._told.get(name) == revision or self._lines >= MOST_LINES:
             return ""
@@ -131,7 +131,7 @@ class Intake:
         return f"{self.prefix}{name} is ignored: {why}{last}"
 
     def freeze(self, name: str, revision: int, why: str) -> str:
-        """Note a damaged document of the job; returns a line for the user, empty if this revision was told before."""
+        """Notes a damaged document of the job; returns a line for the user, empty if this revision was told before."""
         is_new = name not in self.damaged
         self.damaged[name] = why
         if self._told.get(name) == revision or (not is_new and self._lines >= MOST_LINES):
@@ -146,7 +146,7 @@ class Intake:
         )
 
     def accept(self, name: str) -> str:
-        """Note that a key can be read, or is gone; returns a line for the user if it was damaged before."""
+        """Notes that a key can be read, or is gone; returns a line for the user if it was damaged before."""
         if self.damaged.pop(name, None) is None:
             return ""
         rest = f"; still damaged: {', '.join(self.damaged)}" if self.damaged else "; changes of the job go on"

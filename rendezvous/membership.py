@@ -240,13 +240,13 @@ class Departure:
 
     Attributes:
         draining: all of it.
-        excused: workers that are to leave although the node stays.
-        settled: the newest generation that all its members have entered; told only where some of them are to leave.
+        evicted: workers that are to leave although the node stays.
+        joined: the newest generation that all its members have entered; told only where some of them are to leave.
     """
 
     draining: bool = False
-    excused: tuple[str, ...] = ()
-    settled: int = 0
+    evicted: tuple[str, ...] = ()
+    joined: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class _Data:
         return entry.revision
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Delete `keys` in one revision, as etcd does when a lease ends."""
+        """Deletes `keys` in one revision, as etcd does when a lease ends."""
         present = sorted(key for key in keys if key in self.entries)
         if not present:
             return
@@ -137,14 +137,14 @@ class MemoryStore:
         self._closed = False
 
     def session(self) -> MemoryStore:
-        """Return another client of the same data."""
+        """Returns another client of the same data."""
         other = MemoryStore()
         other._data = self._data
         return other
 
     @property
     def down(self) -> bool:
-        """Whether the store cannot be reached through this object."""
+        """Returns whether the store cannot be reached through this object."""
         return self._down
 
     @down.setter
@@ -156,30 +156,34 @@ class MemoryStore:
                     watch.fail(StoreUnavailable(f"{self.endpoint}: the watch ended because the store went away"))
 
     def expire(self) -> None:
-        """End the leases that are due by the clock."""
+        """Ends the leases that are due by the clock."""
         with self._data.lock:
             self._data.expire()
 
     def compact(self, revision: int) -> None:
-        """Forget the events before `revision`: a watch from further back fails."""
+        """Forgets the events before `revision`: a watch from further back fails."""
         with self._data.lock:
             self._data.compacted = max(self._data.compacted, revision)
             self._data.history = [e for e in self._data.history if e.revision >= self._data.compacted]
 
     def get(self, key: str) -> Entry | None:
+        """Returns the entry, or None where the key is absent."""
         with self._data.lock:
             return self._open(f"get {key!r}").entries.get(key)
 
     def range(self, prefix: str) -> tuple[list[Entry], int]:
+        """Returns all entries under `prefix`, sorted by key, and the revision of the store."""
         with self._data.lock:
             data = self._open(f"range {prefix!r}")
             return [data.entries[key] for key in sorted(data.entries) if key.startswith(prefix)], data.revision
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
+        """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
         with self._data.lock:
             return self._open(f"put {key!r}").write(key, value, lease)
 
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
+        """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
         with self._data.lock:
             data = self._open(f"create {key!r}")
             if key in data.entries:
@@ -188,6 +192,7 @@ class MemoryStore:
             return True
 
     def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+        """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
         with self._data.lock:
             data = self._open(f"replace {key!r}")
             entry = data.entries.get(key)
@@ -197,6 +202,7 @@ class MemoryStore:
             return True
 
     def delete(self, key: str) -> bool:
+        """Deletes the key; returns whether it was there."""
         with self._data.lock:
             data = self._open(f"delete {key!r}")
             present = key in data.entries
@@ -204,6 +210,7 @@ class MemoryStore:
             return present
 
     def grant(self, ttl_s: float) -> int:
+        """Returns a new lease of `ttl_s`, rounded up to whole seconds, at least 1."""
         with self._data.lock:
             data = self._open("grant a lease")
             data.last_lease += 1
@@ -212,6 +219,7 @@ class MemoryStore:
             return data.last_lease
 
     def keep_alive(self, lease: int) -> bool:
+        """Renews the lease; returns whether it still existed."""
         with self._data.lock:
             data = self._open(f"keep lease {lease} alive")
             state = data.leases.get(lease)
@@ -221,6 +229,7 @@ class MemoryStore:
             return True
 
     def revoke(self, lease: int) -> None:
+        """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""
         with self._data.lock:
             self._open(f"revoke lease {lease}").end_lease(lease)
 
@@ -231,6 +240,11 @@ class MemoryStore:
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> _Watch:
+        """Delivers every event under `prefix` from `from_revision` on: past ones at once, later ones with the change.
+
+        Raises:
+            ValueError: `from_revision` is below 1.
+        """
         if from_revision < 1:
             raise ValueError(f"from_revision is {from_revision}; the first revision is 1")
         with self._data.lock:
@@ -244,13 +258,14 @@ class MemoryStore:
             return watch
 
     def close(self) -> None:
+        """Ends this object's watches without calling `on_error`. Later calls raise `StoreUnavailable`."""
         with self._data.lock:
             self._closed = True
             for watch in self._take_watches():
                 watch.cancel()
 
     def _open(self, what: str) -> _Data:
-        """Return the data for one call, or raise where this object cannot reach it."""
+        """Returns the data for one call, or raises where this object cannot reach it."""
         if self._closed or self._down:
             state = "closed" if self._closed else "down"
             raise StoreUnavailable(f"{self.endpoint}: {what} failed because the store is {state}")

@@ -43,18 +43,18 @@ class Documents:
 
     @property
     def damaged(self) -> tuple[tuple[str, str], ...]:
-        """Return those of `unreadable` that are the job's own: it changes nothing until they are in order again."""
+        """Returns those of `unreadable` that are the job's own: it changes nothing until they are in order again."""
         nodes = {doc.node for doc in self.nodes}
         return tuple((name, why) for name, why in self.unreadable if is_ours(name, "", nodes, self.generation))
 
     @property
     def nnodes(self) -> tuple[int, int] | None:
-        """Return the least and the most nodes that the job has; None while that is not known."""
+        """Returns the least and the most nodes that the job has; None while that is not known."""
         limits = self.size or self.config
         return None if limits is None else (limits.min_nodes, limits.max_nodes)
 
     def node(self, name: str) -> NodeDoc | None:
-        """Return the report of a node; None: there is none."""
+        """Returns the report of a node; None: there is none."""
         return next((doc for doc in self.nodes if doc.node == name), None)
 
 
@@ -80,11 +80,11 @@ class Observer:
 
     @property
     def documents(self) -> Documents:
-        """Return the documents as they were at the last `wait`."""
+        """Returns the documents as they were at the last `wait`."""
         return self._documents
 
     def wait(self, until_s: float) -> bool:
-        """Wait for the next change, and take it in; False when none came before `until_s` of the monotonic clock.
+        """Waits for the next change, and takes it in; False when none came before `until_s` of the monotonic clock.
 
         Raises:
             StoreUnavailable: the connection was lost.
@@ -99,19 +99,19 @@ class Observer:
         return True
 
     def ask(self, request: PlanRequest, lease: int) -> None:
-        """Put a request, which stands as long as the lease does."""
+        """Puts a request, which stands as long as the lease does."""
         self._store.put(f"{self._prefix}requests/plan", to_json(request), lease)
 
     def ask_size(self, size: JobSize, lease: int) -> None:
-        """Ask for another number of nodes; what counts by then stays when the lease has ended."""
+        """Asks for another number of nodes; what counts by then stays when the lease has ended."""
         self._store.put(f"{self._prefix}requests/size", to_json(size), lease)
 
     def ask_to_drain(self, node: str, request: DrainRequest, lease: int) -> None:
-        """Ask a node to leave, as long as the lease lasts."""
+        """Asks a node to leave, as long as the lease lasts."""
         self._store.put(f"{self._prefix}requests/drain/{node}", to_json(request), lease)
 
     def close(self) -> None:
-        """End the watch; the store stays open."""
+        """Ends the watch; the store stays open."""
         self._watch.cancel()
 
     def _take(self, events: list[Event]) -> None:
@@ -151,7 +151,7 @@ class Observer:
 
 @contextlib.contextmanager
 def asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer, int]]:
-    """Make an observer, and a lease for what is asked for: it is withdrawn at the end."""
+    """Makes an observer, and a lease for what is asked for: it is withdrawn at the end."""
     observer = Observer(store, job)
     lease: int | None = None
     try:
@@ -165,7 +165,7 @@ def asking(store: Store, job: str, timeout_s: float) -> Iterator[tuple[Observer,
 
 
 def check_runs(job: str, documents: Documents) -> None:
-    """Raise `RequestRefused` for a job of which nothing can be asked: it has ended, is damaged, or nobody is here."""
+    """Raises `RequestRefused` for a job of which nothing can be asked: it has ended, is damaged, or nobody is here."""
     if documents.result is not None:
         raise RequestRefused(f"job {job!r} has ended: {documents.result.message}")
     for name, why in documents.damaged:

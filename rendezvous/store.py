@@ -24,7 +24,7 @@ class Entry:
     created: int
 
     def as_event(self) -> Event:
-        """Return the change by which the key came to stand so."""
+        """Returns the change by which the key came to stand so."""
         return Event(self.key, self.value, self.revision, self.created)
 
 
@@ -46,7 +46,7 @@ class Watch(Protocol):
     """A running watch."""
 
     def cancel(self) -> None:
-        """End the watch without calling `on_error`. A delivery that is under way in another thread may still finish."""
+        """Ends the watch without calling `on_error`. A delivery under way in another thread may still finish."""
 
 
 class Store(Protocol):
@@ -59,40 +59,40 @@ class Store(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Where the store is, as messages name it."""
+        """Returns where the store is, as messages name it."""
 
     def get(self, key: str) -> Entry | None:
-        """Return the entry, or None where the key is absent."""
+        """Returns the entry, or None where the key is absent."""
 
     def range(self, prefix: str) -> tuple[list[Entry], int]:
-        """Return all entries under `prefix`, sorted by key, and the revision of the store at which they were read.
+        """Returns all entries under `prefix`, sorted by key, and the revision of the store at which they were read.
 
         A watch from that revision + 1 sees every later change and no earlier one.
         """
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
-        """Write the key, bound to `lease` or to none, and return the revision. Raises `LeaseGone`."""
+        """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
 
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
-        """Write the key if it is absent; return whether it was. Raises `LeaseGone`."""
+        """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
 
     def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
-        """Write the key if its last change was `expected_revision` (0: it is absent); return whether it was.
+        """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was.
 
         The key stays bound to the lease that it is bound to.
         """
 
     def delete(self, key: str) -> bool:
-        """Delete the key; return whether it was there."""
+        """Deletes the key; returns whether it was there."""
 
     def grant(self, ttl_s: float) -> int:
-        """Return a new lease. It ends `ttl_s` (rounded up to whole seconds, at least 1) after the last `keep_alive`."""
+        """Returns a new lease; it ends `ttl_s`, rounded up to whole seconds and at least 1, after its last renewal."""
 
     def keep_alive(self, lease: int) -> bool:
-        """Give the lease its full time again. False: it is gone, and everything bound to it too."""
+        """Gives the lease its full time again. False: it is gone, and everything bound to it too."""
 
     def revoke(self, lease: int) -> None:
-        """End the lease and delete what is bound to it. A lease that is gone already is no error."""
+        """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""
 
     def watch(
         self,
@@ -101,7 +101,7 @@ class Store(Protocol):
         on_events: Callable[[list[Event]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> Watch:
-        """Deliver every event under `prefix` from `from_revision` (>= 1) on, in order, in the batches of the server.
+        """Delivers every event under `prefix` from `from_revision` (>= 1) on, in order, in the batches of the server.
 
         `on_error` is called at most once, and nothing comes after it: the connection or the server was lost, or the
         events are too old to be replayed. The caller then reads with `range` and watches again. The callbacks come
@@ -109,4 +109,4 @@ class Store(Protocol):
         """
 
     def close(self) -> None:
-        """End all watches without calling `on_error`. Every later call raises `StoreUnavailable`."""
+        """Ends all watches without calling `on_error`. Every later call raises `StoreUnavailable`."""

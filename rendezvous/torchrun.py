@@ -78,7 +78,7 @@ class Lease:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of this node, once etcd has answered.
+    """Makes the handler of this node, once etcd has answered.
 
     The keys of `--rdzv-conf` are torch's own (join_timeout, last_call_timeout, close_timeout, heartbeat_timeout,
     keep_alive_interval, keep_alive_max_attempt; whole seconds, torch's defaults) and of elaunch's: user, password,
@@ -141,16 +141,16 @@ class EtcdBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """What `--rdzv-backend` says."""
+        """Returns what `--rdzv-backend` says."""
         return BACKEND
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of the state that was seen last; None if there was none."""
+        """Returns the lease of the state that was seen last; None if there was none."""
         return self._lease
 
     def get_state(self) -> tuple[bytes, int] | None:
-        """Return the state, pickled here for torch, and its token, or None if there is none.
+        """Returns the state, pickled here for torch, and its token, or None if there is none.
 
         Raises:
             RendezvousConnectionError: no answer from etcd.
@@ -166,7 +166,7 @@ class EtcdBackend(RendezvousBackend):
         return pickle.dumps(state), entry.revision
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool] | None:
-        """Write the state if `token` is that of the present one, or if there is none and `token` is None.
+        """Writes the state if `token` is that of the present one, or if there is none and `token` is None.
 
         Returns:
             The state that is there now, its token, and whether this call has written; None if there is no state. After
@@ -203,7 +203,7 @@ class EtcdBackend(RendezvousBackend):
         return self._attempt(value, self._etcd.replace, self._key, value, token)
 
     def _attempt(self, value: bytes, write: Any, *arguments: Any) -> bool:
-        """Write, and look whether that was done where no answer came."""
+        """Writes, and looks whether that was done where no answer came."""
         try:
             return bool(write(*arguments))
         except StoreUnavailable:
@@ -234,17 +234,17 @@ class AgentStore(TorchStore):
         self._backend = backend
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # through PrefixStore come bytes
-        """Write the value."""
+        """Writes the value."""
         lease = self._lease()
         with _in_torchs_terms():
             self._etcd.put(self._path(key), value, lease.number)
 
     def get(self, key: str) -> bytes:
-        """Return the value as soon as there is one. Raises `DistStoreError` after the store's time-out."""
+        """Returns the value as soon as there is one. Raises `DistStoreError` after the store's time-out."""
         return self._await(key, self._deadline_s(None))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal number, 0 where there is none, and return the sum."""
+        """Adds to a decimal number, 0 where there is none, and returns the sum."""
         lease = self._lease()
         path = self._path(key)
         with _in_torchs_terms():
@@ -260,12 +260,12 @@ class AgentStore(TorchStore):
                     return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Returns whether all keys are there."""
         with _in_torchs_terms():
             return all(self._etcd.get(self._path(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there. Raises `DistStoreError` after `timeout`, or the store's own time-out."""
+        """Returns when all keys are there. Raises `DistStoreError` after `timeout`, or the store's own time-out."""
         deadline_s = self._deadline_s(timeout)
         for key in keys:
             self._await(key, deadline_s)
@@ -298,7 +298,7 @@ class AgentStore(TorchStore):
                 self._await_change(path, deadline_s)
 
     def _await_change(self, path: str, deadline_s: float) -> None:
-        """Return when the key is there, at the deadline, or when the watch breaks."""
+        """Returns when the key is there, at the deadline, or when the watch breaks."""
         changed = threading.Event()
 
         def on_events(events: list[Event]) -> None:
@@ -326,12 +326,12 @@ class EtcdHandler(RendezvousHandler):
         self._is_away = False
 
     def get_backend(self) -> str:
-        """What `--rdzv-backend` says."""
+        """Returns what `--rdzv-backend` says."""
         return self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the agent of rank 0 hosts the workers' store.
+        """Returns whether the agent of rank 0 hosts the workers' store.
 
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 says that the worker of rank 0 does. That is needed with a torch that puts
         each node's own count of restarts before the keys of a hosted store: the counts differ between nodes.
@@ -339,7 +339,7 @@ class EtcdHandler(RendezvousHandler):
         return self._inner.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises what torch's handler raises, with the name of the job and what to do."""
+        """Meets the other nodes. Raises what torch's handler raises, with the name of the job and what to do."""
         inner = self._inner
         # torch would keep the store, and each node its address, for all rounds. In it, new workers find the addresses
         # of dead ones, and after a change of rank 0 the nodes would not agree on where it is.
@@ -367,15 +367,15 @@ class EtcdHandler(RendezvousHandler):
             del previous
 
     def is_closed(self) -> bool:
-        """Whether the job has ended."""
+        """Returns whether the job has ended."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """End the job for all nodes."""
+        """Ends the job for all nodes."""
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next round; 0 while etcd is away, since training goes on without it."""
+        """Returns how many nodes wait for the next round; 0 while etcd is away, since training goes on without it."""
         try:
             waiting = self._inner.num_nodes_waiting()
         except RendezvousConnectionError as error:
@@ -389,11 +389,11 @@ class EtcdHandler(RendezvousHandler):
         return waiting
 
     def get_run_id(self) -> str:
-        """What `--rdzv-id` says."""
+        """Returns what `--rdzv-id` says."""
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """End the job for all nodes and hang up; whether that could be told to etcd."""
+        """Ends the job for all nodes and hangs up; returns whether that could be told to etcd."""
         try:
             return self._inner.shutdown()
         finally:
@@ -401,7 +401,7 @@ class EtcdHandler(RendezvousHandler):
 
 
 def write_document(content: object, lease: Lease) -> bytes:
-    """Put torch's state into the JSON that lies in etcd.
+    """Puts torch's state into the JSON that lies in etcd.
 
     Raises:
         RendezvousStateError: this version of torch keeps something else in its state than this module knows.
@@ -429,7 +429,7 @@ def write_document(content: object, lease: Lease) -> bytes:
 
 
 def read_document(value: bytes, where: str) -> tuple[Lease, _RendezvousState]:
-    """Read what `write_document` wrote. `where` is the key, for the message.
+    """Reads what `write_document` wrote. `where` is the key, for the message.
 
     Raises:
         RendezvousStateError: it is anything else.
@@ -479,7 +479,7 @@ def _typed(value: object, kind: type[T]) -> T:
 
 @contextlib.contextmanager
 def _in_torchs_terms() -> Iterator[None]:
-    """Raise as torch's error what elaunch says about etcd; its message names the endpoint and what to look at."""
+    """Raises as torch's error what elaunch says about etcd; its message names the endpoint and what to look at."""
     try:
         yield
     except LaunchError as error:

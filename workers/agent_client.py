@@ -50,12 +50,27 @@ class Client(Protocol):
     elastic: bool
     """Whether the membership can change."""
 
-    def listen(self, on_generation: Callable[[Generation], None]) -> None: ...
-    def newest(self) -> Generation | None: ...
-    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None: ...
-    def ready(self, address: str, takes_plans: bool = False) -> None: ...
-    def send(self, message: Message) -> None: ...
-    def close(self) -> None: ...
+    def listen(self, on_generation: Callable[[Generation], None]) -> None:
+        """Calls `on_generation`, from any thread, with each new training generation."""
+
+    def newest(self) -> Generation | None:
+        """Returns the newest training generation that was announced; None before the first."""
+
+    def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        """Returns a training generation above `generation`; None when none came within `timeout_s` (None: no limit).
+
+        Raises:
+            JobFailed: there will be none.
+        """
+
+    def ready(self, address: str, takes_plans: bool = False) -> None:
+        """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the agent, without blocking."""
+
+    def close(self) -> None:
+        """Hangs up, after what was sent before."""
 
 
 class AgentClient:
@@ -110,15 +125,15 @@ class AgentClient:
         self._thread = threads.start("elaunch-agent-client", self._run, self._died)
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
-        """Call `on_generation`, from the client's thread, with each new training generation."""
+        """Calls `on_generation`, from the client's thread, with each new training generation."""
         self._on_generation = on_generation
 
     def newest(self) -> Generation | None:
-        """The newest training generation that the agent has announced."""
+        """Returns the newest training generation that the agent has announced."""
         return self._newest
 
     def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
-        """Wait for a training generation above `generation`; None when none came in time.
+        """Waits for a training generation above `generation`; None when none came in time.
 
         Raises:
             JobFailed: the agent has gone.
@@ -132,14 +147,16 @@ class AgentClient:
             return None
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
+        """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
         self.send(Ready(address, takes_plans))
 
     def send(self, message: Message) -> None:
+        """Queues a message to the agent; its thread sends it. Never blocks."""
         self._outbox.append(encode(message))
         os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Deliver what is queued, then hang up."""
+        """Delivers what is queued, then hangs up."""
         end_s = time.monotonic() + timeout_s
         while self._outbox and not self._ended and time.monotonic() < end_s:
             time.sleep(0.001)
@@ -167,7 +184,7 @@ class AgentClient:
             end_process("connection to its agent", error)
 
     def _exchange(self) -> None:
-        """Receive and send until either end hangs up."""
+        """Receives and sends until either end hangs up."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         unsent = b""
@@ -243,12 +260,18 @@ class StaticClient:
             self.host, self._store = _join_store(self.rank, self.size)
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
-        pass
+        """Does nothing: the one generation is known before anybody could be told of it."""
 
     def newest(self) -> Generation | None:
+        """Returns the one generation; None before `ready`."""
         return self._generation
 
     def wait_beyond(self, generation: int, timeout_s: float | None) -> Generation | None:
+        """Returns the one generation if it is above `generation`, without waiting.
+
+        Raises:
+            JobFailed: a second generation would be needed.
+        """
         if self._generation is not None and self._generation.number > generation:
             return self._generation
         if generation > 0:
@@ -256,7 +279,7 @@ class StaticClient:
         return None
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
-        """Exchange addresses; then the one generation exists."""
+        """Exchanges addresses; then the one generation exists."""
         addresses = [address]
         if self._store is not None:
             self._store.set(f"address/{self.rank}", address)
@@ -265,10 +288,10 @@ class StaticClient:
         self._generation = Generation(1, Stage.TRAIN, workers, cause="start", aborts_step_before=1)
 
     def send(self, message: Message) -> None:
-        pass
+        """Drops the message: no agent is there to take it."""
 
     def close(self) -> None:
-        pass
+        """Does nothing: no agent is connected."""
 
 
 def _join_store(rank: int, size: int) -> tuple[str, Any]:
@@ -285,7 +308,7 @@ def _join_store(rank: int, size: int) -> tuple[str, Any]:
 
 
 def _write_down_what_ends_it() -> None:
-    """Have an exception that ends this process written into its error file, as torch's `record` does for a function."""
+    """Has an exception that ends this process written into its error file, as torch's `record` does for a function."""
     former = sys.excepthook
 
     def write_down(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -298,7 +321,7 @@ def _write_down_what_ends_it() -> None:
 
 
 def connect() -> Client:
-    """The client that suits this process's environment."""
+    """Returns the client that suits this process's environment."""
     path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
     if path and worker:
         _write_down_what_ends_it()

@@ -80,14 +80,14 @@ class StepRecord:
         if len(records) == 1:
             return records[0]
         return cls(
-            _span(one.generation for one in records),
-            _span(one.step for one in records),
-            _span(one.settings for one in records),
-            sum(one.coverage for one in records) & _WORD,
-            sum(one.samples for one in records),
-            sum((one.loss for one in records), exact_sum.NOTHING),
-            sum((one.squares for one in records), exact_sum.NOTHING),
-            {rank: note for one in records for rank, note in one.notes.items()},
+            _span(record.generation for record in records),
+            _span(record.step for record in records),
+            _span(record.settings for record in records),
+            sum(record.coverage for record in records) & _WORD,
+            sum(record.samples for record in records),
+            sum((record.loss for record in records), exact_sum.NOTHING),
+            sum((record.squares for record in records), exact_sum.NOTHING),
+            {rank: note for record in records for rank, note in record.notes.items()},
         )
 
 

@@ -114,13 +114,13 @@ class Checkpoints:
         return self._settings.every if self._settings is not None else 0
 
     def newest(self) -> int | None:
-        """The number of steps in the newest complete checkpoint that this worker sees."""
+        """Returns the number of steps in the newest complete checkpoint that this worker sees."""
         return newest(self._settings.folder) if self._settings is not None else None
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def boundary(self, group: Group, step: int, state: Callable[[], Part], due: bool = False) -> None:
-        """Begin a checkpoint, if one is due at this step boundary. All members call it at every one.
+        """Begins a checkpoint, if one is due at this step boundary. All members call it at every one.
 
         Args:
             group: of the members.
@@ -190,7 +190,7 @@ class Checkpoints:
         attempt.thread.start()
 
     def entered(self, members: Sequence[str]) -> None:
-        """The job goes on with these members: what others have not written yet will not come."""
+        """Goes on with these members: what others have not written yet will not come."""
         attempt = self._attempt
         if attempt is None:
             return
@@ -204,7 +204,7 @@ class Checkpoints:
         attempt.gone |= gone
 
     def last(self, group: Group, step: int, state: Callable[[], Part]) -> None:
-        """All steps of the job are done: as `boundary`, but wait until what has been begun is complete.
+        """Does as `boundary` after the last step of the job, but waits until what has been begun is complete.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
@@ -212,7 +212,7 @@ class Checkpoints:
         self._end(group, step, state, due=False)
 
     def leave(self, group: Group, step: int, state: Callable[[], Part]) -> None:
-        """All members leave at this boundary, before the last step: save the state, and wait until it is complete.
+        """Saves the state at the boundary where all members leave before the last step, and waits until it is complete.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
@@ -235,7 +235,7 @@ class Checkpoints:
             _say(f"the checkpoint after {self._attempt.step} steps is not complete: not all parts of it are seen here")
 
     def close(self) -> None:
-        """This worker ends."""
+        """Ends what this worker does about checkpoints: it is about to end itself."""
         if self._attempt is not None:
             self._attempt.reason = f"{self._client.worker} ended before it was written"
             self._attempt.abandoned.set()
@@ -269,7 +269,7 @@ class Checkpoints:
         self._drop(attempt, f"the checkpoint after {attempt.step} steps is left incomplete: {reason}")
 
     def _drop(self, attempt: _Attempt, why: str) -> None:
-        """Remove what is there of a checkpoint; who does so says why."""
+        """Removes what is there of a checkpoint; who does so says why."""
         if discard(attempt.folder):
             _say(f"{why}; its files were removed")
 
@@ -303,7 +303,7 @@ class Checkpoints:
         _discard_all(outdated(path.parent))
 
     def _know(self, step: int | None) -> None:
-        """Tell the agent of a checkpoint: it decides with it what becomes of a job that has lost its state.
+        """Tells the agent of a checkpoint: it decides with it what becomes of a job that has lost its state.
 
         With 0, that there is none that can be read.
         """
@@ -314,7 +314,7 @@ class Checkpoints:
     # -- going back ---------------------------------------------------------------------------------------------------
 
     def restore(self, group: Group, step: int, read: Read[T]) -> Restored[T]:
-        """Read the newest checkpoint that is whole for all members, which all call this alike.
+        """Reads the newest checkpoint that is whole for all members, which all call this alike.
 
         Args:
             group: of the members.
@@ -438,7 +438,7 @@ class Checkpoints:
         self._client.send(Report("checkpoint_damaged", fields))
 
     def resumed(self, group: Group, found: Restored[Any], had: int) -> None:
-        """Tell of a return to a checkpoint; `had` steps had committed before, as far as anybody knows."""
+        """Tells of a return to a checkpoint; `had` steps had committed before, as far as anybody knows."""
         saved = found.saved
         self._know(saved.step)
         if group.rank != 0:
@@ -459,7 +459,7 @@ class Checkpoints:
 
 
 def _make(folder: Path) -> str:
-    """Make the folder of an attempt; return why that is not possible, or nothing."""
+    """Makes the folder of an attempt; returns why that is not possible, or nothing."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:

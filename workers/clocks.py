@@ -20,7 +20,7 @@ from elaunch.policy.dvfs import ClockRange, slowdown
 
 
 def clock_range(clocks: Clocks, measured_mhz: int = 0) -> ClockRange:
-    """Describe a device that computes and is not locked; as base it has the supported clock next to its own.
+    """Describes a device that computes and is not locked; as base it has the supported clock next to its own.
 
     Args:
         clocks: of the device.
@@ -53,7 +53,7 @@ class Governor:
             self._give_up(error)
 
     def range(self) -> ClockRange | None:
-        """Of the device; the first time, it must be computing. None: its clock cannot be set."""
+        """Returns the device's clocks; the first time, it must be computing. None: its clock cannot be set."""
         if self._lock is None:
             return None
         try:
@@ -64,7 +64,7 @@ class Governor:
         return replace(self._range, measured_mhz=self._lock.held_mhz or 0)
 
     def hold(self, mhz: int | None) -> None:
-        """See `ClockLock.hold`."""
+        """Holds the device at a clock, as `ClockLock.hold` does."""
         if self._lock is not None:
             try:
                 self._lock.hold(mhz)
@@ -72,7 +72,7 @@ class Governor:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Give the device back."""
+        """Gives the device back."""
         self.hold(None)
 
     def _give_up(self, error: DeviceError) -> None:
@@ -93,11 +93,11 @@ class ClockLock:
 
     @property
     def held_mhz(self) -> int | None:
-        """The clock; None: the device chooses by itself."""
+        """Returns the clock; None: the device chooses by itself."""
         return self._held_mhz
 
     def hold(self, mhz: int | None) -> None:
-        """Lock at a clock, or with None give the device back. Does nothing if that is so already.
+        """Locks at a clock, or with None gives the device back. Does nothing if that is so already.
 
         Raises:
             ClockError: it cannot be done; what was held before still is.
@@ -116,7 +116,7 @@ class ClockLock:
                 raise
 
     def close(self) -> None:
-        """Give the device back; any number of times.
+        """Gives the device back; any number of times.
 
         Raises:
             ClockError: it cannot be done; the next call tries again.
@@ -149,21 +149,21 @@ class SimulatedClocks:
 
     @property
     def speed(self) -> float:
-        """Of computing, in units of that at the base clock; 0.5 takes twice as long."""
+        """Returns the speed of computing, in units of that at the base clock; 0.5 takes twice as long."""
         return 1 / slowdown(self._mhz, self._range.base_mhz, self._memory_bound)
 
     def supported(self) -> tuple[int, ...]:
-        """As `Clocks`."""
+        """Implements `Clocks.supported`."""
         return self._range.supported_mhz
 
     def current(self) -> int:
-        """As `Clocks`."""
+        """Implements `Clocks.current`."""
         return self._mhz
 
     def lock(self, mhz: int) -> None:
-        """As `Clocks`."""
+        """Implements `Clocks.lock`."""
         self._mhz = one_of(mhz, self.supported(), "the simulated device")
 
     def reset(self) -> None:
-        """As `Clocks`."""
+        """Implements `Clocks.reset`."""
         self._mhz = self._range.base_mhz

@@ -40,7 +40,7 @@ class SampleOrder:
         self._permutations: dict[int, np.ndarray[Any, Any]] = {}
 
     def ids(self, start: int, count: int) -> list[int]:
-        """The sample ids at positions start, …, start + count - 1 of the stream; may reach over several passes."""
+        """Returns the sample ids at positions start, …, start + count - 1 of the stream, which may span passes."""
         if start < 0 or count < 0:
             raise ValueError(f"start and count must be 0 or more, got start {start} and count {count}")
         found: list[int] = []
@@ -62,12 +62,12 @@ class SampleOrder:
 
 
 def digest(ids: Iterable[int]) -> str:
-    """SHA-256 (hex) of the sorted ids, each as 8 bytes little-endian: names a set of samples in the event log."""
+    """Returns SHA-256 (hex) of the sorted ids, each as 8 bytes little-endian: the event log names samples by it."""
     return hashlib.sha256(np.sort(np.fromiter(ids, dtype="<i8")).tobytes()).hexdigest()
 
 
 def count_samples(dataset: Any) -> int:
-    """The size of a map-style data set.
+    """Returns the size of a map-style data set.
 
     Raises:
         TypeError: the data set is an iterable one, or has no length.
@@ -83,7 +83,7 @@ def count_samples(dataset: Any) -> int:
 
 
 def load(dataset: Any, ids: Sequence[int], collate: Collate | None = None) -> Any:
-    """The batch of the samples `ids`, in that order, in host memory.
+    """Returns the batch of the samples `ids`, in that order, in host memory.
 
     `dataset.__getitems__` (all samples in one call) is used where the data set has it, as DataLoader does.
     `collate` makes a batch of the list of samples; by default torch's `default_collate`.
@@ -96,7 +96,7 @@ def load(dataset: Any, ids: Sequence[int], collate: Collate | None = None) -> An
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:
-    """The same structure with each tensor, and anything else that has a `to` method, on `device`.
+    """Returns the same structure with each tensor, and anything else that has a `to` method, on `device`.
 
     Goes into tuples, named tuples, lists and mappings; other values stay as they are.
     """

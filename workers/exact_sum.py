@@ -78,7 +78,7 @@ class ExactSum:
 
     @property
     def value(self) -> float:
-        """The float64 nearest to the sum."""
+        """Returns the float64 nearest to the sum."""
         if self.special:  # NaN is true too
             return self.special
         try:

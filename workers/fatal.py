@@ -20,7 +20,7 @@ class PartFailed(RuntimeError):
 
 
 def end_process(what: str, error: BaseException) -> NoReturn:
-    """End this training process with status 1, so that its agent replaces it. For any thread.
+    """Ends this training process with status 1, so that its agent replaces it. For any thread.
 
     The reason goes to standard error, with the traceback, and into the worker's error file, from which the agent's
     line and the table of failures take it. An error file that is there already is left: it tells of the first failure.

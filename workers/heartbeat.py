@@ -84,7 +84,7 @@ class Heartbeat:
         self._thread = threads.start("elaunch-heartbeat", self._run, self._died)
 
     def enter(self, phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
-        """The training thread is about something else now, or goes on with it: a sign of progress."""
+        """Notes that the training thread is about something else now, or goes on with it: a sign of progress."""
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:
@@ -101,10 +101,14 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
 
     def committed(self, step: int) -> None:
-        """A step has committed; `step` is the next one."""
+        """Notes that a step has committed; `step` is the next one."""
         self.enter(Phase.BETWEEN, step, self._numbers[form.AT_STEPS_HERE] + 1)
 
     def begin_wait(self, peers: Collection[str], generation: int, operation: int) -> None:
+        """Notes that a thread waits for `peers` in an operation of a generation; each call has its `end_wait`.
+
+        Of waits at the same time, the last one that names its peers is shown: SHOWN_PEERS of them, and how many others.
+        """
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:
@@ -125,6 +129,7 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
 
     def end_wait(self) -> None:
+        """Notes that one of the waits is over: a sign of progress."""
         now = time.monotonic_ns()
         numbers = self._numbers
         with self._lock:
@@ -135,11 +140,11 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
 
     def moved(self) -> None:
-        """Bytes have come from a peer: whoever waits does not do so in vain."""
+        """Notes that bytes have come from a peer: whoever waits does not do so in vain."""
         self._numbers[form.AT_MOVED] = time.monotonic_ns()
 
     def close(self) -> None:
-        """The job is over for this worker; what its process does from now on is its own matter."""
+        """Ends the heartbeat: the job is over for this worker; what its process does from now on is its own matter."""
         self.enter(Phase.ENDED)
         self._closing.set()
 
@@ -246,24 +251,24 @@ class _Waiting:
 
 
 def open_heartbeat() -> Heartbeat:
-    """Begin to show the heartbeat of this process; the calling thread is the one that trains."""
+    """Begins to show the heartbeat of this process; the calling thread is the one that trains."""
     global _current
     _current = Heartbeat()
     return _current
 
 
 def in_background() -> None:
-    """The calling thread works for one that trains, which marks its waits by itself."""
+    """Notes that the calling thread works for one that trains, which marks its waits by itself."""
     _of_thread.in_background = True
 
 
 def waiting(peers: Collection[str] = (), generation: int = 0, operation: int = 0) -> _Waiting:
-    """A context in which the calling thread waits for peers; none named: for any of the members."""
+    """Returns a context in which the calling thread waits for peers; none named: for any of the members."""
     return _Waiting(peers, generation, operation)
 
 
 def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:
-    """The training thread is about something else now, or goes on with it.
+    """Notes that the training thread is about something else now, or goes on with it.
 
     Args:
         phase: what it is about.
@@ -275,20 +280,20 @@ def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) 
 
 
 def committed(step: int) -> None:
-    """A step has committed, and `step` is the next one."""
+    """Notes that a step has committed; `step` is the next one."""
     if _current is not None:
         _current.committed(step)
 
 
 def moved() -> None:
-    """Bytes have come from a peer. For any thread."""
+    """Notes that bytes have come from a peer. For any thread."""
     heartbeat = _current
     if heartbeat is not None:
         heartbeat.moved()
 
 
 def close() -> None:
-    """The job is over for this worker: nothing that comes now is shown."""
+    """Ends the heartbeat: the job is over for this worker, and nothing that comes now is shown."""
     global _current
     if _current is not None:
         _current.close()

@@ -19,27 +19,27 @@ class BaseJob:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker computes."""
+        """Returns where this worker computes."""
         return self._member.device
 
     @property
     def rank(self) -> int:
-        """Position of this worker in the present generation; it changes with the membership."""
+        """Returns the position of this worker in the present generation; it changes with the membership."""
         return self._member.rank
 
     @property
     def size(self) -> int:
-        """Number of members of the present generation."""
+        """Returns the number of members of the present generation."""
         return self._member.size
 
     @property
     def generation(self) -> int:
-        """Number of the present generation; 0 before this worker has joined."""
+        """Returns the number of the present generation; 0 before this worker has joined."""
         return self._member.generation.number if self._member.joined else 0
 
     @property
     def worker(self) -> str:
-        """Identity of this worker: node/local_rank#incarnation."""
+        """Returns the identity of this worker: node/local_rank#incarnation."""
         return self._member.worker
 
     def close(self) -> None:

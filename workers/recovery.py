@@ -228,13 +228,13 @@ class Recovery:
         return True
 
     def settle(self) -> None:
-        """Plan, move the state and seal the generation; agree again as often as that is interrupted."""
+        """Plan, move the state and activate the generation; agree again as often as that is interrupted."""
         while self._entering:
             if self._verdict is None:
                 self.agree()
                 continue
             try:
-                self._seal()
+                self._activate()
             except StepInterrupted as error:
                 self._verdict = None
                 self.agree(error)
@@ -270,7 +270,7 @@ class Recovery:
         self._hooks.agreed(generation, self._verdict)
         clock.phases["agree_s"] = time.time() - begin_t + before_s
 
-    def _seal(self) -> None:
+    def _activate(self) -> None:
         assert self._group is not None
         assert self._verdict is not None
         assert self._clock is not None

@@ -74,7 +74,7 @@ def flops_per_s(raw: Mapping[str, Any]) -> float:
 
 
 def derive(model: Model, raw: Mapping[str, Any]) -> Profile:
-    """The profile of `model` on tuples of TENSOR_PARALLEL devices."""
+    """The profile of `model` on TP groups of TENSOR_PARALLEL devices."""
     devices_flops_per_s = TENSOR_PARALLEL * flops_per_s(raw)
     hidden_bytes = SEQUENCE * model.hidden * ACTIVATION_BYTES
 
@@ -122,14 +122,14 @@ def derive(model: Model, raw: Mapping[str, Any]) -> Profile:
 
 
 def _all_reduce_s(raw: Mapping[str, Any], tensor_bytes: int) -> float:
-    """Of a tensor over one tuple; the measured bandwidth is the bus bandwidth of a ring."""
+    """Of a tensor over one TP group; the measured bandwidth is the bus bandwidth of a ring."""
     bandwidth_bytes_per_s = 1e9 * raw["allreduce_bandwidth_1nodes_8gpus_per_node"]["allreduce_size_4_consec_1"]
     passes = 2 * (TENSOR_PARALLEL - 1) / TENSOR_PARALLEL
     return float(passes * tensor_bytes / bandwidth_bytes_per_s)
 
 
 def _kept_bytes(model: Model, raw: Mapping[str, Any]) -> float:
-    """Activations of a layer on one device of a tuple: the measured ones, by tokens and hidden size."""
+    """Activations of a layer on one device of a TP group: the measured ones, by tokens and hidden size."""
     by_degree = raw["memory_profiling_bf16_hidden4096_head32_seqlen2048"]["layertype_0"]["tp_activation_per_bsz_dict"]
     growth = SEQUENCE * model.hidden / (MEASURED_TOKENS * MEASURED.hidden)
     return float(by_degree[str(TENSOR_PARALLEL)] * 2**20 * growth)

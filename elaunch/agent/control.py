@@ -60,23 +60,23 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether this end has been closed."""
+        """Returns whether this end has been closed."""
         return self._link.fileno() < 0
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end has been closed."""
+        """Returns whether the other end has been closed."""
         poll = select.poll()
         poll.register(self._link, 0)
         return any(events & select.POLLHUP for _, events in poll.poll(0))
 
     def attached(self, worker: str) -> None:
-        """The connection is this worker's: its messages may be long."""
+        """Notes that the connection is this worker's: its messages may be long."""
         self.worker = worker
         self._lines.limit_bytes = None
 
     def send(self, message: Message) -> None:
-        """Send a message, or what of it the socket takes now; the rest follows when the socket takes more."""
+        """Sends a message, or what of it the socket takes now; the rest follows when the socket takes more."""
         self._unsent += encode(message)
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self._server.complain(f"{self}: it does not read what it is sent; its connection is closed")
@@ -84,7 +84,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send more of what waits. A connection that is broken is closed."""
+        """Sends more of what waits. A connection that is broken is closed."""
         if self.closed:
             return
         if self._unsent:
@@ -99,7 +99,7 @@ class Connection:
         self._server.selector.modify(self._link, events, self)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come; close the connection at its end.
+        """Returns the messages that have come; closes the connection at its end.
 
         Raises:
             ProtocolError: what has come is no message, or brings descriptors that do not belong there.
@@ -121,12 +121,12 @@ class Connection:
         return [decode(line) for line in self._lines.feed(data)]
 
     def take_fds(self) -> list[int]:
-        """The descriptors that have come; whoever takes them closes them."""
+        """Returns the descriptors that have come; whoever takes them closes them."""
         taken, self._fds = self._fds, []
         return taken
 
     def close(self) -> None:
-        """Close this end; again does nothing."""
+        """Closes this end; again does nothing."""
         for fd in self.take_fds():
             os.close(fd)
         if not self.closed:
@@ -163,7 +163,7 @@ class ControlServer:
         self._accepting = Accepting(selector, listening, self, complain)
 
     def accept(self) -> None:
-        """Take the next connection. Those that have named no worker are bounded, so none of these stays for ever."""
+        """Takes the next connection. Those that have named no worker are bounded, so none of these stays for ever."""
         link = self._accepting.accept()
         if link is None:
             return
@@ -184,7 +184,7 @@ class ControlServer:
             next(iter(self._strangers)).close()
 
     def attach(self, connection: Connection, worker: str) -> None:
-        """A connection is this worker's from now on; one that it had before is closed."""
+        """Gives a connection to this worker from now on, and closes the one that it had before."""
         former = self.connections.get(worker)
         if former is not None and former is not connection:
             former.close()
@@ -193,26 +193,26 @@ class ControlServer:
         self.connections[worker] = connection
 
     def forget(self, connection: Connection) -> None:
-        """A connection has been closed."""
+        """Notes that a connection has been closed."""
         self._strangers.pop(connection, None)
         if self.connections.get(connection.worker) is connection:
             del self.connections[connection.worker]
 
     @property
     def due_s(self) -> float | None:
-        """When `on_time` has something to do, by `time.monotonic`; None: never."""
+        """Returns when `on_time` has something to do, by `time.monotonic`; None: never."""
         times_s = [next(iter(self._strangers)).since_s + STRANGER_S] if self._strangers else []
         return min([*times_s, *filter(None, [self._accepting.due_s])], default=None)
 
     def on_time(self, now_s: float) -> None:
-        """Accept again after a pause, and close what has named no worker in time."""
+        """Accepts again after a pause, and closes what has named no worker in time."""
         self._accepting.on_time(now_s)
         for connection in [one for one in self._strangers if now_s - one.since_s >= STRANGER_S]:
             self.complain(f"{connection} has named no worker in {STRANGER_S:g} s; it is closed")
             connection.close()
 
     def close(self) -> None:
-        """Close all connections, and remove the socket and its directory."""
+        """Closes all connections, and removes the socket and its directory."""
         for connection in [*self.connections.values(), *self._strangers]:
             connection.close()
         self._accepting.close()

@@ -43,7 +43,7 @@ class Program(dict[str, Any]):
 
 
 def start() -> tuple[socket.socket, int]:
-    """Start the fork server. Call it while the process has one thread.
+    """Starts the fork server; called while the process has one thread.
 
     Returns:
         The agent's end of the socket, and the fork server's pid. Each line on the socket is one JSON object:
@@ -76,7 +76,7 @@ def start() -> tuple[socket.socket, int]:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent goes."""
+    """Lets the kernel send this process a signal when its parent goes."""
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
@@ -106,6 +106,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def run(self) -> Program | None:
+        """Serves the agent until that ends; returns None then, and in a forked worker the program it is to run."""
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         rest = b""
@@ -283,7 +284,7 @@ class ForkServer:
         self._warm_pending.clear()
 
     def _start_anew(self, worker: str, request: dict[str, Any]) -> None:
-        """Start a worker that the warm parent was to fork from nothing; if that fails too, its end is told."""
+        """Starts a worker that the warm parent was to fork from nothing; if that fails too, its end is told."""
         self._exec(request)
         number = self._early_signals.pop(worker, None)
         if number is not None and worker in self._pids:
@@ -291,7 +292,7 @@ class ForkServer:
 
 
 def _keep_warm(link: socket.socket, forkserver: int, modules: list[str]) -> Program | None:
-    """Import the heavy modules, then fork a worker for each request. Returns in the forked worker."""
+    """Imports the heavy modules, then forks a worker for each request. Returns in the forked worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     error = ""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be the one thread that imports start
@@ -366,7 +367,7 @@ def _adopted(request: dict[str, Any], middle: int, forkserver: int, tell: int, g
 
 
 def _settle(request: dict[str, Any]) -> None:
-    """Give a new worker its streams and its CPUs."""
+    """Gives a new worker its streams and its CPUs."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         path = request.get(name)
         if path is not None:
@@ -384,7 +385,7 @@ def _default_signals() -> None:
 
 
 def _run_program(program: Program) -> int:
-    """Run a script as `python -u [-m] script args…` would, in this process.
+    """Runs a script as `python -u [-m] script args…` would, in this process.
 
     Returns:
         The exit status: of SystemExit as Python defines it, 1 with a traceback for an exception.
@@ -485,7 +486,7 @@ def _receive(link: socket.socket) -> bytes:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    """Signal a worker's process group; before its setsid the group does not exist and the worker itself gets it."""
+    """Signals a worker's process group; before its setsid the group does not exist and the worker itself gets it."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def launch(config: AgentConfig) -> int:
-    """Start this node's agent, with a rendezvous of its own where the settings ask for one, and run it to its end."""
+    """Starts this node's agent, with a rendezvous of its own where the settings ask for one, and runs it to its end."""
     _follow_caller()
     problem = problem_with(config.program)
     if problem:
@@ -118,7 +118,7 @@ def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings) -> bool:
-    """Wait for the rendezvous of this node; False when another node of this machine was quicker to host it."""
+    """Waits for the rendezvous of this node; False when another node of this machine was quicker to host it."""
     try:
         hosted.wait_ready(rendezvous.conf.connect_timeout)
     except LaunchError:
@@ -139,7 +139,7 @@ def _check_events(events: str | None, node: str) -> None:
 
 
 def _host_rendezvous(rendezvous: RendezvousSettings, local_addr: str) -> tuple[EmbeddedEtcd | None, str, str]:
-    """Start an etcd where this node is to host it; tell its folder, and the address of this node."""
+    """Starts an etcd where this node is to host it; tells its folder, and the address of this node."""
     if rendezvous.backend == "standalone":
         host, name, port = local_addr or "127.0.0.1", "127.0.0.1", 0
     else:
@@ -173,7 +173,7 @@ def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
 
 
 def is_free_here(name: str, port: int) -> bool:
-    """Whether the endpoint is an address of this machine at which nobody listens: then this node is the first."""
+    """Returns whether the endpoint is an address of this machine where nobody listens: then this node is the first."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -32,12 +32,12 @@ class LocalJob:
 
 
 def make_folder() -> str:
-    """A folder for the data of a rendezvous, in which `running` looks."""
+    """Returns a folder for the data of a rendezvous, in which `running` looks."""
     return tempfile.mkdtemp(prefix=FOLDER_PREFIX)
 
 
 def register(folder: str, job: LocalJob) -> BinaryIO:
-    """Write the file of a job; it counts until what is returned is closed, or this process ends."""
+    """Writes the file of a job; it counts until what is returned is closed, or this process ends."""
     hidden = os.path.join(folder, f".{_FILE}")
     file = open(hidden, "wb")  # noqa: SIM115 (it stays open)
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -48,7 +48,7 @@ def register(folder: str, job: LocalJob) -> BinaryIO:
 
 
 def running() -> list[LocalJob]:
-    """This user's jobs whose agents live, by id; files that were left behind are removed."""
+    """Returns this user's jobs whose agents live, by id, and removes files that were left behind."""
     folders = glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{FOLDER_PREFIX}*"))
     found = [_read(os.path.join(folder, _FILE)) for folder in folders if _is_ours(folder)]
     return sorted((job for job in found if job is not None), key=lambda job: (job.id, job.endpoint))

@@ -52,7 +52,7 @@ class Notice(Protocol):
     """Hears of the end of this machine."""
 
     def wait(self, stop: threading.Event) -> Announcement | None:
-        """Return when it is announced, or with None when `stop` is set. Runs in a thread of its own.
+        """Returns when it is announced, or with None when `stop` is set. Runs in a thread of its own.
 
         What it raises is told to the user in a line, and after `AGAIN_S` it is called again.
         """
@@ -71,7 +71,7 @@ class FileNotice:
         self._path = path
 
     def wait(self, stop: threading.Event) -> Announcement | None:
-        """As `Notice`."""
+        """Implements `Notice.wait`."""
         while not stop.wait(FILE_S):
             try:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
@@ -94,7 +94,7 @@ class MetadataNotice:
         self._name, self._ask = name, ask
 
     def wait(self, stop: threading.Event) -> Announcement | None:
-        """As `Notice`.
+        """Implements `Notice.wait`.
 
         Raises:
             OSError: the first answer did not come, so there may be no such service here.
@@ -125,7 +125,7 @@ def _aws() -> Announcement | None:
 
 
 def aws_announcement(reply: str) -> Announcement:
-    """Read the instance action of EC2.
+    """Reads the instance action of EC2.
 
     Raises:
         ValueError: it is none.
@@ -150,7 +150,7 @@ def _azure() -> Announcement | None:
 
 
 def azure_announcement(reply: str) -> Announcement | None:
-    """Read Azure's scheduled events.
+    """Reads Azure's scheduled events.
 
     Raises:
         ValueError: they are none.
@@ -227,7 +227,7 @@ BUILT_IN: dict[str, Callable[[str], Notice]] = {
 
 
 def parse(text: str) -> tuple[tuple[str, Notice], ...]:
-    """Read `--notice`: each with its text, for messages.
+    """Reads `--notice`: each with its text, for messages.
 
     Raises:
         UsageError: nothing has this name, or its argument cannot be used.
@@ -275,7 +275,7 @@ class Notices:
             threads.start("elaunch-notice", partial(self._wait, name, notice), partial(self._died, name))
 
     def close(self) -> None:
-        """Hear no more."""
+        """Hears no more."""
         self._stop.set()
 
     def _wait(self, name: str, notice: Notice) -> None:

@@ -36,18 +36,24 @@ class JobListener:
         self._take_out = take_out
 
     def joined(self, config: JobConfig) -> None:
+        """Takes over the job's token."""
         self.token = config.token
 
     def announced(self, generation: Generation) -> None:
+        """Has the lifecycle react to a new generation."""
         self._inbox.post(lambda life: life.on_generation(generation, time.monotonic()), generation)
 
     def resized(self, min_nodes: int, max_nodes: int) -> None:
+        """Has the lifecycle react to another number of nodes."""
         self._inbox.post(lambda life: life.on_resized(min_nodes, max_nodes, time.monotonic()))
 
     def drains(self, request: DrainRequest) -> None:
+        """Has this node leave, as somebody asked for."""
         self._inbox.post(lambda life: life.drain(request.reason, time.monotonic()))
 
     def deadlocked(self, found: Deadlock) -> None:
+        """Has the worker taken out that the leader chose of those that wait for each other."""
+
         def take_out(life: Lifecycle) -> list[Action]:
             self._take_out(found)
             return []
@@ -55,24 +61,31 @@ class JobListener:
         self._inbox.post(take_out)
 
     def ended(self, result: Result) -> None:
+        """Has the lifecycle react to the job's result."""
         self._inbox.post(lambda life: life.on_result(result, time.monotonic()))
 
     def waits(self, text: str) -> None:
+        """Tells the user what the job waits for."""
         self._say(text)
 
     def outage(self, why: str) -> None:
+        """Tells the user that the store is away."""
         self._say(f"the rendezvous store is away, training goes on without it: {why}")
 
     def back(self, away_s: float) -> None:
+        """Tells the user that the store is back."""
         self._say(f"the rendezvous store is back after {away_s:.1f} s")
 
     def absent(self, text: str) -> None:
+        """Tells the user that this node was missed."""
         self._say(text)
 
     def warns(self, text: str) -> None:
+        """Tells the user something about the store."""
         self._say(text)
 
     def refused(self, error: ElaunchError) -> None:
+        """Has the lifecycle end: the job does not take this node."""
         self._inbox.post(lambda life: life.on_refused(str(error), time.monotonic()))
 
 

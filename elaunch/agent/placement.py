@@ -22,7 +22,7 @@ ANYWHERE = -1
 
 
 def virtual_local_rank(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """The variables of a worker that sees its own GPU alone, as device 0.
+    """Returns the variables of a worker that sees its own GPU alone, as device 0.
 
     Args:
         env: the launcher's environment. A CUDA_VISIBLE_DEVICES that hides every GPU stays as it is.
@@ -70,7 +70,7 @@ class Topology:
 
 
 def cpus_for(mode: str, local_rank: int, topology: Topology, allowed: Set[int]) -> frozenset[int]:
-    """The CPUs for a worker, never none.
+    """Returns the CPUs for a worker, never none.
 
     Modes, as in torch/numa/binding.py: `node` is all CPUs of the GPU's NUMA node; `socket` all of the nodes of its
     socket; `exclusive` an equal share of the node's physical cores, the first GPUs one more where that does not come
@@ -148,7 +148,7 @@ def _groups(cpus: frozenset[int], leaders: Mapping[int, int], what: str) -> list
 
 
 def parse_ranges(text: str) -> frozenset[int]:
-    """The numbers of a kernel list such as "0-2,4,6-7".
+    """Returns the numbers of a kernel list such as "0-2,4,6-7".
 
     Raises:
         ValueError: it is none.
@@ -164,7 +164,7 @@ def parse_ranges(text: str) -> frozenset[int]:
 
 
 def read_topology(env: Mapping[str, str], sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> Topology:
-    """Describe this machine for `cpus_for`.
+    """Describes this machine for `cpus_for`.
 
     GPUs are asked of pynvml where it can be imported, else of /proc/driver/nvidia/gpus. On a machine without any, as
     torchrun does, this fails: there the flag has nothing to go by.

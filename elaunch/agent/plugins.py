@@ -21,7 +21,7 @@ HANDLERS = "torchrun.handlers"
 
 
 def find(group: str, name: str) -> EntryPoint | None:
-    """The entry point of this name, if a package has registered one."""
+    """Returns the entry point of this name, if a package has registered one."""
     return next(iter(entry_points(group=group, name=name)), None)
 
 
@@ -43,7 +43,7 @@ class PluginFolders:
         self._variables: dict[int, dict[str, str]] = {}
 
     def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Where the streams of a worker go."""
+        """Returns where the streams of a worker go."""
         if attempt != self._attempt:
             given = {"TORCHELASTIC_RUN_ID": self._job, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
             self._variables = {rank: dict(given) for rank in range(self._slots)}
@@ -68,7 +68,7 @@ class PluginFolders:
 
 
 def plugin_folders(config: AgentConfig) -> PluginFolders:
-    """Make the LogsSpecs that --logs-specs names, with what the other flags say.
+    """Makes the LogsSpecs that --logs-specs names, with what the other flags say.
 
     Raises:
         LaunchError: no package has registered it, or it cannot be made.
@@ -96,7 +96,8 @@ def _text(masks: Masks) -> str:
 
 
 def etcd_v3_handler() -> Callable[[Any], Any]:
-    """For stock torchrun, which calls it in every process that imports its rendezvous: so this stays light.
+    """Returns what makes the handler, for stock torchrun, which calls this wherever its rendezvous is imported: it is
+    light.
 
     It is the same function at every call: torch refuses a second one under the name, and an installation may be found
     twice on the path.
@@ -109,5 +110,5 @@ def _create_etcd_v3(params: Any) -> Any:
 
 
 def run_torchs_agent(flags: list[str]) -> NoReturn:
-    """Become torch's own agent, for a rendezvous that a torchrun.handlers entry point brings: it speaks to no other."""
+    """Becomes torch's own agent, for a rendezvous from a torchrun.handlers entry point, which speaks to no other."""
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *flags])

@@ -45,7 +45,7 @@ class Supervisor:
         stderr: str | None = None,
         cpus: frozenset[int] | None = None,
     ) -> None:
-        """Start a worker; with a `program`, as a fork of the warm parent where there is one.
+        """Starts a worker; with a `program`, as a fork of the warm parent where there is one.
 
         `stdout` and `stderr` are files that its streams are appended to; `cpus` those that it may run on.
         """
@@ -55,18 +55,19 @@ class Supervisor:
         )
 
     def signal(self, worker: str, number: int) -> None:
+        """Sends signal `number` to a worker's process group; does nothing to a worker that has ended."""
         self._send(op="signal", worker=worker, signal=number)
 
     def warm(self, env: dict[str, str], modules: tuple[str, ...]) -> None:
-        """Begin to keep a process that has the modules imported."""
+        """Begins to keep a process that has the modules imported."""
         self._send(op="warm", env=env, modules=list(modules))
 
     def remove_at_the_end(self, folder: str) -> None:
-        """Have a folder removed when this process ends, even if it is killed."""
+        """Has a folder removed when this process ends, even if it is killed."""
         self._send(op="remove at the end", folder=folder)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return what the fork server says (see `forkserver.start`), or None at its end.
+        """Returns what the fork server says (see `forkserver.start`), or None at its end.
 
         If it was killed, the kernel ends its workers, but not the children that they have started: they end here.
 
@@ -95,7 +96,7 @@ class Supervisor:
         return messages
 
     def close(self) -> None:
-        """End the fork server, and with it whatever still runs."""
+        """Ends the fork server, and with it whatever still runs."""
         self.link.close()
         os.waitpid(self.pid, 0)
 
@@ -106,7 +107,7 @@ class Supervisor:
 
 
 def command(program: WorkerProgram) -> tuple[list[str], dict[str, Any] | None]:
-    """What a worker executes: its argv, and the program for a warm fork where the script is Python's."""
+    """Returns what a worker executes: its argv, and the program for a warm fork where the script is Python's."""
     if program.no_python:
         return [program.script, *program.args], None
     python = os.environ.get("PYTHON_EXEC") or sys.executable
@@ -119,7 +120,7 @@ def command(program: WorkerProgram) -> tuple[list[str], dict[str, Any] | None]:
 
 
 def problem_with(program: WorkerProgram) -> str:
-    """Say why the script cannot be run, as far as that shows before anything is started; empty if it can."""
+    """Says why the script cannot be run, as far as that shows before anything is started; empty if it can."""
     script = program.script
     if program.no_python:
         return "" if shutil.which(script) else f"{script}: no such program"
@@ -129,7 +130,7 @@ def problem_with(program: WorkerProgram) -> str:
 
 
 def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
-    """The environment of a worker: torchrun's variables, and the address of its agent.
+    """Returns the environment of a worker: torchrun's variables, and the address of its agent.
 
     A worker that joins a running job gets the rank it would have now; `elaunch.init()` tells it the true one.
     """
@@ -179,12 +180,12 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
 
 
 def fill(argument: str, local_rank: int) -> str:
-    """Put the local rank in for ${local_rank}, by the rules of `string.Template` as torchrun does."""
+    """Puts the local rank in for ${local_rank}, by the rules of `string.Template` as torchrun does."""
     return Template(argument).safe_substitute(local_rank=local_rank)
 
 
 def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
-    """What --virtual-local-rank changes in the environment of each local rank.
+    """Returns what --virtual-local-rank changes in the environment of each local rank.
 
     Raises:
         LaunchError: CUDA_VISIBLE_DEVICES names fewer devices than there are workers.
@@ -197,7 +198,7 @@ def worker_devices(config: AgentConfig) -> dict[int, dict[str, str]]:
 
 
 def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
-    """The CPUs that each local rank is bound to; empty without --numa-binding.
+    """Returns the CPUs that each local rank is bound to; empty without --numa-binding.
 
     Raises:
         LaunchError: there is no GPU to bind to, or none of its CPUs may be used.
@@ -215,7 +216,7 @@ def worker_cpus(config: AgentConfig) -> dict[int, frozenset[int]]:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on just now."""
+    """Returns a TCP port that nobody listens on just now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
@@ -224,7 +225,7 @@ def free_port(host: str) -> int:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening TCP socket at a free port of this address; of all addresses where it is not this machine's own."""
+    """Returns a listening TCP socket at a free port of this address, or of all where it is not this machine's own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family)

@@ -40,7 +40,7 @@ TIMEOUT_S = 120.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `elaunch ctl`."""
+    """Returns the command line of `elaunch ctl`."""
     p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask it for something.")
     commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
     status = commands.add_parser("status", help="the job, its nodes and its workers")
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Runs the command.
 
     Returns:
         0 when it is done, 1 when it was refused or not done in time, 2 for a command line that cannot be used.
@@ -113,7 +113,7 @@ def _seconds(text: str) -> float:
 
 
 def find_job(endpoint: str, job: str) -> tuple[str, str]:
-    """The endpoint and the id of the job that is meant: what was given, else the one that runs on this machine.
+    """Returns the endpoint and the id of the job that is meant: what was given, else the one that runs on this machine.
 
     Raises:
         UsageError: the endpoint is none, or not exactly one such job runs.
@@ -164,7 +164,7 @@ def _status(args: argparse.Namespace) -> None:
 
 
 def describe(documents: Documents) -> str:
-    """A few words, then a line each for the generation, the plan, the nodes and every worker."""
+    """Returns a few words, then a line each for the generation, the plan, the nodes and every worker."""
     generation = documents.generation
     if documents.result is not None:
         return f"ended {'well' if documents.result.succeeded else 'with a failure'}: {documents.result.message}"
@@ -299,7 +299,7 @@ def _resize(args: argparse.Namespace) -> None:
 
 
 def read_plan(path: str) -> Plan:
-    """The plan that a file holds.
+    """Returns the plan that a file holds.
 
     Raises:
         RequestRefused: the file cannot be read, or is no valid plan.

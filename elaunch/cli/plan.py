@@ -33,7 +33,7 @@ class Situation:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `elaunch plan`."""
+    """Returns the command line of `elaunch plan`."""
     p = argparse.ArgumentParser(
         prog="elaunch plan",
         description="Show what a job would do if workers were lost, joined or became slow; nothing is run.",
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--tp",
         default="",
         metavar="N,…",
-        help="numbers of workers that a tensor-parallel tuple may get besides its own",
+        help="numbers of workers that a tensor-parallel group may get besides its own",
     )
     p.add_argument(
         "--memory", type=float, metavar="GB", help="1e9 bytes that a worker may use, whatever the profile says"
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Runs the command.
 
     Returns:
         0; 1 where there is no plan; 2 for values or files that cannot be used.
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> str:
-    """What the command prints.
+    """Returns what the command prints.
 
     Raises:
         UsageError: a value cannot be used; names it.
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def situation(args: argparse.Namespace) -> Situation:
-    """What is asked about, of the files and flags."""
+    """Returns what is asked about, of the files and flags."""
     plan = Plan.parse(Path(args.plan).read_text())
     plan.validate()
     profile = Profile.load(Path(args.profile))
@@ -131,7 +131,7 @@ def situation(args: argparse.Namespace) -> Situation:
 
 
 def table(here: Situation, choice: Choice) -> str:
-    """The candidates for people: the best first, the chosen one marked."""
+    """Returns the candidates for people: the best first, the chosen one marked."""
     batch = here.plan.global_batch_size
     head = ("", "policy", "step s", "samples/s", "bubble %", "moved GB", "stall s", "peak GB", "score")
     rows = [head, _row("", "(before)", batch, estimate_step(here.plan, here.profile))]
@@ -158,7 +158,7 @@ def _row(
 
 
 def pictures(before: Plan, choice: Choice) -> str:
-    """One SVG with the plan before and those of all candidates, one below the other."""
+    """Returns one SVG with the plan before and those of all candidates, one below the other."""
     drawn = [("before", before.to_svg())]
     drawn += [
         (f"{one.policy}{', chosen' if one is choice.chosen else ''}", one.plan.to_svg())

@@ -28,7 +28,8 @@ MOST_BYTES = 1_000_000  # of a generation; etcd by default takes 1.5 MiB
 
 
 def fitted(plan: Plan, members: Sequence[str]) -> Plan:
-    """The same plan for these members: names that are none of them stand, in order, for the members without a name.
+    """Returns the same plan for these members: names that are none of them stand, in order, for the members without a
+    name.
 
     So a plan may name its workers in any way: these are then the members in the order of their ranks.
 
@@ -56,7 +57,7 @@ class RequestState(enum.Enum):
 
 
 def standing(documents: Documents, request: PlanRequest) -> RequestState:
-    """How far it has come in a job that has not ended."""
+    """Returns how far it has come in a job that has not ended."""
     generation = documents.generation
     if generation is None or generation.plan_request != request.id:
         return (
@@ -68,7 +69,7 @@ def standing(documents: Documents, request: PlanRequest) -> RequestState:
 
 
 def still_changing(documents: Documents) -> list[str]:
-    """Nodes whose members have not settled what the generation carries."""
+    """Returns the nodes whose members have not settled what the generation carries."""
     generation = documents.generation
     if generation is None:
         return []
@@ -77,7 +78,7 @@ def still_changing(documents: Documents) -> list[str]:
 
 
 def able(job: str, documents: Documents) -> Generation:
-    """The generation of a job whose members can go over to another plan.
+    """Returns the generation of a job whose members can go over to another plan.
 
     Raises:
         RequestRefused: it does not train, or no more.
@@ -108,7 +109,7 @@ def able(job: str, documents: Documents) -> Generation:
 
 
 def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
-    """Ask the members to go on by this plan, and wait until they do.
+    """Asks the members to go on by this plan, and waits until they do.
 
     The request is leased: what was not taken up in time, or by a job whose members have become too few, is withdrawn.
 

@@ -20,7 +20,7 @@ from elaunch.rendezvous.store import Store
 
 
 def leavers(job: str, documents: Documents, nodes: Sequence[str], all_of_it: bool) -> tuple[str, ...]:
-    """The nodes that are to leave, of those that are here.
+    """Returns the nodes that are to leave, of those that are here.
 
     Args:
         job: its name, for messages.
@@ -48,7 +48,7 @@ def leavers(job: str, documents: Documents, nodes: Sequence[str], all_of_it: boo
 
 
 def limits_of(job: str, documents: Documents, text: str) -> tuple[int, int]:
-    """The least and the most nodes that N or MIN:MAX asks for; with N alone, the least stays as far as it can.
+    """Returns the least and the most nodes that N or MIN:MAX asks for; with N alone, the least stays as far as it can.
 
     Raises:
         RequestRefused: the job has ended.
@@ -63,7 +63,7 @@ def limits_of(job: str, documents: Documents, text: str) -> tuple[int, int]:
 
 
 def drain(store: Store, job: str, nodes: Sequence[str], all_of_it: bool, reason: str, timeout_s: float) -> str:
-    """Ask nodes to leave at a step boundary, and wait until they are gone.
+    """Asks nodes to leave at a step boundary, and waits until they are gone.
 
     Returns:
         A line for the user.
@@ -94,7 +94,7 @@ def drain(store: Store, job: str, nodes: Sequence[str], all_of_it: bool, reason:
 
 
 def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
-    """Ask a job to have another number of nodes, and wait until those too many are gone.
+    """Asks a job to have another number of nodes, and waits until those too many are gone.
 
     Returns:
         A line for the user.
@@ -129,7 +129,7 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
 
 
 def _waited(observer: Observer, done: Callable[[], bool], until_s: float) -> bool:
-    """Wait until something is so, or the job has ended; False when the time is up before."""
+    """Waits until something is so, or the job has ended; False when the time is up before."""
     while not done() and observer.documents.result is None:
         if not observer.wait(until_s):
             return False

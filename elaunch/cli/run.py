@@ -50,6 +50,11 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
 
     def flag(self, *names: str, in_environment: bool = True, **options: object) -> None:
+        """Adds a flag in both spellings, with dashes and with underscores.
+
+        Its default is the value of PET_<NAME> where that is set, unless `in_environment` is False. `options` are
+        those of `add_argument`.
+        """
         long = next(name for name in names if name.startswith("--"))
         dashed = long.removeprefix("--")
         spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
@@ -61,7 +66,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of elaunch."""
+    """Returns the command line of elaunch."""
     p = FlagParser(
         prog="elaunch",
         description="Launch a training job whose surviving workers go on when its membership changes.",
@@ -185,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
         "--tp",
         metavar="N,...",
         default=os.environ.get(policies.TP, ""),
-        help="numbers of workers that a tensor-parallel tuple may get besides its own",
+        help="numbers of workers that a tensor-parallel group may get besides its own",
     )
     p.add_argument(
         "--profile",
@@ -240,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> AgentConfig:
-    """Read the command line and the environment.
+    """Reads the command line and the environment.
 
     Raises:
         UsageError: a value cannot be used.
@@ -439,7 +444,7 @@ def _node_name(standalone: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Runs the command.
 
     Returns:
         0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command

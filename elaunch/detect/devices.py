@@ -34,16 +34,16 @@ class Clocks(Protocol):
     """The clock of one device. All methods raise ClockError for what the device does not do."""
 
     def supported(self) -> tuple[int, ...]:
-        """The clocks that it can be locked at, in MHz, ascending."""
+        """Returns the clocks that it can be locked at, in MHz, ascending."""
 
     def current(self) -> int:
-        """In MHz, now. An idle device may clock down, so ask while it computes."""
+        """Returns its clock now, in MHz. An idle device may clock down, so ask while it computes."""
 
     def lock(self, mhz: int) -> None:
-        """Compute at one of the supported clocks, whatever was asked for before."""
+        """Locks it at one of the supported clocks, in MHz, whatever was asked for before."""
 
     def reset(self) -> None:
-        """Choose its clock by itself again; harmless if it does."""
+        """Lets the device choose its clock by itself again; harmless if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +114,27 @@ class Accelerators(Protocol):
     variable: str
 
     def names(self) -> Mapping[int, str]:
-        """What the device of each slot that has one is called, as the vendor's tools number it."""
+        """Returns what the device of each slot that has one is called, as the vendor's tools number it."""
 
     def read(self) -> Mapping[int, Reading]:
-        """What the device of each slot that has one says now; may take seconds."""
+        """Returns what the device of each slot that has one says now; may take seconds."""
 
     def wait(self, timeout_s: float) -> list[Xid]:
-        """Errors that are reported within this time; returns at the first."""
+        """Waits this long for errors; returns those that are reported, at the first."""
 
     def clocks(self, local_rank: int) -> Clocks:
-        """The clock of the device of a slot.
+        """Returns the clock of the device of a slot.
 
         Raises:
             DeviceError: there is none, or it cannot be set.
         """
 
     def close(self) -> None:
-        """Let go of the library, and end `wait` soon, if another thread is in it."""
+        """Lets go of the library, and ends `wait` soon, if another thread is in it."""
 
 
 def find_accelerators(slots: int, environment: Mapping[str, str]) -> Accelerators:
-    """The devices of this machine that `slots` workers with this environment see: GPUs, else NPUs, else the CPU."""
+    """Returns the devices that `slots` workers with this environment see here: GPUs, else NPUs, else the CPU."""
     try:
         ctypes.CDLL(NVML)  # its binding takes long to import
         from elaunch.detect.nvml import NvidiaGpus
@@ -159,24 +159,24 @@ class Cpu:
         self._closed = threading.Event()
 
     def names(self) -> dict[int, str]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.names`."""
         return {}
 
     def read(self) -> dict[int, Reading]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.read`."""
         return {}
 
     def wait(self, timeout_s: float) -> list[Xid]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.wait`."""
         self._closed.wait(timeout_s)
         return []
 
     def clocks(self, local_rank: int) -> Clocks:
-        """As `Accelerators`."""
+        """Implements `Accelerators.clocks`."""
         raise ClocksUnsupported(f"local rank {local_rank} computes on the CPU, whose clock is not set here")
 
     def close(self) -> None:
-        """As `Accelerators`."""
+        """Implements `Accelerators.close`."""
         self._closed.set()
 
 
@@ -198,7 +198,7 @@ class Gpu:
 
 
 def visible_gpus(present: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that a process sees, in its order.
+    """Returns the GPUs that a process sees, in its order.
 
     As CUDA does, this ends at the first item that names no GPU; a UUID may be cut short, and a MIG device stands for
     its GPU. Numbers count by PCI address (CUDA_DEVICE_ORDER=PCI_BUS_ID); CUDA's own order differs only between unlike
@@ -234,7 +234,7 @@ def _names(item: str, gpu: Gpu) -> bool:
 
 
 def sysfs_address(address: str) -> str:
-    """A PCI address in the form that sysfs uses: 00000000:DC:00.0 becomes 0000:dc:00.0.
+    """Returns a PCI address in the form that sysfs uses: 00000000:DC:00.0 becomes 0000:dc:00.0.
 
     Raises:
         LaunchError: it is no PCI address.
@@ -247,7 +247,7 @@ def sysfs_address(address: str) -> str:
 
 
 def driver_gpus(proc_root: Path = Path("/proc")) -> list[Gpu]:
-    """What the driver shows under /proc, which takes no time; without MIG devices."""
+    """Returns what the driver shows under /proc, which takes no time; without MIG devices."""
     gpus = []
     folder = proc_root / "driver/nvidia/gpus"
     for entry in folder.iterdir() if folder.is_dir() else ():
@@ -261,7 +261,7 @@ def driver_gpus(proc_root: Path = Path("/proc")) -> list[Gpu]:
 
 
 def count_gpus(environment: Mapping[str, str], proc_root: Path = Path("/proc")) -> int:
-    """How many NVIDIA devices a process with this environment sees; MIG devices count one by one."""
+    """Returns how many NVIDIA devices a process with this environment sees; MIG devices count one by one."""
     present, visible = driver_gpus(proc_root), environment.get(CUDA_VISIBLE)
     if present and visible is not None and "MIG-" in visible:
         # Only NVML knows them. What the user has listed is taken for right: CUDA will say so otherwise.
@@ -290,7 +290,7 @@ _USAGE = re.compile(r"(\d{1,15})\s*/\s*(\d{1,15})")
 
 
 def parse_npu_smi(text: str) -> list[NpuRow]:
-    """Read the table of `npu-smi info`: two lines for each chip, in the order in which Ascend's runtime numbers them.
+    """Reads the table of `npu-smi info`: two lines for each chip, in the order in which Ascend's runtime numbers them.
 
     The last usage in a chip's second line is that of the memory it computes in: HBM where it has some.
     """
@@ -352,11 +352,11 @@ class AscendNpus:
         }
 
     def names(self) -> dict[int, str]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.names`."""
         return {local_rank: f"NPU {card}/{chip}" for local_rank, (card, chip) in self._places.items()}
 
     def read(self) -> dict[int, Reading]:
-        """As `Accelerators`. A device that npu-smi no longer lists is lost."""
+        """Implements `Accelerators.read`. A device that npu-smi no longer lists is lost."""
         try:
             rows = {(row.card, row.chip): row.reading for row in parse_npu_smi(self._ask())}
         except DeviceError as error:
@@ -382,23 +382,23 @@ class AscendNpus:
         return done.stdout
 
     def wait(self, timeout_s: float) -> list[Xid]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.wait`."""
         self._closed.wait(timeout_s)
         return []
 
     def clocks(self, local_rank: int) -> Clocks:
-        """As `Accelerators`."""
+        """Implements `Accelerators.clocks`."""
         raise ClocksUnsupported(
             f"the clock of {self.names().get(local_rank, f'local rank {local_rank}')} cannot be set: Ascend has no call"
         )
 
     def close(self) -> None:
-        """As `Accelerators`."""
+        """Implements `Accelerators.close`."""
         self._closed.set()
 
 
 def count_npus(environment: Mapping[str, str], folder: str = "/dev") -> int:
-    """How many Ascend devices a process with this environment sees: the driver makes a file /dev/davinciN of each."""
+    """Returns how many Ascend devices a process with this environment sees: each is a file /dev/davinciN."""
     try:
         present = len([name for name in os.listdir(folder) if re.fullmatch(r"davinci\d+", name)])
     except FileNotFoundError:

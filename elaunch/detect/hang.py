@@ -83,11 +83,12 @@ class HangTimeout:
 
     @property
     def fixed_s(self) -> float | None:
+        """Returns the limit that the user gave, in seconds; None where it is learnt or there is none."""
         return self.seconds if self.mode == "seconds" else None
 
 
 def parse(text: str, name: str = FLAG) -> HangTimeout:
-    """Read the setting; empty: not given.
+    """Reads the setting; empty: not given.
 
     Raises:
         UsageError: it is neither auto, off nor a number of seconds above 0.
@@ -188,18 +189,18 @@ class HangDetector:
 
     @property
     def stalled(self) -> tuple[Stalled, ...]:
-        """The members on this node, if all of them wait for longer than they may and there are others elsewhere."""
+        """Returns the members on this node, once all have exceeded the wait limit and there are others elsewhere."""
         return self._stall.stalled if self._stall is not None else ()
 
     @property
     def typical_step_s(self) -> float | None:
-        """Median of the last steps; None before `MIN_STEPS`."""
+        """Returns the median of the last steps; None before `MIN_STEPS`."""
         return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
 
     def look(
         self, now_s: float, sights: Mapping[str, Sight], generation: int = 0, members: Sequence[str] = ()
     ) -> Hang | None:
-        """Take in what the workers show now, and say who is to be taken out, if anybody.
+        """Takes in what the workers show now, and says who is to be taken out, if anybody.
 
         Args:
             now_s: `time.monotonic` when they were looked at.
@@ -222,7 +223,7 @@ class HangDetector:
         return found
 
     def take_out(self, now_s: float, found: Deadlock) -> Hang | None:
-        """Blame the worker that the leader has chosen of all members of the job; None: it is stalled no more."""
+        """Blames the worker that the leader has chosen of all members of the job; None: it is stalled no more."""
         wait = self._stall
         one = next((one for one in self.stalled if one.worker == found.worker), None)
         if wait is None or one is None:
@@ -285,7 +286,7 @@ class HangDetector:
     # -- limits -------------------------------------------------------------------------------------------------
 
     def limits(self, heartbeat: Heartbeat) -> tuple[float, float]:
-        """The short and the long limit, in seconds, for a worker that shows this; infinite where nothing is known."""
+        """Returns the short and the long limit, in seconds, for a worker that shows this; infinite if unknown."""
         fixed_s = self.setting.fixed_s
         if fixed_s is not None:
             return fixed_s, fixed_s

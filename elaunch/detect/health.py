@@ -85,7 +85,7 @@ class Tracker:
         self._events: dict[tuple[str, str], tuple[float, Verdict]] = {}
 
     def take(self, now_s: float, conditions: Iterable[Condition], *, all_known: bool = True) -> list[Finding]:
-        """Take the conditions of one look.
+        """Takes the conditions of one look.
 
         Args:
             now_s: when it was.
@@ -111,7 +111,7 @@ class Tracker:
         return news
 
     def event(self, now_s: float, finding: Finding, again_s: float) -> list[Finding]:
-        """Something has happened. It is news unless the same was told of, and no milder, in the `again_s` before."""
+        """Returns the news of an event: none if the same one, and no milder, was told in the `again_s` before."""
         key = finding.subject, finding.what
         told_s, told = self._events.get(key, (now_s, Verdict.HEALTHY))
         if finding.verdict <= told and now_s - told_s <= again_s:
@@ -189,7 +189,7 @@ AGAIN_S = 60.0  # the same XID within this time is not told again
 
 
 def xid_meaning(number: int) -> tuple[Verdict, str]:
-    """What NVIDIA's catalogue says of an XID. HEALTHY: the application's fault, or one that ended with it."""
+    """Returns what NVIDIA's catalogue says of an XID. HEALTHY: the application's fault, or one that ended with it."""
     for verdict, table in (
         (Verdict.HEALTHY, _APPLICATION),
         (Verdict.WATCH, _WATCH),
@@ -240,7 +240,7 @@ class DeviceHealth:
         self._xids: list[tuple[float, int]] = []
 
     def on_xid(self, now_s: float, xid: Xid) -> list[Finding]:
-        """The driver has reported an error; an application's own is told of too, so that it is blamed right."""
+        """Returns what is news when the driver reports an error; an application's own counts, so that it is blamed."""
         self._xids = [one for one in self._xids if now_s - one[0] <= REPEATS_S]
         self._xids.append((now_s, xid.number))
         verdict, meaning = xid_meaning(xid.number)
@@ -260,7 +260,7 @@ class DeviceHealth:
         return self._tracker.event(now_s, finding, AGAIN_S)
 
     def on_reading(self, now_s: float, reading: Reading) -> list[Finding]:
-        """What is news after another look."""
+        """Returns what is news after another look."""
         if self._first is None:
             self._first = reading
         return self._tracker.take(

@@ -128,7 +128,7 @@ class Reader:
         self._last: Heartbeat | None = None
 
     def read(self) -> Heartbeat | None:
-        """The heartbeat; where it is being written for long, as it was the last time. None: it has never been whole."""
+        """Returns the heartbeat, or the last one while it is being written. None: it has never been whole."""
         for _ in range(TRIES):
             data = os.pread(self._fd, FILE_BYTES, 0)
             found = parse(data, os.pread(self._fd, 8, 8 * AT_SEQUENCE))
@@ -138,11 +138,12 @@ class Reader:
         return self._last
 
     def close(self) -> None:
+        """Closes the descriptor of the heartbeat; nothing can be read after that."""
         os.close(self._fd)
 
 
 def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
-    """Read what was copied from the file, and the sequence that was found there afterwards.
+    """Reads what was copied from the file, and the sequence that was found there afterwards.
 
     None where it was being written (the sequence is odd, or was another one), or is of another version.
     """

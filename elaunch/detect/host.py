@@ -43,6 +43,7 @@ class Memory:
 
     @property
     def left_bytes(self) -> int:
+        """Returns how many bytes can still be taken before the limit; never less than 0."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 
@@ -65,7 +66,7 @@ class Files:
 
 
 def read_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Memory:
-    """The memory that is full first.
+    """Returns the memory that is full first.
 
     Raises:
         OSError: procfs does not tell.
@@ -129,7 +130,7 @@ def _table(path: Path, pattern: str) -> dict[str, int]:
 
 
 def read_own_bytes(pid: int, proc: Path = PROC) -> int:
-    """Memory of a process and of all that it has started, without what they share with files; 0 when it is gone."""
+    """Returns the bytes of a process and of all that it has started, without pages of files; 0 when it is gone."""
     total = 0
     for each in family(pid, proc):
         with suppress(OSError):
@@ -139,7 +140,7 @@ def read_own_bytes(pid: int, proc: Path = PROC) -> int:
 
 
 def family(pid: int, proc: Path = PROC) -> list[int]:
-    """A process and its descendants, whichever of its threads has started them."""
+    """Returns a process and its descendants, whichever of its threads has started them."""
     found, new = [], [pid]
     while new:
         each = new.pop()
@@ -152,7 +153,7 @@ def family(pid: int, proc: Path = PROC) -> list[int]:
 
 
 def ancestors(pid: int, proc: Path = PROC) -> list[int]:
-    """The parent of a process, the parent of that, and so on, as far as this process can see them."""
+    """Returns the parent of a process, the parent of that, and so on, as far as this process can see them."""
     found: list[int] = []
     with suppress(OSError, IndexError, ValueError):
         while pid > 1 and pid not in found[:-1]:
@@ -162,7 +163,7 @@ def ancestors(pid: int, proc: Path = PROC) -> list[int]:
 
 
 def read_files(pid: int, proc: Path = PROC) -> Files | None:
-    """The descriptors of a process; None when it is gone, or has no limit."""
+    """Returns the descriptors of a process; None when it is gone, or has no limit."""
     try:
         limits = (proc / str(pid) / "limits").read_text()
         used = len(os.listdir(proc / str(pid) / "fd"))
@@ -173,7 +174,8 @@ def read_files(pid: int, proc: Path = PROC) -> Files | None:
 
 
 def read_disks(folders: Collection[str]) -> dict[str, Disk]:
-    """The file systems of these folders, each under the first that lies on it, without those that are not there.
+    """Returns the file systems of these folders, each under the first that lies on it, without those that are not
+    there.
 
     May block as long as a network file system does not answer.
     """
@@ -213,7 +215,7 @@ OPEN = 0.9  # of the descriptors that a process may have
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """How fast a value grows, per second: the median of the slopes between all pairs of (seconds, value)."""
+    """Returns how fast a value grows, per second: the median of the slopes between all pairs of (seconds, value)."""
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0]]
     return statistics.median(slopes) if slopes else 0.0
 
@@ -225,7 +227,7 @@ class History:
         self._points: deque[tuple[float, float]] = deque(maxlen=READINGS)
 
     def add(self, now_s: float, value: float) -> float:
-        """Add one, and tell how fast they grow by now, per second; 0 until there are enough."""
+        """Adds one, and tells how fast they grow by now, per second; 0 until there are enough."""
         self._points.append((now_s, value))
         return growth(tuple(self._points)) if len(self._points) >= LEAST_READINGS else 0.0
 
@@ -250,7 +252,7 @@ class HostHealth:
         self._of_disk: dict[str, History] = {}
 
     def on_memory(self, now_s: float, memory: Memory, workers: Mapping[str, int]) -> list[Finding]:
-        """What is news after a reading of the memory, and of how many bytes each worker has."""
+        """Returns what is news after a reading of the memory, and of how many bytes each worker has."""
         per_s = self._used.add(now_s, memory.used_bytes)
         self._of_worker = {worker: self._of_worker.get(worker, History()) for worker in workers}
         grows = {worker: self._of_worker[worker].add(now_s, used) for worker, used in workers.items()}
@@ -293,7 +295,7 @@ class HostHealth:
         return self._memory.take(now_s, conditions)
 
     def on_disks(self, now_s: float, disks: Mapping[str, Disk]) -> list[Finding]:
-        """What is news after a reading of the disks that this job writes to, by folder."""
+        """Returns what is news after a reading of the disks that this job writes to, by folder."""
         conditions = []
         self._of_disk = {folder: self._of_disk.get(folder, History()) for folder in disks}
         for folder, disk in disks.items():
@@ -317,7 +319,7 @@ class HostHealth:
         return self._disks.take(now_s, conditions)
 
     def on_files(self, now_s: float, processes: Mapping[str, Files]) -> list[Finding]:
-        """What is news after a reading of the descriptors of the agent and of the workers, by what these are called."""
+        """Returns what is news after a reading of the descriptors of the agent and the workers, by their names."""
         conditions = []
         for who, files in processes.items():
             if files.used >= OPEN * files.limit:
@@ -330,7 +332,7 @@ class HostHealth:
 
 
 def size(count: float) -> str:
-    """Bytes for the user: 1.5 GB."""
+    """Returns bytes as the user reads them: 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"

@@ -35,7 +35,7 @@ SLOWDOWNS = {
 
 
 def open_nvml() -> Any:
-    """The module pynvml, in use until `nvmlShutdown` is called as often.
+    """Returns the module pynvml, in use until `nvmlShutdown` is called as often.
 
     Raises:
         NvmlNotFound: pynvml cannot be imported.
@@ -53,7 +53,7 @@ def open_nvml() -> Any:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine in NVML's order, which is that of their PCI addresses.
+    """Returns the GPUs of this machine in NVML's order, which is that of their PCI addresses.
 
     Raises:
         NvmlNotFound, DeviceNotFound: as `open_nvml`.
@@ -83,7 +83,7 @@ def _text(value: str | bytes) -> str:
 
 
 def gpu_of(local_rank: int, environment: Mapping[str, str]) -> str:
-    """The UUID of the GPU that the worker of a slot computes on.
+    """Returns the UUID of the GPU that the worker of a slot computes on.
 
     Raises:
         NvmlNotFound: pynvml cannot be imported.
@@ -122,21 +122,21 @@ class NvmlClocks:
             raise DeviceNotFound(f"NVML finds no {self._name} ({error}): look at `nvidia-smi -L`") from error
 
     def supported(self) -> tuple[int, ...]:
-        """As `Clocks`."""
+        """Implements `Clocks.supported`."""
         memory_mhz = max(self._ask("nvmlDeviceGetSupportedMemoryClocks"), default=0)
         return tuple(sorted(set(self._ask("nvmlDeviceGetSupportedGraphicsClocks", memory_mhz))))
 
     def current(self) -> int:
-        """As `Clocks`."""
+        """Implements `Clocks.current`."""
         return int(self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_GRAPHICS))
 
     def lock(self, mhz: int) -> None:
-        """As `Clocks`."""
+        """Implements `Clocks.lock`."""
         one_of(mhz, self.supported(), self._name)
         self._ask("nvmlDeviceSetGpuLockedClocks", mhz, mhz)
 
     def reset(self) -> None:
-        """As `Clocks`."""
+        """Implements `Clocks.reset`."""
         self._ask("nvmlDeviceResetGpuLockedClocks")
 
     def _ask(self, name: str, *arguments: int) -> Any:
@@ -152,7 +152,7 @@ class NvmlClocks:
 
 
 def one_of(mhz: int, supported: tuple[int, ...], name: str) -> int:
-    """A clock that a device can be locked at.
+    """Returns a clock that a device can be locked at.
 
     Raises:
         ClocksUnsupported: it cannot.
@@ -205,7 +205,7 @@ class NvidiaGpus:
         self._register()
 
     def _register(self) -> None:
-        """Have XIDs reported; without, those that leave something to read are still seen."""
+        """Has XIDs reported; without, those that leave something to read are still seen."""
         nvml = self._nvml
         try:
             self._events = nvml.nvmlEventSetCreate()
@@ -222,11 +222,11 @@ class NvidiaGpus:
         self._events = None
 
     def names(self) -> dict[int, str]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.names`."""
         return dict(self._names)
 
     def read(self) -> dict[int, Reading]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.read`."""
         found = {uuid: self._read(handle) for uuid, handle in self._handles.items()}
         return {local_rank: found[uuid] for local_rank, uuid in self._uuids.items()}
 
@@ -295,7 +295,7 @@ class NvidiaGpus:
         )
 
     def wait(self, timeout_s: float) -> list[Xid]:
-        """As `Accelerators`."""
+        """Implements `Accelerators.wait`."""
         end_s = time.monotonic() + timeout_s
         while not self._closed.is_set() and (left_s := end_s - time.monotonic()) > 0:
             if self._events is None:
@@ -322,13 +322,13 @@ class NvidiaGpus:
             return next((uuid for uuid, handle in self._handles.items() if _address(handle) == _address(device)), None)
 
     def clocks(self, local_rank: int) -> Clocks:
-        """As `Accelerators`."""
+        """Implements `Accelerators.clocks`."""
         if local_rank not in self._uuids:
             raise DeviceNotFound(f"local rank {local_rank} has no GPU: the workers see {len(self._uuids)}")
         return NvmlClocks(self._uuids[local_rank])
 
     def close(self) -> None:
-        """As `Accelerators`. NVML stays loaded: another thread may wait in it."""
+        """Implements `Accelerators.close`. NVML stays loaded: another thread may wait in it."""
         self._closed.set()
 
 

@@ -60,12 +60,12 @@ class Stacks:
     frames: tuple[Frame, ...] = ()
 
     def place(self) -> str:
-        """The innermost calls of the training thread; empty where they are not known."""
+        """Returns the innermost calls of the training thread; empty where they are not known."""
         return " < ".join(map(str, self.frames[:NAMED_FRAMES]))
 
 
 def collect(pid: int, tid: int, thread: int, dump_fd: int) -> Stacks:
-    """Take the stacks of a process that runs. It takes up to `PY_SPY_LIMIT_S` + `DUMP_LIMIT_S`.
+    """Takes the stacks of a process that runs. It takes up to `PY_SPY_LIMIT_S` + `DUMP_LIMIT_S`.
 
     Args:
         pid: of the worker.
@@ -83,7 +83,7 @@ def collect(pid: int, tid: int, thread: int, dump_fd: int) -> Stacks:
 
 
 def py_spy() -> str | None:
-    """The path of the program, in PATH or beside this interpreter."""
+    """Returns the path of the program, in PATH or beside this interpreter."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
 
 
@@ -118,7 +118,7 @@ def _by_faulthandler(pid: int, dump_fd: int) -> str:
 
 
 def frames_of(text: str, tid: int, thread: int) -> tuple[Frame, ...]:
-    """The calls of one thread in a dump of faulthandler's or py-spy's, the innermost first.
+    """Returns the calls of one thread in a dump of faulthandler's or py-spy's, the innermost first.
 
     Args:
         text: of the dump.
@@ -135,7 +135,7 @@ def frames_of(text: str, tid: int, thread: int) -> tuple[Frame, ...]:
 
 
 def save(stacks: Stacks, path: str, heading: str) -> str:
-    """Write the dump into a file.
+    """Writes the dump into a file.
 
     Returns:
         The path; empty if there is no dump, or the file cannot be written.

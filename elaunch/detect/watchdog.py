@@ -59,17 +59,17 @@ class Expired(NamedTuple):
 
 
 def is_enabled(env: Mapping[str, str]) -> bool:
-    """Whether the launcher's environment asks for the watchdog."""
+    """Returns whether the launcher's environment asks for the watchdog."""
     return env.get(ENABLE) == "1"
 
 
 def fifo_path(env: Mapping[str, str], folder: str) -> str:
-    """The path that the launcher's environment names, else a fresh one in `folder`."""
+    """Returns the path that the launcher's environment names, else a fresh one in `folder`."""
     return env.get(TIMER_FILE) or os.path.join(folder, f"watchdog_timer_{uuid.uuid4()}")
 
 
 def parse(line: bytes) -> Request:
-    """Read one line.
+    """Reads one line.
 
     Raises:
         ValueError: it is no request; the message says why.
@@ -127,10 +127,11 @@ class Watchdog:
             fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def fileno(self) -> int:
+        """Returns the descriptor of the FIFO, by which a selector takes this object."""
         return self._fd
 
     def receive(self) -> list[str]:
-        """Take up the requests that have come, without waiting.
+        """Takes up the requests that have come, without waiting.
 
         Returns:
             For each of the first lines that are no requests, a line that says so, and one of how many more there are;
@@ -176,12 +177,12 @@ class Watchdog:
             self._n_ignored += 1
 
     def due_s(self) -> float | None:
-        """When the next timer expires, in Unix seconds; None if none does."""
+        """Returns when the next timer expires, in Unix seconds; None if none does."""
         due_s = min((timer.expiry_s for timer in self._timers.values()), default=math.inf)
         return due_s if math.isfinite(due_s) else None
 
     def expired(self, now_unix_s: float) -> list[Expired]:
-        """The processes with a timer that expired by now, each once, and forget all timers of these.
+        """Returns the processes with a timer that expired by now, each once, and forgets all timers of these.
 
         A process with several is told by the earliest that has a signal.
         """
@@ -197,20 +198,20 @@ class Watchdog:
         return found
 
     def forget(self, pid: int) -> list[str]:
-        """Drop the timers of a process that is gone, also those that it asked for just before its end.
+        """Drops the timers of a process that is gone, also those that it asked for just before its end.
 
         Returns:
             As `receive`.
         """
-        said = self.receive()
+        lines = self.receive()
         self._drop(pid)
-        return said
+        return lines
 
     def _drop(self, pid: int) -> None:
         self._timers = {key: timer for key, timer in self._timers.items() if key[0] != pid}
 
     def close(self) -> None:
-        """Remove the FIFO. Clients then find nobody there, and say so."""
+        """Removes the FIFO. Clients then find nobody there, and say so."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -227,7 +228,8 @@ class Watchdog:
 
 
 def worker_of(pid: int, workers: Collection[int]) -> int | None:
-    """The worker, by its pid, that a process belongs to: itself, or the leader of its session. None for any other.
+    """Returns the worker, by its pid, that a process belongs to: itself, or the leader of its session. None for any
+    other.
 
     Each worker leads a session of its own, so this finds the processes that it started too.
     """

@@ -40,7 +40,7 @@ class Stage:
 
     Attributes:
         layers: [lo, hi).
-        replicas: tensor-parallel workers. The position is the replica's DP rank; an empty tuple is one whose workers
+        replicas: tensor-parallel workers. The position is the replica's DP rank; an empty TP group is one whose workers
             are lost, as is each DP rank that only another stage has.
         shares: for each replica its weight in an uneven distribution of the rows; None for an even one.
     """

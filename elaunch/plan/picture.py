@@ -28,9 +28,9 @@ _MOST_HEIGHT = 640
 
 
 def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
-    """Returns a drawing for a terminal, with one symbol per tensor-parallel tuple and a legend.
+    """Returns a drawing for a terminal, with one symbol per tensor-parallel group and a legend.
 
-    A plan of more than `columns` samples or `rows` layers is drawn with several in a cell: it shows the first tuple in
+    A plan of more than `columns` samples or `rows` layers is drawn with several in a cell: it shows the first group in
     it, unless there is a gap or an overlap anywhere in it.
     """
     if plan.n_layers < 1 or plan.global_batch_size < 1:
@@ -56,7 +56,7 @@ def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
 
 
 def to_svg(plan: Plan) -> str:
-    """Returns a self-contained SVG: a rectangle per run of a tile, a colour per tensor-parallel tuple, and a legend.
+    """Returns a self-contained SVG: a rectangle per run of a tile, a colour per tensor-parallel group, and a legend.
 
     Beyond 2,000 runs the rectangles are those of a grid of at most 96 × 40 cells, so the file stays small
     however large the plan. What is not done exactly once is outlined in red.

@@ -214,12 +214,12 @@ class _Run:
 
 @once_per_plan
 def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each tile, the workers whose clocks matter: one per tuple, if every worker is in one tuple only."""
-    tuples: dict[str, set[tuple[str, ...]]] = {}
+    """Returns, for each tile, the workers whose clocks matter: one per TP group, if every worker is in one only."""
+    tp_groups: dict[str, set[tuple[str, ...]]] = {}
     for tile in plan.tiles:
         for worker in tile.workers:
-            tuples.setdefault(worker, set()).add(tile.workers)
-    apart = any(len(some) > 1 for some in tuples.values())
+            tp_groups.setdefault(worker, set()).add(tile.workers)
+    apart = any(len(some) > 1 for some in tp_groups.values())
     return tuple(tile.workers if apart else tile.workers[:1] for tile in plan.tiles)
 
 

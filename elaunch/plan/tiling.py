@@ -58,7 +58,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Tile:
-    """Layers × micro-batches, done by one tensor-parallel tuple of workers.
+    """Layers × micro-batches, done by one tensor-parallel group of workers.
 
     Attributes:
         layers: [lo, hi), not empty.
@@ -236,13 +236,13 @@ class Plan:
             for worker in _repeated(tile.workers):
                 yield f"{self._name(index)} has worker {worker} twice"
             for worker in tile.workers if len(tile.workers) > 1 else ():
-                # Tuples that share some workers, or order them differently, could each wait for the other's collective.
+                # Groups that share some workers, or order them differently, could each wait for the other's collective.
                 other = partners.setdefault(worker, index)
                 pair = self.tiles[other].workers, tile.workers
                 if pair[0] != pair[1] and pair not in mixed:
                     mixed.add(pair)
                     yield (
-                        f"{self._name(other)} and {self._name(index)} share workers: two tensor-parallel tuples must "
+                        f"{self._name(other)} and {self._name(index)} share workers: two tensor-parallel groups must "
                         "be the same, in the same order, or have no worker in common"
                     )
 

@@ -15,10 +15,10 @@ from elaunch.plan.views import holders
 
 
 def transitional(old: Plan, new: Plan, members: tuple[str, ...]) -> Plan | None:
-    """Returns a plan between two; None if there is none, because tensor-parallel tuples of both share only some
+    """Returns a plan between two; None if there is none, because tensor-parallel groups of both share only some
     workers.
 
-    Each pipeline does the first half of its units under the old plan. Every tuple that holds a layer under the new one
+    Each pipeline does the first half of its units under the old plan. A TP group that holds a layer under the new one
     holds it here. Order and costs are those of the new one.
 
     Args:
@@ -64,8 +64,8 @@ def _joined(old: Plan, new: Plan, early: set[int]) -> Plan:
 
 
 def _homeless(plan: Plan, new: Plan) -> set[int] | None:
-    """Returns the last units of a tuple that would otherwise hold nothing of one of its layers; None if none does."""
-    here = [set(tuples) for tuples in holders(plan)]
+    """Returns the last units of a TP group that else would hold nothing of one of its layers; None if none does."""
+    here = [set(tp_groups) for tp_groups in holders(plan)]
     for tile in new.tiles:
         if any(tile.workers not in here[layer] for layer in tile.layers):
             return set(_units(new, tile.micro_batches[-1]))

@@ -51,7 +51,7 @@ class GradientGroup:
 
     Attributes:
         layers: ascending, not always next to each other.
-        replicas: tensor-parallel tuples; one alone needs no reduction.
+        replicas: tensor-parallel groups; one alone needs no reduction.
     """
 
     layers: tuple[int, ...]
@@ -143,7 +143,7 @@ def _ends(feeds: Feeds) -> Ends:
 
 @once_per_plan
 def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Returns, for each layer, the distinct tensor-parallel tuples that hold it, ordered by their first sample."""
+    """Returns, for each layer, the distinct tensor-parallel groups that hold it, ordered by their first sample."""
     found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(plan.n_layers)]
     for tile in plan.tiles:
         first = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)

@@ -151,11 +151,14 @@ class Planner(Protocol):
     """Something that makes plans: a `Process`, or a substitute in tests."""
 
     @property
-    def ended(self) -> bool: ...
+    def ended(self) -> bool:
+        """Returns whether it was seen to end: then whatever it is sent is lost."""
 
-    def send(self, job: Job) -> None: ...
+    def send(self, job: Job) -> None:
+        """Gives it a job, in place of earlier ones that it has not begun."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends it, by force if it does not end by itself soon."""
 
 
 class Ahead:

@@ -186,7 +186,7 @@ def upclocked(plan: Plan, profile: Profile, devices: Mapping[str, ClockRange]) -
 
 
 def _busy_s(plan: Plan, profile: Profile) -> dict[str, float]:
-    """Returns, by slot, the seconds that a worker computes in a step, not counting waits in its tuple."""
+    """Returns, by slot, the seconds that a worker computes in a step, not counting waits in its TP group."""
     found: dict[str, float] = defaultdict(float)
     for tile in plan.tiles:
         sizes = Counter(n_rows(runs) for runs in tile.micro_batches)

@@ -97,16 +97,16 @@ def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
     states.
     """
     found: dict[str, float] = defaultdict(float)
-    for layer, tuples in zip(profile.layers, holders(plan), strict=True):
-        for workers in tuples:
-            n_bytes = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tuples)
+    for layer, tp_groups in zip(profile.layers, holders(plan), strict=True):
+        for workers in tp_groups:
+            n_bytes = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tp_groups)
             for worker in workers:
                 found[worker] += n_bytes / len(workers)
     return {worker: math.ceil(n) for worker, n in found.items()}
 
 
 def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
-    """Returns the bytes that a tuple needs for a stage: parameters, gradients, optimizer part, activations (Suika A.3).
+    """Returns the bytes that a TP group needs for a stage: parameters, gradients, optimizer, activations (Suika A.3).
 
     Args:
         profile: of the model.
@@ -244,7 +244,7 @@ def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
     ]
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
-        # The members of a tuple have one order.
+        # The members of a TP group have one order.
         actions = order.by_worker[worker]
         if id(actions) not in known:
             kept = most = 0.0

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.estimate import estimate_step
-from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, median_link
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LinkDetector, Slower
 from elaunch.policy.stragglers.track import Change
@@ -44,24 +44,35 @@ LINK = LinkProfile(1e9, 1e-4)
 """Where none was measured."""
 
 Point = tuple[int, int, int]
-"""A layer, a number of rows, and the workers of the tensor-parallel tuple that does them."""
+"""A layer, a number of rows, and the workers of the tensor-parallel group that does them."""
 
 
 class Turn(Protocol):
     """See `elaunch.workers.layers.timing.Turn`."""
 
     @property
-    def layer(self) -> int: ...
+    def layer(self) -> int:
+        """Returns the index of the layer."""
+
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Returns how many samples the micro-batch has."""
+
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Returns how many workers shared the layer as one tensor-parallel group."""
+
     @property
-    def forward_s(self) -> float: ...
+    def forward_s(self) -> float:
+        """Returns the seconds of its forward, with those in which the tensor-parallel group was waited for."""
+
     @property
-    def backward_s(self) -> float: ...
+    def backward_s(self) -> float:
+        """Returns the seconds of its backward, likewise."""
+
     @property
-    def waited_s(self) -> float: ...
+    def waited_s(self) -> float:
+        """Returns the seconds of both in which the tensor-parallel group was waited for."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Sample:
 
     Attributes:
         turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
-            others of its tensor-parallel tuple.
+            others of its tensor-parallel group.
         kept_bytes: by layer, for backward, of a row.
         update_s: of the optimizer, per element that this worker owns.
         links: by the slot of the receiver: bytes per second, seconds.
@@ -326,7 +337,7 @@ class Measured:
 
         Args:
             plan: under which the steps were done; what they took longer than its parts is of every step, and the
-                layers' figures are for tuples as wide as most of its are.
+                layers' figures are for TP groups as wide as most of its are.
         """
         width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
         self._find_usual()
@@ -336,7 +347,7 @@ class Measured:
             for slot, sample in self._samples.items()
             for other, found in sample.links.items()
         }
-        anywhere = _median_link(links.values()) or self._prior_link() or LINK
+        anywhere = median_link(links.values()) if links else self._prior_link() or LINK
         for ends, factor in self._links.factors().items():
             link = links.get(ends, anywhere)
             links[ends] = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
@@ -387,7 +398,7 @@ class Measured:
     def _turn_s(
         self, slot: str, point: Point, spent: Mapping[str, float], speeds: Mapping[str, float]
     ) -> tuple[float, float]:
-        """Returns forward and backward seconds at speed 1. The last of a tuple waits for nobody: its waiting is
+        """Returns forward and backward seconds at speed 1. The last of a TP group waits for nobody: its waiting is
         communication.
         """
         forward_s, backward_s, _ = self._samples[slot].turns[point]
@@ -400,7 +411,7 @@ class Measured:
         return part * forward_s, part * backward_s
 
     def _layer(self, index: int, known: LayerProfile, here: int, width: int, rate: float) -> LayerProfile:
-        """Returns a layer's profile on a tuple of `width`, from what was measured at its present width (`here`) or an
+        """Returns a layer's profile on a group of `width`, from what was measured at its present width (`here`) or an
         earlier one.
         """
         points: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
@@ -472,16 +483,6 @@ def _own_s(spent: Sequence[float]) -> float:
     """Returns a worker's own share of (forward, backward, waiting in them), in seconds."""
     forward_s, backward_s, waited_s = spent
     return max(1e-9, forward_s + backward_s - waited_s)
-
-
-def _median_link(links: Iterable[LinkProfile]) -> LinkProfile | None:
-    some = list(links)
-    if not some:
-        return None
-    return LinkProfile(
-        statistics.median(link.bandwidth_bytes_per_s for link in some),
-        statistics.median(link.latency_s for link in some),
-    )
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -31,12 +31,12 @@ from elaunch.rendezvous.membership import node_of, slot_of
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer on one tensor-parallel tuple, all devices of the tuple taken together.
+    """One layer on one tensor-parallel group, all devices of the TP group taken together.
 
     A row is one sample. Seconds of an action are `fixed_*_s` + rows × `*_s_per_row`.
 
     Attributes:
-        forward_s_per_row: includes what the devices of the tuple tell each other.
+        forward_s_per_row: includes what the devices of the TP group tell each other.
         backward_s_per_row: likewise; gradients of input and parameters.
         parameter_bytes: as they are kept for computing.
         optimizer_bytes: masters and states, before they are sharded over replicas.
@@ -66,7 +66,7 @@ class LayerProfile:
         return self.fixed_backward_s + rows * self.backward_s_per_row
 
     def on_width(self, of: int, width: int, bandwidth_bytes_per_s: float) -> LayerProfile:
-        """Returns the same layer on a tensor-parallel tuple of `width` workers, if these are its seconds on one of
+        """Returns the same layer on a tensor-parallel group of `width` workers, if these are its seconds on one of
         `of`.
         """
         if of == width:
@@ -124,6 +124,14 @@ class LinkProfile:
         return self.latency_s + n_bytes / self.bandwidth_bytes_per_s
 
 
+def median_link(links: Collection[LinkProfile]) -> LinkProfile:
+    """Returns a link with the median bandwidth and the median latency of one or more links."""
+    return LinkProfile(
+        statistics.median(link.bandwidth_bytes_per_s for link in links),
+        statistics.median(link.latency_s for link in links),
+    )
+
+
 @dataclass(frozen=True)
 class Profile:
     """The layers of a model, its workers and the links between them.
@@ -131,11 +139,11 @@ class Profile:
     Attributes:
         name: of the model.
         layers: in their order.
-        tensor_parallel: devices of the tuple that the layers' figures are for.
-        bandwidth_bytes_per_s: from one tuple to another.
-        latency_s: of a message from one tuple to another.
+        tensor_parallel: devices of the TP group that the layers' figures are for.
+        bandwidth_bytes_per_s: from one TP group to another.
+        latency_s: of a message from one TP group to another.
         notes: where the figures come from and what they assume.
-        width: workers of the tuple that the layers' figures are for; one may stand for several devices.
+        width: workers of the TP group that the layers' figures are for; one may stand for several devices.
         memory_bytes: that a worker may use; None: nobody has said.
         overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k:
             docs/papers.md, error 2): 1 is none, infinity is all.
@@ -235,19 +243,19 @@ class Profile:
         return self._any if found is None else found
 
     def tile_speed(self, tile: Tile) -> float:
-        """Returns the speed of the slowest worker of a tensor-parallel tuple, for which the others wait."""
+        """Returns the speed of the slowest worker of a tensor-parallel group, for which the others wait."""
         if not self.workers:
             return 1.0
         return min(map(self.speed, tile.workers))
 
     def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Returns the forward seconds of some layers at speed 1, on a tuple of `width` workers (0: that of the
+        """Returns the forward seconds of some layers at speed 1, on a TP group of `width` workers (0: that of the
         figures).
         """
         return self._seconds(self._forward, layers, rows, width)
 
     def backward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Returns the backward seconds of some layers at speed 1, on a tuple of `width` workers (0: that of the
+        """Returns the backward seconds of some layers at speed 1, on a TP group of `width` workers (0: that of the
         figures).
         """
         return self._seconds(self._backward, layers, rows, width)
@@ -277,13 +285,7 @@ class Profile:
         found: dict[tuple[str, str], list[LinkProfile]] = {}
         for (source, target), link in self.links.items():
             found.setdefault((node_of(source), node_of(target)), []).append(link)
-        return {
-            nodes: LinkProfile(
-                statistics.median(link.bandwidth_bytes_per_s for link in some),
-                statistics.median(link.latency_s for link in some),
-            )
-            for nodes, some in found.items()
-        }
+        return {nodes: median_link(some) for nodes, some in found.items()}
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
@@ -386,7 +388,7 @@ def _sums(seconds: list[tuple[float, float]]) -> _Sums:
 def action_s(profile: Profile, plan: Plan) -> ActionPrice:
     """Returns a function for `elaunch.plan.schedule.timeline`: the seconds of computation of an action of `plan`.
 
-    Each tile of the plan counts as one tuple of the profile.
+    Each tile of the plan counts as one TP group of the profile.
 
     Raises:
         PlanError: the plan is for another number of layers.
@@ -402,7 +404,7 @@ def action_s(profile: Profile, plan: Plan) -> ActionPrice:
 
 
 def _on_width(seconds: float, output_s: float, of: int, width: int) -> float:
-    """Converts seconds on a tensor-parallel tuple of `of` workers to seconds on one of `width`.
+    """Converts seconds on a tensor-parallel group of `of` workers to seconds on one of `width`.
 
     The computing is cut; what the members tell each other grows with the degree (Suika A.2): two all-reduces in rings
     of the output, which takes `output_s` from one member to another.

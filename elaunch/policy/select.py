@@ -43,9 +43,9 @@ class Settings:
 
     Attributes:
         policy: the only one that may be chosen, as long as it has a plan.
-        consistency: "bitwise": micro-batches are not cut and tuples keep their width, so that all sums are the same.
+        consistency: "bitwise": micro-batches are not cut and TP groups keep their width, so that all sums are the same.
         degrees: of `reparallelize`.
-        widths: of tensor-parallel tuples, beside the present ones, that `expand` and `reparallelize` may make.
+        widths: of tensor-parallel groups, beside the present ones, that `expand` and `reparallelize` may make.
         next_s: expected seconds from one change to the next.
         row_samples: samples of the data set that a sample of the plan stands for.
     """
@@ -355,7 +355,7 @@ def _other_sums(plan: Plan, now: Plan) -> str:
         if any(len(runs) > 1 or runs[0] != plan.unit(runs[0].start // size) for runs in tile.micro_batches):
             return f"it cuts micro-batches of {','.join(tile.workers)}"
     widths = [sorted({len(tile.workers) for tile in one.tiles}) for one in (now, plan)]
-    return f"its tuples have other widths: {widths[0]} and {widths[1]}" if widths[0] != widths[1] else ""
+    return f"its TP groups have other widths: {widths[0]} and {widths[1]}" if widths[0] != widths[1] else ""
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:

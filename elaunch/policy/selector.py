@@ -31,7 +31,7 @@ from elaunch.policy.measure import Measured, Recorder, Sample, Turn
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.select import Candidate, Choice, Settings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
-from elaunch.policy.stragglers.remedies import Excuse, Remedies
+from elaunch.policy.stragglers.remedies import Eviction, Remedies
 from elaunch.policy.stragglers.slow_links import LinkWatch, Slower
 from elaunch.policy.stragglers.track import Change
 from elaunch.rendezvous.membership import slot_of
@@ -87,7 +87,7 @@ class Selector:
         self._own_links = LinkWatch()
         self._remedies = Remedies(slow_policy, min_nodes)
         self._events: list[dict[str, Any]] = []
-        self._excused: Excuse | None = None
+        self._eviction: Eviction | None = None
 
     # -- in every step --------------------------------------------------------------------------------------------
 
@@ -134,8 +134,8 @@ class Selector:
                 note["reconsider"] = True
             if self.measured.doubts and not self._cadence.looks_closer:
                 note["closer"] = True
-            if (excuse := self._remedies.take()) is not None:
-                note["excuse"] = excuse.to_json()
+            if (eviction := self._remedies.take()) is not None:
+                note["eviction"] = eviction.to_json()
         return note
 
     def heard(
@@ -180,10 +180,10 @@ class Selector:
         events, self._events = self._events, []
         return events
 
-    def excused(self) -> Excuse | None:
+    def eviction(self) -> Eviction | None:
         """Returns, once, the request for this worker to leave, when all members know it since the last barrier."""
-        excuse, self._excused = self._excused, None
-        return excuse
+        eviction, self._eviction = self._eviction, None
+        return eviction
 
     def _look(self, notes: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Takes in what all have told of the measured step, and the first member's conclusions."""
@@ -194,10 +194,10 @@ class Selector:
                 self.measured.take_links(slot_of(worker), usual)
             if "closer" in note:
                 self._cadence.look_closer()
-            if "excuse" in note:
-                excuse = Excuse.from_json(note["excuse"])
-                self._remedies.heard(excuse)
-                self._excused = excuse if self._me in excuse.workers else None
+            if "eviction" in note:
+                eviction = Eviction.from_json(note["eviction"])
+                self._remedies.heard(eviction)
+                self._eviction = eviction if self._me in eviction.workers else None
         if not paces:
             return
         slower = {

@@ -55,7 +55,7 @@ class PolicyConfig:
             without it, or nothing but an event.
         dp: the least and the greatest number of pipelines that `reparallelize` may make; None: near what it is.
         pp: likewise of stages of a pipeline; None: any.
-        tp: numbers of workers that tensor-parallel tuples may get, beside those of the given plan.
+        tp: numbers of workers that tensor-parallel groups may get, beside those of the given plan.
     """
 
     policy: Policy = "auto"

@@ -77,12 +77,12 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        """Whether this node leads."""
+        """Returns whether this node leads."""
         return self._session.leadership.leads
 
     @property
     def due_s(self) -> float:
-        """When the rule is to be applied next at the latest; infinite while this node does not lead."""
+        """Returns when the rule is to be applied next at the latest; infinite while this node does not lead."""
         return self._wake_s if self.leads else inf
 
     # -- documents ------------------------------------------------------------------------------------------------

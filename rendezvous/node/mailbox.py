@@ -51,17 +51,17 @@ class Mailbox:
 
     @property
     def doc(self) -> NodeDoc:
-        """The node's newest report."""
+        """Returns the node's newest report."""
         return self._doc
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the node is to leave the job."""
+        """Returns whether the node is to leave the job."""
         return self._is_stopping
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether the node, when it leaves, waits until all other nodes have left."""
+        """Returns whether the node, when it leaves, waits until all other nodes have left."""
         return self._waits_for_others
 
     # -- for other threads ----------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Replica:
 
     @property
     def generation_revision(self) -> int:
-        """The revision at which the generation may be exchanged; 0: there is none in the store."""
+        """Returns the revision at which the generation may be exchanged; 0: there is none in the store."""
         return self._revisions.since_connect.get("generation", 0) if self._has_generation else 0
 
     # -- what others note -----------------------------------------------------------------------------------------

@@ -13,18 +13,41 @@ from elaunch.rendezvous.node.setbacks import Setbacks
 class Listener(Protocol):
     """What the agent wants to hear. Called from the participant's thread; must return at once."""
 
-    def joined(self, config: JobConfig) -> None: ...
-    def announced(self, generation: Generation) -> None: ...
-    def resized(self, min_nodes: int, max_nodes: int) -> None: ...
-    def drains(self, request: DrainRequest) -> None: ...
-    def deadlocked(self, found: Deadlock) -> None: ...
-    def ended(self, result: Result) -> None: ...
-    def waits(self, text: str) -> None: ...
-    def outage(self, why: str) -> None: ...
-    def back(self, away_s: float) -> None: ...
-    def absent(self, text: str) -> None: ...
-    def warns(self, text: str) -> None: ...
-    def refused(self, error: ElaunchError) -> None: ...
+    def joined(self, config: JobConfig) -> None:
+        """Takes what the job is agreed to be, once this node belongs to it."""
+
+    def announced(self, generation: Generation) -> None:
+        """Takes a new generation, admitting or training, that this node has to act on."""
+
+    def resized(self, min_nodes: int, max_nodes: int) -> None:
+        """Takes the new limits of the number of nodes, set while the job runs."""
+
+    def drains(self, request: DrainRequest) -> None:
+        """Takes a request that this node leave the job."""
+
+    def deadlocked(self, found: Deadlock) -> None:
+        """Takes a deadlock in which a worker of this node is to be killed."""
+
+    def ended(self, result: Result) -> None:
+        """Takes the result of the job."""
+
+    def waits(self, text: str) -> None:
+        """Takes a line that says what the job, or this node, waits for."""
+
+    def outage(self, why: str) -> None:
+        """Learns that the store is away, and why. Training goes on."""
+
+    def back(self, away_s: float) -> None:
+        """Learns that the store is back after `away_s` seconds."""
+
+    def absent(self, text: str) -> None:
+        """Takes a line that says that this node had dropped out of the job without its doing."""
+
+    def warns(self, text: str) -> None:
+        """Takes a line about something that failed and does not end this node."""
+
+    def refused(self, error: ElaunchError) -> None:
+        """Learns that this node cannot take part, and why; the participant has ended."""
 
 
 class Reporter:

@@ -125,12 +125,12 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection."""
+        """Returns whether there is a connection."""
         return self._store is not None
 
     @property
     def store(self) -> Store:
-        """The store, while there is a connection."""
+        """Returns the store, while there is a connection."""
         assert self._store is not None
         return self._store
 

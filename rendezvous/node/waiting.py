@@ -30,7 +30,7 @@ class Pace:
 
     @property
     def has_told(self) -> bool:
-        """Whether a line was due since the wait began."""
+        """Returns whether a line was due since the wait began."""
         return self.pause_s > WAITED_S
 
     def reset(self, now_s: float) -> None:

@@ -59,7 +59,7 @@ class _Change:
     doubt: bool = False
 
     @property
-    def urgent(self) -> bool:
+    def aborts_step(self) -> bool:
         """Returns whether the step under way cannot commit any more."""
         return bool(self.lost) or self.reset
 
@@ -132,7 +132,7 @@ def _fates(
         elif worker.node in out:
             others = names_text(sorted(of_generation.intersection(missing[worker.node])))
             fates.lose(worker, f"node {worker.node} is left out: nothing passes between it and {others}")
-        elif doc.draining or worker.id in doc.departure.excused:
+        elif doc.draining or worker.id in doc.departure.evicted:
             fates.draining.append(worker)
         else:
             fates.survivors.append(worker)
@@ -199,12 +199,12 @@ def _compare(
     by_node = _joiners(generation, nodes, fates.survivors, draining, gone, missing, settings.max_nodes)
     causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
     joiners = tuple(worker for fresh in by_node for worker in fresh)
-    have_settled = generation.hold or (
+    have_joined = generation.hold or (
         fates.have_entered
-        and all(present[worker.node].departure.settled >= generation.aborts_step_before for worker in draining)
+        and all(present[worker.node].departure.joined >= generation.aborts_step_before for worker in draining)
     )
     survivors, leaving = fates.survivors, list[str]()
-    if not is_urgent and ((fates.has_heir and have_settled) or not (survivors or joiners)):
+    if not is_urgent and ((fates.has_heir and have_joined) or not (survivors or joiners)):
         for worker in draining:
             leaving.append(worker.id)
             doc = present[worker.node]
@@ -235,7 +235,7 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
         change = replace(change, joiners=())
-        if not change.urgent or not change.survivors:
+        if not change.aborts_step or not change.survivors:
             return _closing(generation, change, nodes)
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)
@@ -269,7 +269,7 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
         workers=(*change.survivors, *change.joiners),
         cause=cause,
         cause_t=min(dated, default=0.0),
-        aborts_step_before=number if change.urgent else generation.aborts_step_before,
+        aborts_step_before=number if change.aborts_step else generation.aborts_step_before,
         begun=generation.begun or view.begun,
         hold=_too_small(change, settings),
         leaving=change.leaving,
@@ -285,7 +285,7 @@ def _too_small(change: _Change, settings: Settings) -> bool:
 
 def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> tuple[_Change, Streak]:
     """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
-    if not change.urgent:
+    if not change.aborts_step:
         return change, generation.streak
     streak = escalate.follow(generation, nodes, reset=not change.lost)
     if change.lost:

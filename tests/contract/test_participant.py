@@ -379,7 +379,7 @@ class TestSize:
         request = DrainRequest("elaunch ctl drain", time.time())
         job.admin.put("/elaunch/job/requests/drain/b", to_json(request), job.admin.grant(30.0))
         wait_until(lambda: b.drain_reasons == ["elaunch ctl drain"], LIMIT_S, "b to hear of it")
-        b.says(MEMBER, draining=True, settled=b.generations[-1].number)
+        b.says(MEMBER, draining=True, joined=b.generations[-1].number)
         assert a.hears(ids("a/0#0", "c/0#0")).leaving == ("b/0#0",)
         assert not a.drain_reasons + c.drain_reasons
 
@@ -396,7 +396,7 @@ class TestSize:
         wait_until(lambda: c.drain_reasons, LIMIT_S, "the last node to be told")
         for node in (a, b, c):
             wait_until(lambda node=node: node.sizes, LIMIT_S, "all to hear of the size")  # type: ignore[misc]
-        c.says(MEMBER, draining=True, settled=c.generations[-1].number)
+        c.says(MEMBER, draining=True, joined=c.generations[-1].number)
         a.hears(ids("a/0#0", "b/0#0"))
         c.participant.stop()
         wait_until(lambda: job.read("requests/drain/c") is None, LIMIT_S, "the name c to be free again")

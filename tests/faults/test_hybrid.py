@@ -92,7 +92,7 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
     [
         soak("3#0", "5:vote"),
         soak("0#0", "5:vote"),
-        soak("2#0", "5:standing"),
+        soak("2#0", "5:held_state"),
         soak("0#0", "5:connect"),
         soak("2#0", "5:moving"),  # it has a copy of what the first one had
         ("0#0", "5:receive"),  # nobody is left of the first stage

@@ -101,7 +101,7 @@ def test_a_newcomer_becomes_the_partner_of_one_on_its_node_if_the_user_allows_it
     node = elaunch(spawn, tmp_path, *flags, script=script)
 
     def killed(worker: str, *plans: tuple[str, tuple[str, ...]]) -> None:
-        """Kill a worker of the last plan when it has been used for a while; others with these tuples follow."""
+        """Kill a worker of the last plan when it has been used for a while; others with these TP groups follow."""
         wait_for_step(node, node.last_step() + 15)
         before = len(decisions(node))
         os.kill(node.pids()[worker], signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_a_newcomer_becomes_the_partner_of_one_on_its_node_if_the_user_allows_it
 
     one, two = ("node0/0#0",), ("node0/0#0", "node0/1#1")
     killed("node0/1#0", ("stay", one), ("expand", two))
-    # Who is left of a tuple does all of it again, from what it has of the other's part.
+    # Who is left of a TP group does all of it again, from what it has of the other's part.
     killed("node0/1#1", ("reparallelize", one), ("stay", ("node0/0#0", "node0/1#2")))
     step = node.last_step() + 5
     wait_for_step(node, step)

@@ -5,7 +5,7 @@ out), `enter`, `half` and `passed` of one step, and, in that step or a later one
 
     share      before it tells the others the new values of its parameters, after the commit of the step before
     vote       as it is about to agree with the others on the step in flight
-    standing   before it says what it has of the state
+    held_state before it says what it has of the state
     connect    before it makes links
     moving     when it has sent a message of the state
     receive    when it has received one
@@ -75,7 +75,7 @@ class LayerFaults(Faults):
             self._die_around(Snapshots, "ship", before="ship")
             self._die_around(ZeroOptimizer, "share", before="share")
             self._die_around(HybridJob, "vote", before="vote")
-            self._die_around(Engine, "standing", before="standing")
+            self._die_around(Engine, "held_state", before="held_state")
             self._die_around(Transport, "connect", before="connect")
             self._die_around(HybridJob, "resume", before="resume")
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
@@ -84,12 +84,12 @@ class LayerFaults(Faults):
             self._wrap(Engine, "apply", self._apply)
             original, phases = checkpoint._write, {"part": "written", "elaunch": "complete"}
 
-            def write(path: Path, said: Any) -> None:
+            def write(path: Path, fields: Any) -> None:
                 # The folder has the number of steps in its name.
                 step = self.steps.get(phases[path.stem.partition("-")[0]], -1)
                 if path.parent.name.startswith(f"step-{step:09d}."):
                     die()
-                original(path, said)
+                original(path, fields)
 
             checkpoint._write = write
 

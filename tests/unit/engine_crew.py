@@ -140,7 +140,7 @@ def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
         for (index, _), layer in engine.layers.items():
             for name, value in layer.parameters.items():
                 cut = name in layer.spec.cuts
-                size, rank = (layer.membership.size, layer.membership.rank) if cut else (1, 0)
+                size, rank = (layer.tp_rank.size, layer.tp_rank.rank) if cut else (1, 0)
                 dims[index, name] = layer.spec.cuts.get(name, 0)
                 seen = parts.setdefault((index, name, size), {})
                 assert rank not in seen or torch.equal(seen[rank], value), f"{index}.{name} differs between workers"
@@ -149,5 +149,5 @@ def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
     for (index, name, _), pieces in parts.items():
         joined = torch.cat([pieces[rank] for rank in sorted(pieces)], dims[index, name])
         known = found.setdefault(f"{index}.{name}", joined)
-        assert torch.equal(known, joined), f"{index}.{name} differs between tuples of different size"
+        assert torch.equal(known, joined), f"{index}.{name} differs between TP groups of different size"
     return found

@@ -62,7 +62,7 @@ def valid_plans(
     with several tiles, idle workers. They ask for any order, and may say what layers cost.
 
     `tp` holds the degrees of tensor parallelism that a tile may have; only the last kind mixes them in a plan, and then
-    a worker may also have a tile of its own beside those of its tuple. With `exact` all have as many layers, units and
+    a worker may also have a tile of its own beside its group's. With `exact` all have as many layers, units and
     rows of a unit as is said. Without, the last unit may be shorter.
     """
     most = _Most(max_layers, max_units, max_workers, tuple(tp), max_unit_rows, exact)
@@ -177,7 +177,7 @@ def _micro_batches(draw: DrawFn, samples: MicroBatch) -> tuple[MicroBatch, ...]:
 
 
 def _tuples(most: _Most) -> SearchStrategy[list[tuple[str, ...]]]:
-    """As many tensor-parallel tuples of the same degree as there can be."""
+    """As many tensor-parallel groups of the same degree as there can be."""
     names = _names(most.workers)
     return st.sampled_from(most.tp).map(
         lambda tp: [tuple(names[first : first + tp]) for first in range(0, len(names) - len(names) % tp, tp)]

@@ -35,3 +35,15 @@ def test_where_somebody_holds_the_state_the_checkpoint_is_for_what_is_missing() 
 def test_all_save_the_state_after_the_same_number_of_steps() -> None:
     with pytest.raises(StateError, match="the members save the state every 0 or 100 steps"):
         agree([Vote(every=100), Vote()], begun=False)
+
+
+@pytest.mark.parametrize("late", [Vote(step=6, holds=True), Vote(step=5, entered=True, holds=True)])
+def test_a_holder_that_is_behind_must_have_entered_the_one_step_that_it_lacks(late: Vote) -> None:
+    with pytest.raises(StateError, match=f"member 1 is at step {late.step}, the others committed 7"):
+        agree([Vote(step=7, holds=True), late], begun=True)
+
+
+def test_a_holder_one_step_behind_that_has_entered_it_commits_it() -> None:
+    verdict = agree([Vote(step=6, entered=True, holds=True), Vote(step=7, holds=True), Vote(step=7)], begun=True)
+    assert (verdict.step, verdict.committing, verdict.sources, verdict.receivers) == (7, (0,), (0, 1), (2,))
+    assert verdict.passed == 1

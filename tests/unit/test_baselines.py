@@ -31,9 +31,9 @@ def test_after_any_loss_a_baseline_is_a_plan_for_those_who_are_left(data: DataOb
     lost = set(data.draw(st.lists(st.sampled_from(workers), unique=True, max_size=len(workers) - 1)))
     members = [worker for worker in workers if worker not in lost]
     whole = [
-        lane
-        for lane in range(dp)
-        if lost.isdisjoint(worker for stage in stages_of(plan) for worker in stage.replicas[lane])
+        dp_rank
+        for dp_rank in range(dp)
+        if lost.isdisjoint(worker for stage in stages_of(plan) for worker in stage.replicas[dp_rank])
     ]
     if whole:
         dropped = drop_replica(plan, members)

@@ -722,6 +722,17 @@ class TestGoingBack:
         ):
             members.checkpoints[1]._open(40, first=False)
 
+    def test_and_does_not_go_on_without_it(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        members.save(1, LARGE)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.setenv(checkpoints.FOLDER, str(tmp_path / "elsewhere"))
+        lost: Any = Listener("a/1#0")
+        members.checkpoints[1] = Checkpoints(lost)
+        with pytest.raises(StateError, match=r"a/1#0 does not see the checkpoint .*step-000000001"):
+            members.restore(1, LARGE)
+
     def test_so_does_who_has_no_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         client: Any = Listener("b/1#0")
         with pytest.raises(StateError, match="b/1#0 has no --checkpoint-dir"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.workers.layers.model import Chain, Draw, Layer, build, describe
-from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.tensor_parallel import TPRank
 
 ROWS, WIDTH = 4, 6
 DRAW = Draw(seed=3, step=0, rows_by_unit=((0, range(ROWS), 0),), micro_batch_size=ROWS)
@@ -61,7 +61,7 @@ def made(factories: Sequence[type[nn.Module]], x: Tensor, recompute: Sequence[in
     specs = describe(factories, x[:1], ROWS, torch.float64)
     device = torch.device("cpu")
     return [
-        build(spec, factory, 3, device, torch.float64, Membership(), spec.index in recompute)
+        build(spec, factory, 3, device, torch.float64, TPRank(), spec.index in recompute)
         for spec, factory in zip(specs, factories, strict=True)
     ]
 

@@ -216,7 +216,7 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) ->
         (symmetric(W[:1], 4, 12, 2), symmetric(W, 4, 12, 2, dp=4)),
         (symmetric(W, 4, 12, 2, dp=4), symmetric(W[:1], 4, 12, 2)),
     ],
-    ids=["layers", "optimizer", "TP tuples", "one to four", "four to one"],
+    ids=["layers", "optimizer", "TP groups", "one to four", "four to one"],
 )
 def test_where_nobody_is_lost_state_moves_during_the_next_step(
     first: Plan, second: Plan, monkeypatch: pytest.MonkeyPatch
@@ -365,7 +365,7 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
 @pytest.mark.parametrize("way", ["in a step", "pausing"])
 @pytest.mark.parametrize("first", [1, 0], ids=["in training", "before the next change"])
 def test_who_gets_a_layer_twice_gets_both(way: str, first: int) -> None:
-    """One worker needs layers 2 and 3 cut, as a member of a tuple, and whole, for a tile of its own."""
+    """One worker needs layers 2 and 3 cut, as a member of a TP group, and whole, for a tile of its own."""
     before = symmetric(W, 4, 12, 3, pp=2, tp=2)
     after = Plan.parse(
         f"""

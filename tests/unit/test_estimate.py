@@ -91,7 +91,7 @@ def test_parts_of_a_plan_take_as_long_as_the_whole(plan: Plan, profile: Profile)
     found = estimate_step(plan, profile)
     whole = timeline(plan, schedule(plan), action_s(profile, plan), transfer_s(profile, plan))
     # The latency of gradient reduction and parameters comes on top, where a layer has several holders.
-    several = any(len(tuples) > 1 for tuples in holders(plan))
+    several = any(len(tp_groups) > 1 for tp_groups in holders(plan))
     most_s = 2 * plan.n_layers * len(plan.tiles) * profile.latency_s if several else 0.0
     assert whole.step_s - 1e-9 <= found.step_s <= whole.step_s + 1e-9 + most_s
     for worker, busy_s in found.busy_s.items():
@@ -214,7 +214,7 @@ def test_moved_optimizer_states_are_what_the_owners_lack(old: Plan, new: Plan) -
     moved = 0
     for before, after in zip(holders(old), holders(new), strict=True):
         for piece in range(2520):
-            was, now = (tuples[(2 * piece + 1) * len(tuples) // 5040] for tuples in (before, after))
+            was, now = (tp_groups[(2 * piece + 1) * len(tp_groups) // 5040] for tp_groups in (before, after))
             moved += was != now
     assert estimate_transition(old, new, profile).moved_bytes == pytest.approx(moved, abs=1)
 

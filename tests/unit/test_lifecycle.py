@@ -830,6 +830,15 @@ class TestSignals:
         assert signalled(node.life.on_signal(number, NOW_S)) == [("a/0#0", number)]
         assert node.dies("a/0#0", signal.SIGTERM) == [Exit(1, f"stopped by {number.name}")]
 
+    def test_a_worker_that_was_told_to_end_has_failed_by_itself_only_where_it_says_so(self) -> None:
+        node = member_node(slots=3)
+        node.exits("a/0#0", 3)
+        node.life.on_signal(signal.SIGINT, NOW_S)
+        node.dies("a/1#0", signal.SIGINT)
+        node.life.on_exit("a/2#0", 1, None, T, NOW_S, reason="ValueError: no such split")
+        failures = node.life.workers.blame.failures
+        assert {rank: one.own for rank, one in failures.items()} == {0: True, 1: False, 2: True}
+
     def test_sigterm_stops_a_plain_job(self) -> None:
         node = Node()
         node.start()
@@ -915,20 +924,20 @@ class TestDraining:
 
     def test_a_node_tells_what_its_members_have_entered_only_while_some_of_them_are_to_leave(self) -> None:
         node = member_node(slots=2)
-        assert node.life.doc().departure.settled == 0
+        assert node.life.doc().departure.joined == 0
         node.life.drain("x", NOW_S)
         entered = node.number
-        assert node.life.doc().departure.settled == entered
+        assert node.life.doc().departure.joined == entered
         node.train("a/0#0", "a/1#0", "b/0#0", aborts_step_before=entered + 1)
         node.settled("a/0#0")
-        assert node.life.doc().departure.settled == entered
+        assert node.life.doc().departure.joined == entered
         node.settled("a/1#0")
-        assert node.life.doc().departure.settled == entered + 1
+        assert node.life.doc().departure.joined == entered + 1
 
     def test_so_does_one_with_a_worker_that_is_excused(self) -> None:
         node = member_node(slots=2)
         node.life.evict("a/1#0", replace=False, why="x")
-        assert node.life.doc().departure.settled == node.number
+        assert node.life.doc().departure.joined == node.number
 
     def test_its_workers_leave_at_a_boundary_and_nothing_hurries_them(self) -> None:
         node = member_node()
@@ -1007,7 +1016,7 @@ class TestExcused:
     def test_a_member_that_is_excused_stays_one_until_the_job_goes_on_without_it(self) -> None:
         node = member_node(slots=2)
         assert "a/0#0 leaves at the next step boundary" in said(node.does(node.life.evict("a/0#0", True, "it is slow")))
-        assert node.life.doc().departure.excused == ("a/0#0",)
+        assert node.life.doc().departure.evicted == ("a/0#0",)
         assert node.states() == {"a/0#0": WorkerState.MEMBER, "a/1#0": WorkerState.MEMBER}
         assert node.life.evict("a/0#0", True, "it is slow") == []
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
@@ -1021,7 +1030,7 @@ class TestExcused:
         node.train("a/1#0", "b/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert started(node.exits("a/0#0", code)) == ["a/0#1"]
-        assert node.life.doc().departure.excused == ()
+        assert node.life.doc().departure.evicted == ()
 
     def test_or_nobody_does_until_all_are_started_again(self) -> None:
         node = member_node(slots=2)
@@ -1048,14 +1057,14 @@ class TestExcused:
         assert node.life.evict("a/0#7", False, "it is slow") == []
         node.life.on_signal(signal.SIGTERM, node.now_s)
         assert node.life.evict("a/0#0", False, "it is slow") == []
-        assert node.life.doc().departure.excused == ()
+        assert node.life.doc().departure.evicted == ()
 
     @pytest.mark.parametrize("replace", [False, True])
     def test_who_finishes_before_it_leaves_is_not_evicted_any_more(self, replace: bool) -> None:
         node = member_node(slots=2)
         node.life.evict("a/0#0", replace, "it is slow")
         node.life.on_finished("a/0#0")
-        assert (node.life.doc().departure.excused, node.life.doc().departure.settled) == ((), 0)
+        assert (node.life.doc().departure.evicted, node.life.doc().departure.joined) == ((), 0)
         node.exits("a/0#0", 1)
         assert node.life.doc().summary.failed == "worker a/0#0 exited with code 1"
 
@@ -1064,7 +1073,7 @@ class TestExcused:
         node.life.evict("a/0#0", True, "it is slow")
         node.generation(Stage.ASSEMBLE, attempt=1)
         node.dies("a/0#0", signal.SIGTERM)
-        assert (node.life.doc().departure.excused, node.life.doc().departure.settled) == ((), 0)
+        assert (node.life.doc().departure.evicted, node.life.doc().departure.joined) == ((), 0)
 
 
 class TestLeavers:

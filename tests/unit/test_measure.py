@@ -145,7 +145,7 @@ def test_who_waits_in_a_tuple_is_not_who_is_slow() -> None:
     tell(known, {"a/0": told(Took(0, 1, 2.0, 4.0, 3.2)), "a/1": told(Took(0, 1, 2.0, 4.0, 0.2))})
     look(known, {"a/0": 1.0, "a/1": 1.0})
     assert known.speeds() == {"a/1": pytest.approx(2.8 / 5.8, abs=0.01)}
-    # The last one of a tuple waits for nobody: what it waits is what telling takes.
+    # The last one of a TP group waits for nobody: what it waits is what telling takes.
     layer = known.profile().layers[0]
     assert layer.forward_s(1) + layer.backward_s(1) == pytest.approx(3.0)
 
@@ -172,7 +172,7 @@ def test_layers_of_different_width_are_each_measured_on_their_own() -> None:
         assert found.forward_s(range(layer, layer + 1), 2, width) == pytest.approx(seconds)
         assert found.backward_s(range(layer, layer + 1), 2, width) == pytest.approx(2 * seconds)
     assert found.forward_s(range(1), 2, 1) == pytest.approx(4.0, rel=1e-5)
-    # What was measured before the tuple was made counts until the tuple has told.
+    # What was measured before the TP group was made counts until the TP group has told.
     tell(known, {"a/0": told(Took(0, 2, 5.0, 10.0))})
     assert known.profile(stages(3, 8, 2, given)).forward_s(range(1), 2, 2) == pytest.approx(2.0)
 

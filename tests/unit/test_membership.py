@@ -244,7 +244,7 @@ def test_a_document_of_another_version_is_refused_with_advice(version: Any) -> N
         (NodeDoc("a", "h", 1), {"progress": 1}),
         (NodeDoc("a", "h", 1), {"peers": None}),
         (NodeDoc("a", "h", 1), {"peers": {"reset_generation": 2**49}}),
-        (NodeDoc("a", "h", 1), {"departure": {"settled": -1}}),
+        (NodeDoc("a", "h", 1), {"departure": {"joined": -1}}),
         (NodeDoc("a", "h", 1), {"summary": {"elastic": 1}}),
         (NodeDoc("a", "h", 1), {"cause_t": 10**400}),
         (GENERATION, {"generation": -1}),

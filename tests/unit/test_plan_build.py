@@ -101,38 +101,38 @@ def crew(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple((name,) if name else () for name in names)
 
 
-lanes = st.lists(st.booleans(), min_size=1, max_size=5).filter(any)
+present_ranks = st.lists(st.booleans(), min_size=1, max_size=5).filter(any)
 
 
 @repeatable
-@given(first=lanes, second=lanes, extra=st.integers(0, 12), size=st.integers(1, 5))
+@given(first=present_ranks, second=present_ranks, extra=st.integers(0, 12), size=st.integers(1, 5))
 def test_stages_level_the_rows_of_each_turn(first: list[bool], second: list[bool], extra: int, size: int) -> None:
-    n_lanes = max(len(first), len(second))
-    n_units = n_lanes + extra
+    dp = max(len(first), len(second))
+    n_units = dp + extra
     replicas = [
-        crew(*(f"{name}{lane}" * here for lane, here in enumerate(present)))
+        crew(*(f"{name}{dp_rank}" * here for dp_rank, here in enumerate(present)))
         for name, present in (("a", first), ("b", second))
     ]
     plan = stages(2, n_units * size, size, [Stage(range(1), replicas[0]), Stage(range(1, 2), replicas[1])])
     for layer, row in enumerate(replicas):
         tiles = {tile.workers: tile for tile in plan.tiles if layer in tile.layers}
-        here = [(lane, tiles[workers]) for lane, workers in enumerate(row) if workers]
-        for turn in range(n_units // n_lanes):
+        here = [(dp_rank, tiles[workers]) for dp_rank, workers in enumerate(row) if workers]
+        for turn in range(n_units // dp):
             sizes = [n_rows(tile.micro_batches[turn]) for _, tile in here]
-            assert sum(sizes) == n_lanes * size
+            assert sum(sizes) == dp * size
             assert max(sizes) - min(sizes) <= 1
-        for lane, tile in here:
-            units = share(n_units, n_lanes, lane)
+        for dp_rank, tile in here:
+            units = share(n_units, dp, dp_rank)
             for unit, micro_batch in zip(units, tile.micro_batches):
                 own = range(unit * size, (unit + 1) * size)
                 assert list(chain(*micro_batch))[:size] == list(own)
-            assert len(tile.micro_batches) <= -(-n_units // n_lanes)
-        if n_units % n_lanes == 0:
+            assert len(tile.micro_batches) <= -(-n_units // dp)
+        if n_units % dp == 0:
             totals = [sum(map(n_rows, tile.micro_batches)) for _, tile in here]
             assert max(totals) - min(totals) <= 1
 
 
-def test_a_stage_with_a_replica_in_every_lane_does_whole_units() -> None:
+def test_a_stage_with_a_replica_at_every_dp_rank_does_whole_units() -> None:
     plan = stages(2, 24, 2, [Stage(range(1), crew("a", "b")), Stage(range(1, 2), crew("c", "d", "e"))])
     wide = [tile for tile in plan.tiles if 1 in tile.layers]
     assert [unit_of(plan, micro_batch) for tile in wide for micro_batch in tile.micro_batches] == list(range(12))
@@ -140,11 +140,11 @@ def test_a_stage_with_a_replica_in_every_lane_does_whole_units() -> None:
 
 def test_in_a_short_last_turn_those_without_a_unit_take_the_rows_first() -> None:
     plan = stages(1, 8, 2, [Stage(range(1), crew("", "b", "c"))])
-    # Lanes: units 0 1, 2, 3. In turn 1 only the lost lane has a unit.
+    # DP ranks: units 0 1, 2, 3. In turn 1 only the lost rank has a unit.
     assert rows_of(plan, "b") == [3, 1]
     assert rows_of(plan, "c") == [3, 1]
     plan = stages(1, 10, 2, [Stage(range(1), crew("a", "", "c"))])
-    # Lanes: units 0 1, 2 3, 4. In turn 1 a has unit 1; c takes the lost unit 3.
+    # DP ranks: units 0 1, 2 3, 4. In turn 1 a has unit 1; c takes the lost unit 3.
     assert rows_of(plan, "a") == [3, 2]
     assert rows_of(plan, "c") == [3, 2]
 
@@ -153,7 +153,7 @@ def test_in_a_short_last_turn_those_without_a_unit_take_the_rows_first() -> None
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any), st.integers(0, 20), st.integers(1, 4))
 def test_rows_follow_the_shares_over_the_step(weights: list[int], extra: int, size: int) -> None:
     n_units = len(weights) + extra
-    names = [f"a{lane}" for lane in range(len(weights))]
+    names = [f"a{dp_rank}" for dp_rank in range(len(weights))]
     plan = stages(1, n_units * size, size, [Stage(range(1), crew(*names), tuple(weights))])
     done = [sum(rows_of(plan, name)) for name in names]
     # Sainte-Laguë: no row would be better placed elsewhere, by (rows - half) / weight.

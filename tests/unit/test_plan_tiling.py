@@ -273,7 +273,7 @@ def test_a_long_list_of_findings_is_cut() -> None:
         ("a,b", "c,d", None),
         ("a,b", "b", None),
         ("a", "a", None),
-        ("a,b", "b,a", r"tile 0 \(a,b\) and tile 1 \(b,a\) share workers: two tensor-parallel tuples must be the same"),
+        ("a,b", "b,a", r"tile 0 \(a,b\) and tile 1 \(b,a\) share workers: two tensor-parallel groups must be the same"),
         ("a,b", "b,c", r"tile 0 \(a,b\) and tile 1 \(b,c\) share workers"),
         ("a,b", "a,b,c", r"tile 0 \(a,b\) and tile 1 \(a,b,c\) share workers"),
     ],
@@ -313,8 +313,8 @@ def test_a_plan_for_a_thousand_workers_is_validated_and_drawn_in_a_small_space()
     symmetric(names, 100, 4096, 4, dp=64, pp=16).validate(names)
     replicas = [[(name,) for name in names[stage * 64 : (stage + 1) * 64]] for stage in range(16)]
     without_one_each = [
-        Stage(share(100, 16, stage), tuple(() if lane == stage else workers for lane, workers in enumerate(lanes)))
-        for stage, lanes in enumerate(replicas)
+        Stage(share(100, 16, stage), tuple(() if dp_rank == stage else workers for dp_rank, workers in enumerate(at)))
+        for stage, at in enumerate(replicas)
     ]
     resized = stages(100, 4096, 4, without_one_each)
     assert sum(n_rows(micro_batch) for tile in resized.tiles for micro_batch in tile.micro_batches) == 16 * 4096

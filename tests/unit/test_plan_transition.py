@@ -73,8 +73,8 @@ def test_every_slot_is_done_as_in_one_of_the_two(data: DataObject) -> None:
         assert any(set(one) & set(other) and one != other for one in shared[0] for other in shared[1])
         return
     between.validate(members)
-    for layer, tuples in enumerate(holders(new)):
-        assert set(tuples) <= set(holders(between)[layer]), "an owner under the new plan holds the layer"
+    for layer, tp_groups in enumerate(holders(new)):
+        assert set(tp_groups) <= set(holders(between)[layer]), "an owner under the new plan holds the layer"
     rows = {plan: {(tile.layers, tile.workers): 0 for tile in plan.tiles} for plan in (old, new)}
     for tile in between.tiles:
         parts = [plan for plan in (old, new) if (tile.layers, tile.workers) in rows[plan]]

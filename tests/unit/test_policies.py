@@ -21,7 +21,7 @@ from elaunch.policy.candidates.expand import expanded
 from elaunch.policy.candidates.reparallelize import Degrees, partitions, reparallelized
 from elaunch.policy.candidates.reroute import rerouted
 from elaunch.policy.candidates.resize import resized
-from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of
 from elaunch.policy.estimate import estimate_step, ordered
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.policy.select import Settings, choose, fill
@@ -250,34 +250,34 @@ def test_the_ways_to_cut_workers_into_pipelines() -> None:
 @given(data=st.data())
 def test_workers_take_the_roles_that_need_the_fewest_bytes(data: DataObject) -> None:
     plan = data.draw(valid_plans(max_workers=5))
-    tuples, _ = tuples_of(replace(plan, idle=()), plan.workers)
+    tp_groups, _ = tp_groups_of(replace(plan, idle=()), plan.workers)
     ends = (
         [
             sorted(data.draw(st.lists(st.integers(0, plan.n_layers), min_size=2, max_size=2, unique=True)))
-            for _ in range(data.draw(st.integers(1, len(tuples))))
+            for _ in range(data.draw(st.integers(1, len(tp_groups))))
         ]
         if plan.n_layers
         else []
     )
     roles = [range(*pair) for pair in ends]
     profile = replace(EVEN, layers=tuple(replace(LAYER, parameter_bytes=2**n) for n in range(plan.n_layers)))
-    held = {one: {la for tile in plan.tiles if tile.workers == one for la in tile.layers} for one in tuples}
+    held = {one: {la for tile in plan.tiles if tile.workers == one for la in tile.layers} for one in tp_groups}
 
     def lacking(places: Sequence[int]) -> int:
         return sum(
             profile.layers[layer].parameter_bytes + profile.layers[layer].optimizer_bytes
             for role, place in zip(roles, places, strict=True)
             for layer in role
-            if layer not in held[tuples[place]]
+            if layer not in held[tp_groups[place]]
         )
 
-    best = min(lacking(places) for places in permutations(range(len(tuples)), len(roles)))
-    found = matching.matched(tuples, roles, plan, profile)
+    best = min(lacking(places) for places in permutations(range(len(tp_groups)), len(roles)))
+    found = matching.matched(tp_groups, roles, plan, profile)
     assert len(set(found)) == len(found)
     assert lacking(found) == best
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matching, "MOST_SINGLY", 0)
-        by_kind = matching.matched(tuples, roles, plan, profile)
+        by_kind = matching.matched(tp_groups, roles, plan, profile)
     assert len(set(by_kind)) == len(by_kind)
     assert lacking(by_kind) == best
 
@@ -323,22 +323,22 @@ def test_several_predecessors_find_what_one_at_a_time_does_not() -> None:
     assert took_s == {6: (152, 117), 4: (81, 81)}  # there are no more than four stages for four layers
 
 
-def tuples(plan: Plan) -> set[tuple[str, ...]]:
+def tp_groups(plan: Plan) -> set[tuple[str, ...]]:
     return {tile.workers for tile in plan.tiles}
 
 
-def test_partners_join_tuples_on_their_node() -> None:
+def test_partners_join_groups_on_their_node() -> None:
     workers = ["a/0#0", "b/0#0"]
     plan = symmetric(workers, 4, 1, 1, pp=2)  # one micro-batch: nothing else makes it faster
     members = [*workers, "a/1#0", "b/1#0", "c/0#0"]
     found = expanded(plan, members, of(4), widths=[2])
-    assert tuples(found) == {("a/0#0", "a/1#0"), ("b/0#0", "b/1#0")}
+    assert tp_groups(found) == {("a/0#0", "a/1#0"), ("b/0#0", "b/1#0")}
     assert found.idle == ("c/0#0",)
     found.validate(members)
-    assert {1} == set(map(len, tuples(expanded(plan, members, of(4)))))
+    assert {1} == set(map(len, tp_groups(expanded(plan, members, of(4)))))
 
 
-def test_wide_tuples_get_replicas_as_wide_as_they_are() -> None:
+def test_wide_groups_get_replicas_as_wide_as_they_are() -> None:
     wide = stages(4, 8, 1, [Stage(range(3), (("a/0#0", "a/1#0"),)), Stage(range(3, 4), (("a/2#0",),))])
     alone, pair = ["b/0#0"], ["b/0#0", "b/1#0"]
     for come in (alone, pair):
@@ -346,19 +346,19 @@ def test_wide_tuples_get_replicas_as_wide_as_they_are() -> None:
         found.validate([*wide.workers, *come])
         of_layer = [{len(tile.workers) for tile in found.tiles if layer in tile.layers} for layer in range(4)]
         assert all(len(widths) == 1 for widths in of_layer)
-        assert ("a/0#0", "a/1#0") in tuples(found)
-        assert tuple(come) in tuples(found)
+        assert ("a/0#0", "a/1#0") in tp_groups(found)
+        assert tuple(come) in tp_groups(found)
 
 
 def test_a_tuple_that_is_left_with_one_member_goes_on_as_that_if_it_may() -> None:
     plan = symmetric(["a/0#0", "a/1#0"], 4, 1, 1, tp=2)
-    with pytest.raises(NotPossible, match="1 members make no tensor-parallel tuple of 2 on a node"):
+    with pytest.raises(NotPossible, match="1 members make no tensor-parallel group of 2 on a node"):
         reparallelized(plan, ["a/0#0"], of(4))
     found = reparallelized(plan, ["a/0#0"], of(4), widths=[1, 2])
-    assert tuples(found) == {("a/0#0",)}
-    # Of those that are possible the fastest: a wide tuple, for a single micro-batch.
-    assert tuples(reparallelized(plan, plan.workers, of(4), widths=[1])) == {plan.workers}
-    assert tuples(reparallelized(found, plan.workers, of(4), widths=[2])) == {plan.workers}
+    assert tp_groups(found) == {("a/0#0",)}
+    # Of those that are possible the fastest: a wide TP group, for a single micro-batch.
+    assert tp_groups(reparallelized(plan, plan.workers, of(4), widths=[1])) == {plan.workers}
+    assert tp_groups(reparallelized(found, plan.workers, of(4), widths=[2])) == {plan.workers}
 
 
 def test_tuples_keep_their_width_where_no_bit_may_change() -> None:
@@ -366,7 +366,7 @@ def test_tuples_keep_their_width_where_no_bit_may_change() -> None:
     members = ["a/0#0", "a/1#1"]
     for consistency, widths in (("fast", {2}), ("bitwise", {1})):
         chosen = choose(plan, plan, members, of(4), Settings("auto", consistency, widths=(2,)))  # type: ignore[arg-type]
-        assert {len(workers) for workers in tuples(chosen.plan)} == widths
+        assert {len(workers) for workers in tp_groups(chosen.plan)} == widths
 
 
 def test_the_best_candidate_is_chosen_and_the_reason_names_the_next() -> None:

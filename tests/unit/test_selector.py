@@ -376,7 +376,7 @@ def test_bitwise_refuses_plans_that_cut_micro_batches() -> None:
         assert all([len(run) for run in runs] == [size] for runs in tile.micro_batches)
 
 
-def test_with_everybody_back_and_nobody_slow_the_job_goes_home() -> None:
+def test_with_everybody_back_and_nobody_slow_the_job_returns_to_the_preferred_plan() -> None:
     left = [W[0], *W[2:]]
     after = choose(HOME, HOME, left, EVEN)
     back = [*left, "n0/1#1"]
@@ -434,14 +434,14 @@ def test_who_is_to_be_replaced_hears_it_with_all_others_and_no_other_plan_is_mad
     (event,) = until_answered(workers, {W[1]: 3.0})
     assert event["action"] == "replace"
     step(workers, {W[1]: 3.0})
-    told = {worker: one.excused() for worker, one in workers.items()}
-    assert [worker for worker, excuse in told.items() if excuse is not None] == [W[1]]
-    excuse = told[W[1]]
-    assert excuse is not None
-    assert excuse.replace
+    told = {worker: one.eviction() for worker, one in workers.items()}
+    assert [worker for worker, eviction in told.items() if eviction is not None] == [W[1]]
+    eviction = told[W[1]]
+    assert eviction is not None
+    assert eviction.replace
     for _ in range(4 * EVERY):
         step(workers, {W[1]: 3.0})
-        assert not any(one.due or one.excused() for one in workers.values())
+        assert not any(one.due or one.eviction() for one in workers.values())
     # Who joins hears of it, so that it would not be replaced again.
     history = History.from_json(json.loads(json.dumps(workers[W[2]].told_history())))
     assert history is not None
@@ -456,9 +456,9 @@ def test_who_is_left_out_is_weighed_first() -> None:
     begun = ahead(workers[W[0]]).begun
     assert [one["without"] for one in begun if one["without"]] == [(W[1],)]
     step(workers, {W[1]: 60.0})
-    excuse = workers[W[1]].excused()
-    assert excuse is not None
-    assert not excuse.replace
+    eviction = workers[W[1]].eviction()
+    assert eviction is not None
+    assert not eviction.replace
 
 
 def test_nobody_is_left_out_where_too_few_nodes_would_be_left() -> None:

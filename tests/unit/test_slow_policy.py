@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.errors import UsageError
 from elaunch.policy.settings import SLOW_POLICIES, SLOW_POLICY, PolicyConfig, SlowPolicy, from_environment
-from elaunch.policy.stragglers.remedies import Excuse, Remedies
+from elaunch.policy.stragglers.remedies import Eviction, Remedies
 from elaunch.policy.stragglers.track import Change
 
 MEMBERS = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
@@ -33,10 +33,10 @@ def test_nobody_leaves_who_has_recovered_or_for_a_slow_link(policy: SlowPolicy, 
 def test_who_is_to_be_replaced_is_told_until_all_have_heard_and_only_once_for_each_slot() -> None:
     one = Remedies("replace")
     assert one.answer(slow("n0/1#0")) == {"action": "replace"}
-    excuse = one.take()
-    assert excuse == one.take() == Excuse(("n0/1#0",), True, str(slow("n0/1#0")))
+    eviction = one.take()
+    assert eviction == one.take() == Eviction(("n0/1#0",), True, str(slow("n0/1#0")))
     assert not bool(one.rebalances)
-    one.heard(excuse)
+    one.heard(eviction)
     assert one.take() is None
     assert one.answer(slow("n1/0#0"))["reason"] == "another worker is being replaced"
     assert one.entered([MEMBERS[0], *MEMBERS[2:]]) is None
@@ -76,9 +76,9 @@ def test_who_is_left_out_is_decided_by_estimates(
     assert (event["worker"], event["action"]) == ("n0/1#0", action)
     assert event["reason"]
     assert len(one.weighed) == 0
-    excuse = one.take()
-    assert (excuse is not None) == (action == "exclude") == (not bool(one.rebalances))
-    assert excuse is None or not excuse.replace
+    eviction = one.take()
+    assert (eviction is not None) == (action == "exclude") == (not bool(one.rebalances))
+    assert eviction is None or not eviction.replace
 
 
 def test_the_minimum_of_nodes_stays() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.workers.layers.model import Chain, Draw, build, describe
-from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.timing import Stopwatch, Turn
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
 def chain(*seconds: tuple[float, float], recompute: tuple[int, ...] = ()) -> Chain:
     factories = [partial(Slow, *pair) for pair in seconds]
     specs = describe(factories, torch.zeros(1, 6), 2, None)
-    here = Membership(0, 1)
+    here = TPRank(0, 1)
     return Chain(
         [
             build(spec, factory, 0, CPU, None, here, spec.index in recompute)

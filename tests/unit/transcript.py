@@ -101,9 +101,9 @@ def report_text(before: NodeDoc | None, after: NodeDoc) -> str:
         parts.append(f'cause "{after.cause}"')
     parts += _trouble(before.peers, after.peers)
     former_departure, departure = before.departure, after.departure
-    parts += [f"{worker} is to leave" for worker in departure.excused if worker not in former_departure.excused]
-    if departure.settled > former_departure.settled:
-        parts.append(f"all its members have entered generation {departure.settled}")
+    parts += [f"{worker} is to leave" for worker in departure.evicted if worker not in former_departure.evicted]
+    if departure.joined > former_departure.joined:
+        parts.append(f"all its members have entered generation {departure.joined}")
     if after.progress.committed > before.progress.committed:
         parts.append(f"a step has committed in generation {after.progress.committed}")
     if after.progress.plan_request not in ("", before.progress.plan_request):

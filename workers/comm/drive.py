@@ -18,11 +18,14 @@ class Line(Protocol):
     peer: str
     socket: socket.socket
 
-    def advance(self, events: int = 0) -> None: ...
+    def advance(self, events: int = 0) -> None:
+        """Moves what the socket takes and gives now. `events` is what poll reported; 0 when it was not asked."""
 
-    def wants(self) -> int: ...
+    def wants(self) -> int:
+        """Returns the poll events that let this link go on; 0 when its share of the operation is done."""
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raises `LinkLost` when the link has been silent for too long."""
 
 
 CHECK_S = 1.0

@@ -57,7 +57,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def neighbours(members: Sequence[str], me: str) -> tuple[str, ...]:
-    """The members to which `me` needs a link for the collectives of a group, in member order."""
+    """Returns the members to which `me` needs a link for the collectives of a group, in member order."""
     if len(members) <= DIRECT_MEMBERS:
         return tuple(member for member in members if member != me)
     here, size = members.index(me), len(members)
@@ -77,7 +77,7 @@ def _children(member: int, members: int) -> range:
 
 
 def even_counts(elements: int, members: int) -> list[int]:
-    """How many of `elements` each member owns when they are cut as evenly as possible."""
+    """Returns how many of `elements` each member owns when they are cut as evenly as possible."""
     return [(index + 1) * elements // members - index * elements // members for index in range(members)]
 
 
@@ -105,7 +105,7 @@ class Group:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def neighbours(self) -> tuple[str, ...]:
-        """The members to which the collectives have links from the start."""
+        """Returns the members to which the collectives have links from the start."""
         return neighbours(self.members, self.transport.worker)
 
     def all_reduce(self, tensor: Tensor, scale: float | None = None, reduction: Reduction = "sum") -> None:
@@ -182,7 +182,7 @@ class Group:
             self._pass_on(op, step, views[outgoing], views[incoming])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every member's payload, in member order. For small ones; their lengths may differ."""
+        """Returns every member's payload, in member order. For small ones; their lengths may differ."""
         if not self._direct:
             record = _RECORD.pack(self.rank, len(payload)) + payload
             return _payloads(memoryview(self._reduce_by_tree(record, b"".join)))
@@ -307,7 +307,8 @@ class Group:
         self.transport.link_up(set(members) - {self.transport.worker}, self.generation)
 
     def open(self) -> Traffic:
-        """An operation to which messages are added over time, between any members with a link (named by identity).
+        """Returns an operation to which messages are added over time, between any members with a link (named by
+        identity).
 
         All members open it, in the same order as the collectives, also those that exchange nothing. Until it is closed
         the transport's other operations wait, those of this thread as well. Of several groups with the same members in
@@ -402,7 +403,7 @@ def _check(tensor: Tensor, scale: float | None = None) -> None:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory; through uint8, because numpy knows no bfloat16."""
+    """Returns the bytes of a contiguous tensor in host memory; through uint8, because numpy knows no bfloat16."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

@@ -129,7 +129,7 @@ class Listener:
         os.close(self._wake)
 
     def close_in_child(self) -> None:
-        """After a fork: drops the child's copies, so that the port dies with the parent."""
+        """Drops the child's copies after a fork, so that the port dies with the parent."""
         for sock in (self._server, *(handshake.socket for handshake in self._handshakes)):
             sock.close()
 
@@ -318,7 +318,8 @@ class Listener:
 
 
 def read_line(sock: socket.socket, have_bytes: int = 0) -> bytes:
-    """More of a handshake line, of which `have_bytes` were read before; what follows its newline stays in the socket.
+    """Returns more of a handshake line, of which `have_bytes` were read before; what follows the newline stays in the
+    socket.
 
     Raises `HungUp` when the peer closed the connection, `ProtocolError` when the line is too long, `OSError` when the
     connection broke.

@@ -42,11 +42,11 @@ class AxisGroup(ElasticProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name under which functional collectives find this group."""
+        """Returns the name under which functional collectives find this group."""
         return self._name
 
     def getGroupName(self) -> str:
-        """The same; torch calls it from C++."""
+        """Returns `group_name`; torch calls it from C++."""
         return self._name
 
     def register(self) -> None:
@@ -78,7 +78,8 @@ class Meshes:
         names: Sequence[str],
         without: Collection[str] = (),
     ) -> DeviceMesh | None:
-        """A mesh of the first members of a group, row by row. All members make the same meshes in the same order.
+        """Returns a mesh of the first members of a group, row by row. All members make the same meshes in the same
+        order.
 
         Args:
             group: of all members.
@@ -118,7 +119,7 @@ class Meshes:
         return DeviceMesh.from_group(axes[0], device_type, mesh_dim_names=tuple(names))
 
     def forget_before(self, generation: int) -> None:
-        """Take the groups of older generations out of torch's tables."""
+        """Takes the groups of older generations out of torch's tables."""
         if generation == self._generation:
             return
         self._generation = generation

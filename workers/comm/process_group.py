@@ -50,20 +50,20 @@ class FinishedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def is_success(self) -> bool:
-        """Always: an operation that fails raises and returns no work."""
+        """Returns True: an operation that fails raises and returns no work."""
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A finished future of the tensors."""
+        """Returns a finished future of the tensors."""
         return self._future
 
 
 def _guarded(operation: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """Let the group's owner take an interruption, if it wants to."""
+    """Lets the group's owner take an interruption, if it wants to."""
 
     @functools.wraps(operation)
     def call(group: ElasticProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
@@ -118,11 +118,11 @@ class ElasticProcessGroup(dist.ProcessGroup):
         self._group()
 
     def size(self) -> int:
-        """How many members the current group has."""
+        """Returns how many members the current group has."""
         return self._group().size
 
     def rank(self) -> int:
-        """This worker's position in the current group."""
+        """Returns this worker's position in the current group."""
         return self._group().rank
 
     # torch calls these names from C++.
@@ -130,7 +130,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     getRank = rank
 
     def name(self) -> str:
-        """The backend's name."""
+        """Returns the backend's name."""
         return NAME
 
     getBackendName = name
@@ -138,7 +138,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name under which functional collectives find this group."""
+        """Returns the name under which functional collectives find this group."""
         return NAME
 
     def shutdown(self) -> None:
@@ -158,7 +158,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        """Like `allreduce`, but only the root's tensors change."""
+        """Does as `allreduce`, but only the root's tensors change."""
         for tensor in tensors:
             total = tensor.detach().clone(memory_format=torch.contiguous_format)
             self._reduce(total.view(-1), opts)
@@ -176,7 +176,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Each member's input goes to the output of its rank."""
+        """Gives each member's input to the output of its rank, on all members."""
         group = self._group()
         for parts, own in zip(outputs, inputs, strict=True):
             counts = [part.numel() for part in parts]
@@ -190,7 +190,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        """The inputs of all members, one after the other, in one output."""
+        """Puts the inputs of all members, one after the other, into one output."""
         group = self._group()
         with _flat(output) as flat:
             flat.view(group.size, -1)[group.rank].copy_(own.detach().reshape(-1))
@@ -203,7 +203,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """`all_gather_single` of several pairs."""
+        """Does `all_gather_single` for several pairs."""
         for output, own in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, own)
         return FinishedWork(list(outputs))
@@ -230,14 +230,14 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """`reduce_scatter_single` of several pairs."""
+        """Does `reduce_scatter_single` for several pairs."""
         for output, whole in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, whole, opts)
         return FinishedWork(list(outputs))
 
     @_guarded
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Input j goes to member j, whose own goes to output j. Makes links to all members, also in a ring."""
+        """Gives input j to member j, whose own goes to output j. Makes links to all members, also in a ring."""
         group = self._group()
         received = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
         peers = [peer for peer in range(group.size) if peer != group.rank]
@@ -253,7 +253,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, output_rows: Sequence[int], input_rows: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """`alltoall` of the rows of one tensor, cut evenly where no numbers of rows are given."""
+        """Does `alltoall` with the rows of one tensor, cut evenly where no numbers of rows are given."""
         size = self.size()
         self.alltoall(
             output.split(list(output_rows) or output.shape[0] // size),
@@ -265,7 +265,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
-        """Like `allgather`, but only the root has outputs."""
+        """Does as `allgather`, but only the root has outputs."""
         group = self._group()
         for index, own in enumerate(inputs):
             parts = outputs[index] if group.rank == opts.rootRank else [torch.empty_like(own)] * group.size
@@ -274,7 +274,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_guarded
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
-        """The root's input j goes to the output of member j."""
+        """Gives the root's input j to the output of member j."""
         group = self._group()
         for index, output in enumerate(outputs):
             whole = output.new_empty((group.size, *output.shape))

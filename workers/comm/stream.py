@@ -32,6 +32,7 @@ class Flow:
         self._sending = False
 
     def advance(self, events: int = 0) -> None:
+        """Moves what the link takes and gives now; when a message is through, the next one of its direction begins."""
         self._link.advance(events)
         while self._outgoing is not None and not self._sending:
             body = next(self._outgoing, None)
@@ -51,12 +52,15 @@ class Flow:
                 self._received += 1
 
     def wants(self) -> int:
+        """Returns the poll events that let the link go on; 0 when both directions are done."""
         return self._link.wants()
 
     def check(self) -> None:
+        """Raises `LinkLost` when the link has been silent for too long."""
         self._link.check()
 
     def finish(self) -> None:
+        """Makes the link forget the transfer, keeping what the peer must still get."""
         self._link.finish()
 
     def _has_left(self) -> None:

@@ -205,7 +205,7 @@ class Traffic:
         self._until(lambda: self.arrived(peer, part), (peer,))
 
     def arrived(self, peer: str, part: int) -> bool:
-        """Whether `part` from `peer` has been posted and is complete; never raises."""
+        """Returns whether `part` from `peer` has been posted and is complete; never raises."""
         line = self._lines.get(peer)
         return line is not None and part in line.arrived
 

@@ -79,19 +79,19 @@ class Transport:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The identities this worker has a link to, sorted."""
+        """Returns the identities this worker has a link to, sorted."""
         with self._changed:
             return tuple(sorted(peer for peer, link in self._links.items() if link.broken is None))
 
     def rates(self) -> dict[str, tuple[float, float]]:
-        """What the kernel has seen of the links that carried enough, by the peer's slot: bytes per second, seconds."""
+        """Returns (bytes per second, seconds) that the kernel saw of links that carried enough, by the peer's slot."""
         with self._changed:
             links = [(peer, link) for peer, link in self._links.items() if link.broken is None]
         found = {peer.partition("#")[0]: link.rate() for peer, link in links}
         return {slot: rate for slot, rate in found.items() if rate is not None}
 
     def carried(self) -> dict[str, tuple[int, float, float]]:
-        """What the links have carried since they were made, by the peer's slot; see `Link.carried`."""
+        """Returns what the links have carried since they were made, by the peer's slot; see `Link.carried`."""
         with self._changed:
             links = [(peer, link) for peer, link in self._links.items() if link.broken is None]
         found = {peer.partition("#")[0]: link.carried() for peer, link in links}
@@ -132,13 +132,13 @@ class Transport:
             self._known = dict(members)
 
     def hung_up(self, peers: Collection[str]) -> tuple[str, ...]:
-        """Those of `peers` whose link to this worker has broken; in their order."""
+        """Returns those of `peers` whose link to this worker has broken; in their order."""
         with self._changed:
             links = [self._links[peer] for peer in peers if peer in self._links]
         return tuple(link.peer for link in links if link.hung_up())
 
     def prepare(self, members: Mapping[str, str], timeout_s: float = PREPARE_TIMEOUT_S) -> None:
-        """Like `connect`, but in the background: it neither waits nor raises."""
+        """Connects as `connect` does, but in the background: it neither waits nor raises."""
         with self._changed:
             if not self._closing:
                 self._dial_missing(members, timeout_s)
@@ -239,7 +239,7 @@ class Transport:
     def probe(
         self, address: str, timeout_s: float, peer: str | None = None
     ) -> Literal["alive", "refused", "busy", "silent"]:
-        """Whether a worker of this job answers at `address` (and is `peer`, if given).
+        """Returns whether a worker of this job answers at `address` (and is `peer`, if given).
 
         "refused": nobody listens there, or somebody else does. "busy": its machine answers within `timeout_s`, and it
         does not; its process is stopped or swamped. "silent": nothing answers, so its machine or the network is down.

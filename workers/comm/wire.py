@@ -58,7 +58,7 @@ class Hello:
 
 
 def pack_header(header: Header) -> bytes:
-    """The header's 32 bytes."""
+    """Returns the header's 32 bytes."""
     return _HEADER.pack(_MAGIC, VERSION, *header)
 
 
@@ -94,17 +94,17 @@ def read_hello(line: bytes, token: str) -> Hello:
 
 
 def ack_line(worker: str) -> bytes:
-    """The acceptor's answer: who it is."""
+    """Returns the acceptor's answer: who it is."""
     return _line({"worker": worker})
 
 
 def refusal_line(why: str) -> bytes:
-    """The acceptor's answer when it does not want the connection."""
+    """Returns the acceptor's answer when it does not want the connection."""
     return _line({"error": why[:1000]})
 
 
 def read_ack(line: bytes) -> str:
-    """The acceptor's identity; raises `ProtocolError` with its reason when it refused."""
+    """Returns the acceptor's identity; raises `ProtocolError` with its reason when it refused."""
     message = _object(line)
     if "error" in message:
         why = str(message["error"])
@@ -116,7 +116,7 @@ def read_ack(line: bytes) -> str:
 
 
 def go_line() -> bytes:
-    """The dialler's confirmation."""
+    """Returns the dialler's confirmation."""
     return _line({"go": True})
 
 

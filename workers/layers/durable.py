@@ -25,7 +25,7 @@ MODEL, STATES = "model.", "optimizer."
 
 
 def part_of(specs: Sequence[LayerSpec], shards: Shards, settings: Mapping[str, Any]) -> Part:
-    """What a worker adds to a checkpoint; the tensors are the live ones."""
+    """Returns what a worker adds to a checkpoint; the tensors are the live ones."""
     shapes = _shapes(specs)
     forms = shards.forms()
     tensors = {}
@@ -47,7 +47,7 @@ def shards_of(
     make_optimizer: MakeOptimizer,
     make_scheduler: MakeScheduler | None,
 ) -> tuple[Shards, int]:
-    """Masters and states of some pieces from a checkpoint, and the bytes that were read.
+    """Returns masters and states of some pieces from a checkpoint, and the bytes that were read.
 
     Raises:
         CheckpointDamaged: it is not what was written.

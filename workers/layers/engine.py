@@ -129,22 +129,22 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """In force."""
+        """Returns the plan in force."""
         return self._here.plan
 
     @property
     def layers(self) -> dict[LayerKey, Layer]:
-        """This worker's, by layer and number of the tuple that it belongs to."""
+        """Returns this worker's layers, by layer and number of the TP group that it belongs to."""
         return self._here.layers
 
     @property
     def holds(self) -> bool:
-        """Whether this worker has its part of the state; who joins has it when its first step commits at the latest."""
+        """Returns whether this worker has its part of the state: one that joins has it once its first step commits."""
         return self._part is not None
 
     @property
     def entered(self) -> bool:
-        """Whether complete gradients of a step are here that has neither committed nor been dropped."""
+        """Returns whether complete gradients of a step are here that has neither committed nor been dropped."""
         return self._outcome is not None
 
     def train_step(self, barrier: Barrier | None = None, watch: Stopwatch | None = None) -> StepReport:
@@ -194,7 +194,7 @@ class Engine:
         return part, outcome
 
     def _migrated(self, step: int) -> tuple[WorkerPart, Outcome]:
-        """Do the step in which the plan changes."""
+        """Does the step in which the plan changes."""
         assert self._migration is not None
         assert self._next is not None
         part = self._next
@@ -207,7 +207,7 @@ class Engine:
         return part, outcome
 
     def apply(self, commit: Commit) -> None:
-        """Commit the step whose gradients are here. Parameters that others own have their old values after it."""
+        """Commits the step whose gradients are here. Parameters that others own have their old values after it."""
         assert self._outcome is not None
         assert commit.step == self.step, f"step {self.step} is here, {commit.step} has committed"
         outcome, self._outcome = self._outcome, None
@@ -224,15 +224,15 @@ class Engine:
         self.report = StepReport(commit.step, commit.loss, commit.gradient_norm)
 
     def drop(self) -> None:
-        """The step in flight is to be done again."""
+        """Drops the step in flight, which is to be done again."""
         self._outcome = self._migration = None
         if self._part is not None:
             self._part.snapshots.drop()
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
-    def standing(self) -> HeldState:
-        """What the others must know of this worker's state for a change."""
+    def held_state(self) -> HeldState:
+        """Returns what the others must know of this worker's state for a change."""
         settings = self.builder.fingerprint
         if self._part is None:
             return HeldState(settings=settings)
@@ -252,7 +252,7 @@ class Engine:
         )
 
     def change(self, group: Group, plan: Plan, step: int) -> int:
-        """Move to another plan, or into the job; it takes effect with `install`.
+        """Moves to another plan, or into the job; it takes effect with `install`.
 
         All members of the group call it with the same arguments; among those that `plan` uses or leaves idle, each. An
         interruption leaves this worker with what it has: it may be called again, for another plan and other members.
@@ -275,52 +275,54 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
-        notes = group.all_gather_json(self.standing().to_json())
-        standings = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
+        notes = group.all_gather_json(self.held_state().to_json())
+        held = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
         self._next_migration, self._next_step = None, step
-        if not any(one.plan for one in standings.values()):
+        if not any(one.plan for one in held.values()):
             if step:
                 raise StateLost(f"no member has any of the state of step {step}; go on from the last checkpoint")
             self._next = self.builder.begun(plan, group)
             self.builder.check_same(plan, group)
             return 0
-        survey = MigrationPlan(plan, standings, self.specs)
-        layout, pieces = survey.new.layout, survey.new.layout.pieces(worker)
-        layers = {key: self._here.layers[was] for key, was in survey.kept[worker].items()}
+        migration_plan = MigrationPlan(plan, held, self.specs)
+        layout, pieces = migration_plan.new.layout, migration_plan.new.layout.pieces(worker)
+        layers = {key: self._here.layers[was] for key, was in migration_plan.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
                 layers[key] = self.builder.built(layout, key, worker, values=False)
-        old, between = survey.old, None
+        old, between = migration_plan.old, None
         if not self._settings.blocking:
-            between = survey.between(group.members, self._settings.max_extra_bytes)
+            between = migration_plan.between(group.members, self._settings.max_extra_bytes)
         if between is not None:
             assert old is not None
-            migration = self._next_migration = self._migration_to(between, survey, old, layers, group)
-            shards = self.builder.shards(pieces, migration.assembly.tensors(), survey.forms, survey.schedule)
+            migration = self._next_migration = self._migration_to(between, migration_plan, old, layers, group)
+            shards = self.builder.shards(
+                pieces, migration.assembly.tensors(), migration_plan.forms, migration_plan.schedule
+            )
             self._next = self.builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
-        shards, received_bytes = self._moved(group, survey, pieces)
+        shards, received_bytes = self._moved(group, migration_plan, pieces)
         part = self.builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
-        self._stale = self._stale or survey.stale
+        self._stale = self._stale or migration_plan.stale
         with group.open() as traffic:
-            received_bytes += part.zero.share(traffic, None if survey.stale else survey.lacking)
+            received_bytes += part.zero.share(traffic, None if migration_plan.stale else migration_plan.lacking)
         self._next = part
         return received_bytes
 
     def links(self, plan: Plan, worker: str) -> frozenset[str]:
-        """The workers to which `worker` needs links under a plan."""
+        """Returns the workers to which `worker` needs links under a plan."""
         return links(plan, worker, self._settings.snapshots)
 
     def install(self) -> None:
-        """Go on under the plan that the last `change` has prepared."""
+        """Goes on under the plan that the last `change` has prepared."""
         self.step, self._outcome = self._next_step, None
         self._migration, self._next_migration = self._next_migration, None
         if self._migration is None:
             self._take_over()
 
     def arrive(self) -> None:
-        """There is no next step: who joins in it gets its state now. All members of the group call it.
+        """Gives those who join their state now, since no next step will. All members of the group call it.
 
         The others keep their parts under the old plan, so an interruption loses nothing.
         """
@@ -344,7 +346,7 @@ class Engine:
         self._hosted, self._next_hosted = self._next_hosted, None
 
     def _migration_to(
-        self, between: Plan, survey: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
+        self, between: Plan, migration_plan: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
     ) -> Migration:
         worker = group.members[group.rank]
         part = self._part
@@ -353,20 +355,20 @@ class Engine:
             between,
             group,
             old,
-            survey.new,
+            migration_plan.new,
             (had, layers),
-            survey.lacking,
+            migration_plan.lacking,
             self.specs,
-            survey.items,
+            migration_plan.items,
             local,
             sums,
             self.builder.device,
             partial(self.builder.executor, worker),
         )
 
-    def _moved(self, group: Group, survey: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
+    def _moved(self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
-        router, forms, schedule = survey.router(), survey.forms, survey.schedule
+        router, forms, schedule = migration_plan.router(), migration_plan.forms, migration_plan.schedule
         local = self._part.zero.shards if self._part is not None and self._mixed is None else None
         assembly = Assembly(pieces, local, router.items, self.builder.device)
         state = self._mixed if self._mixed is not None else local.regions() if local is not None else {}
@@ -392,7 +394,7 @@ class Engine:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def durable(self) -> Part:
-        """What this worker adds to a checkpoint of the state between two steps; the tensors are the live ones."""
+        """Returns what this worker adds to a checkpoint between two steps; the tensors are the live ones."""
         from elaunch.workers.layers.durable import part_of
 
         # Who joins during the next step has nothing yet.
@@ -402,7 +404,7 @@ class Engine:
     def restore(
         self, group: Group, plan: Plan, go_back: Callable[[Read[Shards]], Restored[Shards]]
     ) -> Restored[Shards]:
-        """Go back to a checkpoint, under any plan; it takes effect with `install`.
+        """Goes back to a checkpoint, under any plan; it takes effect with `install`.
 
         All members of the group call it with the same arguments, as `change`.
 
@@ -455,21 +457,21 @@ class Engine:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of each group of the optimizer; empty on a worker that owns no part of it."""
+        """Returns the learning rate of each group of the optimizer; empty on a worker that owns no part of it."""
         return self._here.zero.shards.learning_rates
 
     @property
     def changing(self) -> bool:
-        """Whether the plan changes in the step in flight."""
+        """Returns whether the plan changes in the step in flight."""
         return self._migration is not None
 
     @property
     def n_owned(self) -> int:
-        """Elements of parameters that this worker updates."""
+        """Returns how many elements of parameters this worker updates."""
         return sum(piece.elements for piece in self._here.zero.shards.pieces)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this worker keeps from step to step: parameters, master weights and optimizer states."""
+        """Returns what this worker keeps from step to step: parameters, master weights and optimizer states."""
         parameters = sum(p.nbytes for layer in self.layers.values() for p in layer.module.parameters())
         return {
             "parameters": parameters,
@@ -478,7 +480,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Let go of what the engine made itself."""
+        """Lets go of what the engine made itself."""
         if self._part is not None:
             self._part.snapshots.close()
         if self._own_transport is not None:

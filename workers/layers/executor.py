@@ -35,14 +35,14 @@ LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""
 
 SMALL_BYTES = 32 << 10
-"""Up to this size a sum over a tensor-parallel tuple takes one round instead of two."""
+"""Up to this size a sum over a tensor-parallel group takes one round instead of two."""
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 Load = Callable[[MicroBatch], tuple[Tensor, Any]]
 """Inputs and targets of some samples of the step under way, on this worker's device."""
 
 LayerKey = tuple[int, int]
-"""A layer and the number of one of the tuples that hold it."""
+"""A layer and the number of one of the TP groups that hold it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Executor:
         plan: valid.
         worker: whose part it is.
         specs: of all layers.
-        layers: those of this worker, by layer and number of the tuple it belongs to.
+        layers: those of this worker, by layer and number of the TP group it belongs to.
         layout: of gradients and optimizer states.
         loss_fn: mean loss over the rows of (output, target).
         seed: of the random numbers.
@@ -118,13 +118,13 @@ class Executor:
         ready: Callable[[range], object] = lambda _: None,
         watch: Stopwatch | None = None,
     ) -> Outcome:
-        """Do all actions of step number `step`.
+        """Does all actions of step number `step`.
 
         Args:
             traffic: of the step.
             step: its number.
             load: of the samples.
-            sums: over tensor-parallel tuples.
+            sums: over tensor-parallel groups.
             ready: called before some layers are used, returns when they can be.
             watch: measures the layers, if there is one.
 
@@ -140,7 +140,7 @@ class Executor:
 
 
 class TupleSum:
-    """Sums over the members of a tensor-parallel tuple, in the order of their ranks."""
+    """Sums over the members of a tensor-parallel group, in the order of their ranks."""
 
     def __init__(self, workers: tuple[str, ...], worker: str) -> None:
         self._others = [other for other in workers if other != worker]
@@ -150,7 +150,7 @@ class TupleSum:
         self._number = 0
 
     def begin(self, traffic: Traffic, watch: Stopwatch | None = None) -> None:
-        """Use the messages of this step; `watch` is told how long they were waited for."""
+        """Uses the messages of this step; `watch` is told how long they were waited for."""
         self._traffic, self._watch, self._number = traffic, watch, 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class TupleSum:
         return torch.cat(wholes).view(x.shape).to(x.device)
 
     def _round(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Send each member its tensor and receive one from each."""
+        """Sends each member its tensor and receives one from each."""
         traffic, part = self._traffic, tag(Kind.TENSOR, self._number)
         assert traffic is not None
         self._number += 1
@@ -292,7 +292,7 @@ class _Step:
     # -- activations and their gradients --------------------------------------------------------------------------
 
     def _post(self, action: Action) -> None:
-        """Have what this action needs received in the background."""
+        """Has what this action needs received in the background."""
         peers = self._of._exchanges[action.tile, action.micro_batch]
         if action.kind == "F":
             kind, rows, layer = Kind.ACTIVATION, peers.x_from, self._plan.tiles[action.tile].layers.start - 1
@@ -309,7 +309,7 @@ class _Step:
             self._traffic.post(one.peer, part, memory(whole[one.first : one.first + one.count]))
 
     def _collect(self, kind: Kind, rows: Sequence[Rows]) -> Tensor:
-        """Wait for the rows and put them together."""
+        """Waits for the rows and puts them together."""
         whole: Tensor | None = None
         for one in rows:
             if one.peer != self._of._worker:
@@ -317,9 +317,13 @@ class _Step:
                 whole = self._posted.pop(tag(kind, one.number))
         local = [(one.first, self._local.pop(tag(kind, one.number))) for one in rows if one.peer == self._of._worker]
         if whole is None:
-            return local[0][1] if len(local) == 1 else torch.cat([mine for _, mine in sorted(local, key=itemgetter(0))])
-        for first, mine in local:
-            whole[first : first + len(mine)] = mine
+            return (
+                local[0][1]
+                if len(local) == 1
+                else torch.cat([rows_here for _, rows_here in sorted(local, key=itemgetter(0))])
+            )
+        for first, rows_here in local:
+            whole[first : first + len(rows_here)] = rows_here
         return whole.to(self._of._device)
 
     def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows]) -> None:
@@ -336,7 +340,7 @@ class _Step:
     # -- gradients of parameters ----------------------------------------------------------------------------------
 
     def _add(self, key: LayerKey, unit: int | None, grads: list[Tensor]) -> bool:
-        """Add the gradients of a micro-batch; tell whether it was the last one here."""
+        """Adds the gradients of a micro-batch; tells whether it was the last one here."""
         entry = self._sums[key]
         grads = [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
         if unit is not None:
@@ -386,7 +390,7 @@ class _Step:
                     self._traffic.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), memory(part))
 
     def _total(self, shard: Owned) -> Tensor:
-        """The gradient of a shard: sums over whole units along the tree, then the rest in the order of the tuples."""
+        """The gradient of a shard: sums over whole units along the tree, then the rest by TP group, in order."""
         layout, terms = self._of._layout, self._of._terms
         tree = TreeSum[Tensor](self._plan.n_units, Tensor.add_)
         rest = []

@@ -69,7 +69,7 @@ class HybridJob(BaseJob):
 
     @property
     def step(self) -> int:
-        """Number of the step in flight, which is also the number of steps that have committed."""
+        """Returns the number of the step in flight, which is also the number of steps that have committed."""
         return self._engine.step if self._engine is not None else 0
 
     def engine(
@@ -80,7 +80,7 @@ class HybridJob(BaseJob):
         plan: Plan,
         **settings: Any,
     ) -> Engine:
-        """Make the engine of this worker, and wait until it is a member.
+        """Makes the engine of this worker, and waits until it is a member.
 
         Who joins a running job gets its state here, or during its first step: until then its parameters mean nothing.
 
@@ -117,7 +117,7 @@ class HybridJob(BaseJob):
         return self._engine
 
     def steps(self, count: int) -> Iterator[StepReport]:
-        """Train until `count` steps of the job have committed, then wait for the other members.
+        """Trains until `count` steps of the job have committed, then waits for the other members.
 
         Raises:
             StateError: workers were lost, and with them parts of the state that nobody else has.
@@ -126,7 +126,7 @@ class HybridJob(BaseJob):
             yield self.train_step()
 
     def train_step(self) -> StepReport:
-        """Do one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
+        """Does one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
 
         A step that is interrupted is done again, by the members that are left.
 
@@ -189,7 +189,7 @@ class HybridJob(BaseJob):
         self._member.report(report.step, loss=report.loss, sample_ids=engine.sample_ids(report.step))
 
     def _go_back(self, group: Group, plan: Plan, step: int, had: int) -> int:
-        """Prepare to go on from a checkpoint, that of `step` or an older one.
+        """Prepares to go on from a checkpoint, that of `step` or an older one.
 
         As far as anybody knows, `had` steps had committed before.
         """
@@ -202,17 +202,17 @@ class HybridJob(BaseJob):
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
-        """Says how far the engine is, and by what a member that was a step behind applies that step."""
+        """Returns how far it is and, as a fact, its last commit, which members one step behind may have to apply."""
         engine = self._made
         commit = engine.last_commit
         facts = {"commit": asdict(commit) if commit is not None else None}
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
-        """Nothing runs in the background between steps."""
+        """Does nothing: between steps, nothing runs in the background."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        """Applies the step in flight if it has committed, or drops it."""
+        """Applies the step that it entered, with the commit of a member that has it, or drops the step."""
         engine = self._made
         if engine.entered and engine.step == verdict.step:
             engine.drop()
@@ -220,12 +220,16 @@ class HybridJob(BaseJob):
             engine.apply(Commit(**verdict.facts[verdict.passed]["commit"]))
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        """Chooses how the members go on, the same on all of them."""
+        """Chooses the next plan with all other members; returns the fields of the `decision` event."""
         self._next = self._member.choose(generation, group, verdict)
         return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        """Moves the state to where the plan wants it, or reads it from a checkpoint where parts of it are lost."""
+        """Moves the state to where the next plan wants it, or restores the checkpoint; returns the bytes received.
+
+        Raises:
+            StateLost: a part of the state is on no member, and there is no checkpoint.
+        """
         assert self._next is not None
         plan = self._next.plan
         self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
@@ -240,7 +244,7 @@ class HybridJob(BaseJob):
             return self._go_back(group, plan, verdict.saved, verdict.step)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        """Has the engine go on by the plan, and the device at its clock."""
+        """Installs the new plan and state, and sets the clock of this worker's device that the plan was priced with."""
         assert self._next is not None
         self._made.install()
         self._holds = True
@@ -261,7 +265,7 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 
 def hybrid() -> HybridJob:
-    """Attach this process to its job; under torchrun or plain Python, a job whose membership never changes.
+    """Attaches this process to its job; under torchrun or plain Python, a job whose membership never changes.
 
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.

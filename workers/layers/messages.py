@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 def tag(kind: Kind, number: int) -> int:
-    """The part under which a message travels (see `elaunch.workers.comm.traffic`)."""
+    """Returns the part under which a message travels (see `elaunch.workers.comm.traffic`)."""
     assert number < _NUMBERS
     return kind * _NUMBERS + number
 
@@ -58,9 +58,9 @@ class Exchanges:
 
 
 def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
-    """For each (tile, micro-batch) of `worker`, what it receives and sends.
+    """Returns what `worker` receives and sends, for each of its (tile, micro-batch).
 
-    Every member of a tensor-parallel tuple has the whole activation, so each member of the next tuple gets it from one
+    Every member of a tensor-parallel group has the whole activation, so each member of the next one gets it from one
     of them: from itself, if it belongs to both, else from the one of its own rank, modulo their number.
     """
     feeds, consumers = inputs(plan), outputs(plan)
@@ -97,15 +97,15 @@ def exchanges(plan: Plan, worker: str) -> dict[tuple[int, int], Exchanges]:
 
 
 def peers(plan: Plan, worker: str) -> frozenset[str]:
-    """The workers to which `worker` needs a link: those before and after it, and those that have layers of its own."""
+    """Returns the workers to which `worker` needs a link: those before and after it, and those sharing its layers."""
     found = {
         rows.peer
         for one in exchanges(plan, worker).values()
         for rows in (*one.x_from, *one.y_to, *one.dy_from, *one.dx_to)
     }
-    for tuples in holders(plan):
-        shares_it = any(worker in workers for workers in tuples)
-        found |= {other for workers in tuples for other in workers if shares_it}
+    for tp_groups in holders(plan):
+        shares_it = any(worker in workers for workers in tp_groups)
+        found |= {other for workers in tp_groups for other in workers if shares_it}
     return frozenset(found - {worker})
 
 
@@ -140,16 +140,16 @@ class GradientTerms:
         self.terms = [
             tuple(
                 Term(replica, node)
-                for replica, workers in enumerate(tuples)
+                for replica, workers in enumerate(tp_groups)
                 for node in _nodes(plan, layer, tiles[workers], bitwise)
             )
-            for layer, tuples in enumerate(layout.holders)
+            for layer, tp_groups in enumerate(layout.holders)
         ]
         counts = [len(self.terms[shard.layer]) for shard in layout.all_shards]
         self._first = dict(zip(layout.all_shards, [0, *accumulate(counts)], strict=False))
 
     def number(self, shard: Owned, term: int) -> int:
-        """Of the message that brings term number `term` of a layer's gradient to the owner of a shard."""
+        """Returns the number of the message that brings term `term` of a layer's gradient to the owner of a shard."""
         return self._first[shard] + term
 
 

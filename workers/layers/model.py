@@ -26,7 +26,7 @@ Factory = Callable[[], nn.Module]
 def describe(
     factories: Sequence[Factory], example: Tensor, micro_batch_size: int, dtype: torch.dtype | None
 ) -> tuple[LayerSpec, ...]:
-    """Find out shapes and random numbers of all layers on the meta device: nothing is allocated or computed.
+    """Finds out shapes and random numbers of all layers on the meta device: nothing is allocated or computed.
 
     Args:
         factories: of the layers.
@@ -69,7 +69,7 @@ def describe(
 
 
 def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: torch.dtype | None, width: int) -> None:
-    """That the layers can be cut over tensor-parallel tuples of `width` workers.
+    """Checks that the layers can be cut over tensor-parallel groups of `width` workers.
 
     Raises:
         StateError: one cannot, or none says how.
@@ -78,7 +78,7 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
         return
     if not any(spec.cuts for spec in specs):
         raise StateError(
-            "no layer says how it is cut, so each member of a tuple would do all of the work; "
+            "no layer says how it is cut, so each member of a TP group would do all of the work; "
             "give the layers an attribute `placements`"
         )
     for spec, factory in zip(specs, factories, strict=True):
@@ -88,6 +88,7 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
 
 
 def layer_name(index: int, layer: nn.Module) -> str:
+    """Returns how messages name a layer: by its number and its class."""
     return f"layer {index} ({type(layer).__name__})"
 
 
@@ -146,7 +147,7 @@ class Layer:
 
     module: nn.Module
     spec: LayerSpec
-    membership: tensor_parallel.Membership
+    tp_rank: tensor_parallel.TPRank
     recompute: bool = False
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -158,8 +159,8 @@ class Layer:
             parameter.register_post_accumulate_grad_hook(partial(self._take, place))
 
     def run(self, x: Tensor, draw: Draw) -> Tensor:
-        """The output for `x` (rows, …)."""
-        here, trace = self.membership, self.spec.trace
+        """Returns the output for `x` (rows, …)."""
+        here, trace = self.tp_rank, self.spec.trace
         versions = [buffer._version for buffer in self._buffers.values()]
         if here.size == 1 and not trace.ops and not trace.fused:
             y: Tensor = self.module(x)
@@ -185,11 +186,11 @@ class Layer:
         return y
 
     def expect(self, done: Callable[[list[Tensor]], None]) -> None:
-        """Have `done` called with the gradients of `parameters`, in their order, as soon as a backward has them all."""
+        """Has `done` called with the gradients of `parameters`, in their order, as soon as a backward has them all."""
         self._grads, self._done = {}, done
 
     def settle(self) -> None:
-        """The backward is over: what has got no gradient has a zero one."""
+        """Gives what has got no gradient a zero one, now that the backward is over."""
         if self._done is not None:
             for place, parameter in enumerate(self.parameters.values()):
                 if place not in self._grads:
@@ -233,7 +234,7 @@ class Chain:
             self._pieces[-1].append(layer)
 
     def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[Saved]]:
-        """The output for `x` (rows, …), detached, and what `backward` needs.
+        """Returns the output for `x` (rows, …), detached, and what `backward` needs.
 
         Args:
             x: the input.
@@ -244,7 +245,7 @@ class Chain:
         for piece in self._pieces:
             spans = []
             if watch is not None:
-                spans = [watch.span(layer.spec.index, x.shape[0], layer.membership.size) for layer in piece]
+                spans = [watch.span(layer.spec.index, x.shape[0], layer.tp_rank.size) for layer in piece]
             if piece[0].recompute:
                 with torch.no_grad():
                     y = _run(piece, x, draw, spans)
@@ -259,7 +260,7 @@ class Chain:
     def backward(
         self, saved: list[Saved], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
     ) -> Tensor | None:
-        """The gradient of the input; None for one that has none. `saved` is used up.
+        """Returns the gradient of the input; None for one that has none. `saved` is used up.
 
         Args:
             saved: from `forward`.
@@ -280,7 +281,7 @@ class Chain:
             for layer in piece:
                 layer.expect(partial(done, layer))
             if y.requires_grad:
-                with tensor_parallel.placed(piece[0].membership):
+                with tensor_parallel.placed(piece[0].tp_rank):
                     torch.autograd.backward(y, dx)
             if here.spans:
                 here.spans[0].end("B")
@@ -320,7 +321,7 @@ class Draw:
     micro_batch_size: int
 
     def layer(self, spec: LayerSpec, tp_rank: int, tp_size: int, device: torch.device) -> Any:
-        """A context in which the layer runs."""
+        """Returns a context in which the layer runs."""
         return layer_randomness(
             spec.trace,
             seed=self.seed,
@@ -340,11 +341,11 @@ def build(
     seed: int,
     device: torch.device,
     dtype: torch.dtype | None,
-    membership: tensor_parallel.Membership,
+    tp_rank: tensor_parallel.TPRank,
     recompute: bool = False,
     values: bool = True,
 ) -> Layer:
-    """Make a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
+    """Makes a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
 
     Without `values` no random numbers are drawn for parameters that are trained, since others will take their place.
 
@@ -355,10 +356,10 @@ def build(
         torch.manual_seed(mix(seed, spec.index))
         module = _made(spec.index, factory, dtype)
     cuts = tensor_parallel.cuts_of(module, spec.name)
-    tensor_parallel.cut(module, cuts, membership.rank, membership.size, spec.name)
+    tensor_parallel.cut(module, cuts, tp_rank.rank, tp_rank.size, spec.name)
     module.to(device).train()
     parameters = dict(module.named_parameters())
-    return Layer(module, spec, membership, recompute, {name: parameters[name] for name in spec.shapes})
+    return Layer(module, spec, tp_rank, recompute, {name: parameters[name] for name in spec.shapes})
 
 
 class _NoValues(TorchFunctionMode):

@@ -22,7 +22,7 @@ from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.layers.snapshots import Snapshots
-from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
 from elaunch.workers.state.layout import Piece, StateLayout
 
@@ -42,13 +42,13 @@ class WorkerPart:
     sums: dict[tuple[str, ...], TupleSum] = field(default_factory=dict)
 
     def place_layers(self) -> None:
-        """Tells the layers of their tensor-parallel tuples in this plan."""
+        """Tells the layers of their tensor-parallel groups in this plan."""
         for (index, replica), layer in self.layers.items():
             workers = self.layout.holders[index][replica]
             add = None
             if len(workers) > 1:
                 add = self.sums.setdefault(workers, TupleSum(workers, self.worker))
-            layer.membership = Membership(workers.index(self.worker), len(workers), add)
+            layer.tp_rank = TPRank(workers.index(self.worker), len(workers), add)
 
 
 class Builder:
@@ -108,7 +108,7 @@ class Builder:
         """Builds a layer as a worker has it under a plan; without `values`, those of its parameters mean nothing."""
         layer, replica = key
         workers = layout.holders[layer][replica]
-        place = Membership(workers.index(worker), len(workers))
+        place = TPRank(workers.index(worker), len(workers))
         return build(
             self.specs[layer],
             self._factories[layer],
@@ -174,7 +174,7 @@ class Builder:
         return tuple(layers), tuple(elements)
 
     def check_widths(self, widths: Collection[int]) -> None:
-        """Checks that the layers can be cut over tensor-parallel tuples of so many workers.
+        """Checks that the layers can be cut over tensor-parallel groups of so many workers.
 
         Raises:
             StateError: a layer cannot, or none says how.

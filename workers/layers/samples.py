@@ -38,12 +38,12 @@ class Samples:
         self._units: dict[tuple[int, int], Any] = {}
 
     def described(self) -> dict[str, Any]:
-        """What decides which samples a step uses, beside the size of its batch."""
+        """Returns what decides which samples a step uses, beside the size of its batch."""
         order = self.order
         return {"samples in the data set": order.n_samples, "seed": order.seed, "shuffle": order.shuffle}
 
     def example(self) -> Tensor:
-        """One row of input (1, …).
+        """Returns one row of input (1, …).
 
         Raises:
             StateError: the data set does not give pairs of a tensor and something.
@@ -52,7 +52,7 @@ class Samples:
         return x
 
     def load(self, plan: Plan, step: int, samples: MicroBatch) -> tuple[Tensor, Any]:
-        """Inputs and targets of these samples, in their order."""
+        """Returns the inputs and targets of these samples, in their order."""
         parts = []
         for unit, rows, _ in rows_by_unit(plan, samples):
             pair = self._unit(plan, step, unit)

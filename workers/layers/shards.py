@@ -42,7 +42,7 @@ class Form:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the tensors."""
+        """Returns the dtypes of the tensors."""
         return tuple(getattr(torch, name) for _, name in self.tensors)
 
 
@@ -93,7 +93,7 @@ class Shards:
                 self.set_options(forms or {})
 
     def step(self, gradients: Mapping[Owned, Tensor], coefficient: float, count: int | None = None) -> None:
-        """Update the masters, with the gradients multiplied by `coefficient`; only of the first `count` pieces."""
+        """Updates the masters, with the gradients multiplied by `coefficient`; only of the first `count` pieces."""
         if self._optimizer is None:
             return
         if coefficient != 1.0:
@@ -108,17 +108,17 @@ class Shards:
             self._scheduler.step()
 
     def master(self, place: int) -> Tensor:
-        """The master of a piece, by its place."""
+        """Returns the master of a piece, by its place."""
         return self._values[place].data
 
     def tensors(self, place: int) -> tuple[Tensor, ...]:
-        """All tensors of a piece, the master first."""
+        """Returns all tensors of a piece, the master first."""
         value = self._values[place]
         kept = (tensor for _, tensor in sorted(self._state(place).items()) if isinstance(tensor, Tensor))
         return self.master(place), *(tensor for tensor in kept if tensor.shape == value.shape)
 
     def put(self, place: int, parts: Sequence[Tensor], form: Form) -> None:
-        """Make these the tensors of a piece; the master must be the one it has, or is copied into it."""
+        """Makes these the tensors of a piece; the master must be the one it has, or is copied into it."""
         assert self._optimizer is not None
         value = self._values[place]
         if parts[0].data_ptr() != value.data_ptr():
@@ -132,14 +132,14 @@ class Shards:
         self._optimizer.state[value] = state
 
     def regions(self, count: int | None = None) -> dict[str, list[Region]]:
-        """The state of the first `count` pieces, by item and box."""
+        """Returns the state of the first `count` pieces, by item and box."""
         found: dict[str, list[Region]] = {}
         for place, piece in enumerate(self.pieces[:count]):
             found.setdefault(piece.parameter + OPTIMIZER, []).extend(regions_of(piece, self.tensors(place)))
         return found
 
     def forms(self, count: int | None = None) -> dict[str, Form]:
-        """What the optimizer keeps, by name of a parameter; of the first `count` pieces."""
+        """Returns what the optimizer keeps, by name of a parameter; of the first `count` pieces."""
         found: dict[str, Form] = {}
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         options = {id(value): text for group in groups for text in (_options(group),) for value in group["params"]}
@@ -151,7 +151,7 @@ class Shards:
         return found
 
     def schedule(self) -> dict[str, Any] | None:
-        """State of the scheduler.
+        """Returns the state of the scheduler.
 
         Raises:
             StateError: it has something that is no JSON.
@@ -168,7 +168,7 @@ class Shards:
         return state
 
     def release(self) -> None:
-        """Hold nothing any more: the state is somewhere else."""
+        """Lets go of everything: the state is somewhere else."""
         if self._optimizer is not None:
             # Schedulers and optimizers refer to each other, so they live until the garbage collector comes.
             self._optimizer.state.clear()
@@ -177,19 +177,20 @@ class Shards:
 
     @property
     def optimizer_name(self) -> str:
-        """Its class; empty without pieces."""
+        """Returns the optimizer's class; empty without pieces."""
         return "" if self._optimizer is None else type(self._optimizer).__name__
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of each group of the optimizer; empty without pieces."""
+        """Returns the learning rate of each group of the optimizer; empty without pieces."""
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def master_bytes(self) -> int:
+        """Returns the bytes of the masters of this worker's pieces."""
         return sum(value.nbytes for value in self._values)
 
     def state_bytes(self) -> int:
-        """Without the masters."""
+        """Returns the bytes of the optimizer's state, without the masters."""
         if self._optimizer is None:
             return 0
         states = self._optimizer.state.values()
@@ -220,7 +221,7 @@ class Shards:
         return Form(tuple(tensors), tuple(numbers), options)
 
     def set_options(self, forms: Mapping[str, Form]) -> None:
-        """Give the groups the options that their parameters have elsewhere."""
+        """Gives the groups the options that their parameters have elsewhere."""
         assert self._optimizer is not None
         parameters = {id(value): piece.parameter for piece, value in zip(self.pieces, self._values)}
         for group in self._optimizer.param_groups:
@@ -236,7 +237,7 @@ class Shards:
                     group[key] = tuple(kept) if isinstance(was, tuple) else kept
 
     def set_schedule(self, schedule: Mapping[str, Any] | None) -> None:
-        """Set the scheduler's state; what it keeps for each group is its own, since others may have other groups."""
+        """Sets the scheduler's state; what it keeps for each group is its own, since others may have other groups."""
         if self._scheduler is None or schedule is None:
             return
         own = self._scheduler.state_dict()
@@ -249,7 +250,7 @@ class Shards:
 
 
 def regions_of(piece: Piece, tensors: Sequence[Tensor]) -> list[Region]:
-    """Views of flat tensors of a piece, box by box."""
+    """Returns views of flat tensors of a piece, box by box."""
     found, first = [], 0
     for box in piece.boxes:
         shape = tuple(stop - start for start, stop in box)

@@ -38,7 +38,7 @@ _LENGTHS = struct.Struct("<QQ")
 
 
 def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Who copies whose state: for each worker `copies` others, on as many other nodes as there are.
+    """Returns who copies whose state: for each worker `copies` others, on as many other nodes as there are.
 
     The j-th worker of a node is copied by the j-th of the next ones, so that the load is even.
     """
@@ -56,7 +56,7 @@ def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def links(plan: Plan, worker: str, copies: int) -> frozenset[str]:
-    """The workers to which `worker` needs a link under a plan: for its rows and gradients, and for copies."""
+    """Returns the workers to which `worker` needs a link under a plan: for its rows and gradients, and for copies."""
     holders = ring(plan.workers, copies)
     owners = {owner for owner, others in holders.items() if worker in others}
     return peers(plan, worker) | owners | frozenset(holders[worker])
@@ -121,7 +121,7 @@ class Snapshots:
     # -- in a step ------------------------------------------------------------------------------------------------
 
     def begin(self, traffic: Traffic) -> None:
-        """Send the next batch of this worker's state, and have those of others received."""
+        """Sends the next batch of this worker's state, and has those of others received."""
         self.settle()
         if self._holders:
             self._own.batch = self._next_batch(self._own)
@@ -139,14 +139,14 @@ class Snapshots:
                 traffic.post(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(gradient))
 
     def ship(self, traffic: Traffic, gradients: Mapping[Owned, Tensor]) -> None:
-        """Send the gradients of this worker's shards to those who copy them."""
+        """Sends the gradients of this worker's shards to those who copy them."""
         for shard in self._own.shards[: self._own.count + self._own.batch] if self._holders else ():
             sent = gradients[shard].cpu()
             for holder in self._holders:
                 traffic.send(holder, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(sent), sent)
 
     def arrive(self, traffic: Traffic) -> None:
-        """Wait until all of the step is here: after that it may commit."""
+        """Waits until all of the step is here: after that it may commit."""
         for copy in self._copies:
             if copy.batch:
                 traffic.wait(copy.owner, self._tag(copy, 0))
@@ -161,25 +161,25 @@ class Snapshots:
                 traffic.wait(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]))
 
     def commit(self, coefficient: float) -> None:
-        """The step has committed: update the copies, in the background."""
+        """Updates the copies in the background, now that the step has committed."""
         self._own.count, self._own.batch = self._own.count + self._own.batch, 0
         if self._copies:
             self._thread = self._thread or ThreadPoolExecutor(1, "elaunch-snapshots")
             self._updating = self._thread.submit(self._update, coefficient)
 
     def drop(self) -> None:
-        """The step is done again: what came of it is of no use."""
+        """Drops what came of a step that is done again."""
         for copy in (self._own, *self._copies):
             copy.batch, copy.came, copy.gradients = 0, None, {}
 
     def settle(self) -> None:
-        """Wait until the copies stand where the last committed step left the state."""
+        """Waits until the copies stand where the last committed step left the state."""
         updating, self._updating = self._updating, None
         if updating is not None:
             updating.result()
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self.settle()
         if self._thread is not None:
             self._thread.shutdown()
@@ -188,16 +188,16 @@ class Snapshots:
 
     @property
     def complete(self) -> bool:
-        """Whether all of this worker's state has its copies."""
+        """Returns whether all of this worker's state has its copies."""
         return not self._holders or self._own.count == len(self._own.shards)
 
     def pieces(self) -> dict[str, int]:
-        """By owner, how many of its pieces are copied here."""
+        """Returns, by owner, how many of its pieces are copied here."""
         self.settle()
         return {copy.owner: copy.n_pieces(copy.count) for copy in self._copies if copy.count}
 
     def forms(self) -> dict[str, Form]:
-        """What the optimizers of the copies keep, by name of a parameter."""
+        """Returns what the optimizers of the copies keep, by name of a parameter."""
         self.settle()
         found: dict[str, Form] = {}
         for copy in self._copies:
@@ -206,11 +206,11 @@ class Snapshots:
         return found
 
     def schedule(self) -> dict[str, Any] | None:
-        """State of the scheduler of a copy."""
+        """Returns the state of the scheduler of a copy."""
         return next((copy.state.schedule() for copy in self._copies if copy.state is not None), None)
 
     def regions(self) -> dict[str, list[Region]]:
-        """All that is copied here, by item."""
+        """Returns all that is copied here, by item."""
         self.settle()
         found: dict[str, list[Region]] = {}
         for copy in self._copies:

@@ -22,10 +22,12 @@ class Node(NamedTuple):
 
     @property
     def parent(self) -> Node:
+        """Returns the node that sums this one and its sibling."""
         return Node(self.level + 1, self.place >> 1)
 
     @property
     def sibling(self) -> Node:
+        """Returns the node that has the same parent."""
         return Node(self.level, self.place ^ 1)
 
 
@@ -43,7 +45,7 @@ class TreeSum(Generic[T]):
         self._values: dict[Node, T] = {}
 
     def put(self, node: Node, value: T) -> None:
-        """Take the sum of the leaves below `node`, none of which it has yet; `Node(0, i)` is leaf i itself."""
+        """Takes the sum of the leaves below `node`, none of which it has yet; `Node(0, i)` is leaf i itself."""
         while node != self._root:
             sibling = node.sibling
             if sibling.place << node.level < self._n_leaves:
@@ -54,14 +56,15 @@ class TreeSum(Generic[T]):
         self._values[node] = value
 
     def items(self) -> list[tuple[Node, T]]:
-        """The partial sums, in the order of their leaves."""
+        """Returns the partial sums, in the order of their leaves."""
         return sorted(self._values.items(), key=lambda item: item[0].place << item[0].level)
 
     def clear(self) -> None:
+        """Forgets all sums, for the next step."""
         self._values.clear()
 
     def total(self) -> T | None:
-        """The sum of all leaves that were put, along the tree; None without any. Once only if `add` changes values."""
+        """Returns the sum of all leaves that were put; None without any. Callable only once if `add` changes values."""
         return self._sum(self._root)
 
     @property
@@ -81,7 +84,7 @@ class TreeSum(Generic[T]):
 
 
 def nodes(n_leaves: int, leaves: Iterable[int]) -> tuple[Node, ...]:
-    """What `TreeSum.items` has left of these leaves, without adding anything."""
+    """Returns what `TreeSum.items` has left of these leaves, without adding anything."""
 
     def nothing(one: None, other: None) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Layers cut over the members of a tensor-parallel tuple, as Megatron does.
+"""Layers cut over the members of a tensor-parallel group, as Megatron does.
 
 A layer says how its parameters are cut by an attribute `placements`, a mapping from parameter names to
 `torch.distributed.tensor` placements; what it does not name is replicated:
@@ -34,29 +34,29 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Membership:
-    """A place in a tensor-parallel tuple: member `rank` of `size`, and the sum over the members."""
+class TPRank:
+    """A place in a tensor-parallel group: member `rank` of `size`, and the sum over the members."""
 
     rank: int = 0
     size: int = 1
     all_reduce: AllReduce | None = None
 
 
-_ALONE = Membership()
+_ALONE = TPRank()
 _current = threading.local()
 
 
-def current() -> Membership:
-    """Where the layer that runs in this thread is placed."""
-    found: Membership = getattr(_current, "value", _ALONE)
+def current() -> TPRank:
+    """Returns where the layer that runs in this thread is placed."""
+    found: TPRank = getattr(_current, "value", _ALONE)
     return found
 
 
 @contextmanager
-def placed(membership: Membership) -> Iterator[None]:
-    """Layers that run inside are placed so."""
+def placed(tp_rank: TPRank) -> Iterator[None]:
+    """Places the layers that run inside."""
     before = current()
-    _current.value = membership
+    _current.value = tp_rank
     try:
         yield
     finally:
@@ -66,12 +66,12 @@ def placed(membership: Membership) -> Iterator[None]:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.membership = current()
+        ctx.tp_rank = current()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _sum(ctx.membership, grads[0])
+        return _sum(ctx.tp_rank, grads[0])
 
 
 class _Reduce(torch.autograd.Function):
@@ -85,23 +85,24 @@ class _Reduce(torch.autograd.Function):
 
 
 def copy(x: Tensor) -> Tensor:
-    """Give each member the same tensor; in backward the members' gradients of it are summed."""
+    """Gives each member the same tensor; in backward the members' gradients of it are summed."""
     return x if current().size == 1 else _Copy.apply(x)  # type: ignore[no-untyped-call]
 
 
 def reduce(x: Tensor) -> Tensor:
-    """Sum the members' tensors; in backward each member gets the same gradient."""
+    """Sums the members' tensors; in backward each member gets the same gradient."""
     return x if current().size == 1 else _Reduce.apply(x)  # type: ignore[no-untyped-call]
 
 
-def _sum(membership: Membership, x: Tensor) -> Tensor:
-    return x if membership.all_reduce is None else membership.all_reduce(x)
+def _sum(tp_rank: TPRank, x: Tensor) -> Tensor:
+    return x if tp_rank.all_reduce is None else tp_rank.all_reduce(x)
 
 
 class ColumnLinear(nn.Linear):
     """A linear layer that computes this member's output features."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns this member's output features, (..., out / size), of an input, (..., in), that is the same on all."""
         return F.linear(copy(input), self.weight, self.bias)
 
 
@@ -109,6 +110,7 @@ class RowLinear(nn.Linear):
     """A linear layer that gets this member's input features; the bias is added once, to the sum."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns all output features, (..., out), on each member, of its own input features, (..., in / size)."""
         output = reduce(F.linear(input, self.weight))
         return output if self.bias is None else output + self.bias
 
@@ -117,6 +119,7 @@ class VocabularyEmbedding(nn.Embedding):
     """An embedding with this member's rows of the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns the embeddings, (..., embedding_dim), of token numbers of the whole vocabulary."""
         rows = self.weight.shape[0]
         place = input - current().rank * rows
         here = (place >= 0) & (place < rows)
@@ -125,7 +128,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
-    """The dimension along which each parameter of a layer is cut; those that are not in it stay whole.
+    """Returns the dimension along which each parameter of a layer is cut; those that are not in it stay whole.
 
     Args:
         layer: with or without an attribute `placements`.
@@ -159,7 +162,7 @@ def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
 
 
 def cut(layer: nn.Module, cuts: Mapping[str, int], rank: int, size: int, name: str) -> None:
-    """Leave only member `rank`'s part of each parameter, in place, and make the parts of the layer work together.
+    """Leaves only member `rank`'s part of each parameter, in place, and makes the parts of the layer work together.
 
     Raises:
         StateError: a dimension does not divide by `size`, or a part of the layer is cut in a way it cannot work in.

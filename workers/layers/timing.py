@@ -88,10 +88,10 @@ class Turn:
     Attributes:
         layer: its number.
         rows: of a micro-batch.
-        width: workers of the tensor-parallel tuple that has the layer.
-        forward_s: seconds, those in which its tensor-parallel tuple was waited for included.
+        width: workers of the tensor-parallel group that has the layer.
+        forward_s: seconds, those in which its tensor-parallel group was waited for included.
         backward_s: likewise.
-        waited_s: of both, in which the tuple was waited for.
+        waited_s: of both, in which the TP group was waited for.
         count: micro-batches.
     """
 
@@ -112,8 +112,8 @@ class Stopwatch:
         meter: whether the bytes that are kept for backward are counted too; that takes longer.
 
     Attributes:
-        kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its tuple.
-        waited_s: so long this worker has waited for members of a tensor-parallel tuple; whoever waits adds to it.
+        kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its TP group.
+        waited_s: so long this worker has waited for members of a tensor-parallel group; whoever waits adds to it.
     """
 
     def __init__(self, device: torch.device, meter: bool = False) -> None:
@@ -123,11 +123,11 @@ class Stopwatch:
         self.waited_s = 0.0
 
     def counts(self, layer: int) -> bool:
-        """Whether the bytes that this layer keeps are still to be counted."""
+        """Returns whether the bytes that this layer keeps are still to be counted."""
         return self._meter and layer not in self.kept_bytes
 
     def moment(self) -> Any:
-        """Now."""
+        """Returns this moment, by the device's queue."""
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -135,12 +135,12 @@ class Stopwatch:
         return event
 
     def span(self, layer: int, rows: int, width: int = 1) -> Span:
-        """Of a layer, or this member's part of it, on a micro-batch; its forward follows."""
+        """Returns the span of a layer, or of this member's part of it, on a micro-batch; its forward follows."""
         self._spans.append(Span(self, layer, rows, width))
         return self._spans[-1]
 
     def turns(self) -> list[Turn]:
-        """All of the step, whose actions are over."""
+        """Returns all turns of the step, whose actions are over."""
         found: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
         for span in self._spans:
             if len(span.ends) == 2:
@@ -177,18 +177,18 @@ class Span:
     waited_s: dict[str, float] = field(default_factory=dict)
 
     def begin(self, kind: Literal["F", "B"]) -> None:
-        """Now."""
+        """Notes that the forward or the backward begins now."""
         self.waited_s[kind] = -self.watch.waited_s
         self.begins[kind] = self.watch.moment()
 
     def end(self, kind: Literal["F", "B"]) -> None:
-        """Now, if it has begun."""
+        """Notes that the forward or the backward ends now, if it has begun."""
         if kind in self.begins and kind not in self.ends:
             self.ends[kind] = self.watch.moment()
             self.waited_s[kind] += self.watch.waited_s
 
     def forward(self, run: Callable[[], Tensor], parameters: Collection[Tensor]) -> Tensor:
-        """The output of `run`, the layer's forward."""
+        """Returns the output of `run`, the layer's forward, and measures it."""
         metered = self.watch.counts(self.layer)
         with ActivationMeter(parameters) if metered else nullcontext() as meter:
             self.begin("F")

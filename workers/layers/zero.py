@@ -1,4 +1,4 @@
-"""Optimizer states and master weights, sharded per layer over the tuples that hold it (ZeRO-1)."""
+"""Optimizer states and master weights, sharded per layer over the TP groups that hold it (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ZeroOptimizer:
     Args:
         layout: of the shards.
         worker: this one.
-        layers: this worker's, by layer and number of the tuple that it belongs to.
+        layers: this worker's, by layer and number of the TP group that it belongs to.
         shards: the masters and states of this worker's pieces.
     """
 
@@ -48,7 +48,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def share(self, traffic: Traffic, lacking: Lacking | None = None) -> int:
-        """Give the new values to those who hold the parameters, and take those of the shards that others own.
+        """Gives the new values to those who hold the parameters, and takes those of the shards that others own.
 
         Args:
             traffic: of this operation.
@@ -114,7 +114,7 @@ class ZeroOptimizer:
 
 
 def first_masters(layout: StateLayout, pieces: Sequence[Piece], layers: Mapping[LayerKey, Layer]) -> list[Tensor]:
-    """Masters of some pieces, of the initial values of the layers that their owner has."""
+    """Returns masters of some pieces, of the initial values of the layers that their owner has."""
     found: list[Tensor] = []
     flats: dict[tuple[int, int, int], Tensor] = {}
     for piece in pieces:

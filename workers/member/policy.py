@@ -132,9 +132,9 @@ class Policy:
         news: list[Message] = [Report("slow", {"generation": generation, **event}) for event in selector.events()]
         if profile is not None:
             news.append(Profiled(profile.to_json()))
-        excuse = selector.excused()
-        if excuse is not None:
-            news.append(Evict(excuse.replace, excuse.why))
+        eviction = selector.eviction()
+        if eviction is not None:
+            news.append(Evict(eviction.replace, eviction.why))
         return news
 
     @property

@@ -20,12 +20,12 @@ from elaunch.workers.random.trace import GENERATORS, RandomTrace
 
 
 def mix(*values: int) -> int:
-    """A number 0..2^64-1 that depends on every bit of `values` (BLAKE2b), so that neighbours are unrelated."""
+    """Returns a number 0..2^64-1 that depends on every bit of `values` (BLAKE2b), so that neighbours are unrelated."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
-    """Start the random numbers of micro-batch `index` (of the whole group's) of step `step`.
+    """Starts the random numbers of micro-batch `index` (of the whole group's) of step `step`.
 
     Seeds torch's generators of the CPU and, once it is in use, of this process's current accelerator. Transforms of
     data sets often draw from Python's `random` and numpy's global generator, so these are seeded too: call this before
@@ -44,7 +44,7 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
 
 
 def seed_layer(seed: int, step: int, unit: int, layer: int, device: torch.device | None = None) -> None:
-    """Start the random numbers of layer `layer` for the logical micro-batch `unit` of step `step`.
+    """Starts the random numbers of layer `layer` for the logical micro-batch `unit` of step `step`.
 
     Seeds torch's default generators of the CPU and of `device`, on which tensors lie already.
     """
@@ -66,7 +66,7 @@ def layer_randomness(
     tp_size: int = 1,
     device: torch.device,
 ) -> Iterator[None]:
-    """Run one call of a layer in it: each row of a unit sees the same random numbers whichever plan brought it here.
+    """Runs one call of a layer in it: each row of a unit sees the same random numbers whichever plan brought it here.
 
     A whole unit without tensor parallelism draws natively from generators that are seeded for it, and leaves them where
     they stop. All else draws through `RandomRows`, and leaves the generators alone. To recompute activations, run the

@@ -30,7 +30,7 @@ _DROPOUT = ("bernoulli_.float", "native_dropout.default")
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on `device` draw from; a device without a number is the current one."""
+    """Returns the generator that operations on `device` draw from; a device without a number is the current one."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = torch.get_device_module(device)
@@ -42,7 +42,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def math_attention(trace: RandomTrace, device: torch.device) -> Iterator[None]:
-    """Attention with dropout as its plain formula, which draws by element; only where `trace` says that there is any.
+    """Computes attention with dropout by its plain formula, which draws by element; only where `trace` says that there
+    is any.
 
     On the CPU attention with dropout always runs so. Elsewhere this is a setting of the whole process.
     """
@@ -90,7 +91,7 @@ class RandomRows(TorchDispatchMode):
         return func(*args, **kwargs) if call is None else self._draw(call)
 
     def finish(self) -> None:
-        """The layer has returned: it must have drawn all that it drew when it was traced."""
+        """Checks that the layer, which has returned, has drawn all that it drew when it was traced."""
         if self._n_drawn != len(self._trace.ops):
             raise self._mismatch("nothing more")
 

@@ -57,7 +57,7 @@ class RandomOp:
     obstacle: str = ""
 
     def shape_of(self, rows: int) -> tuple[int, ...]:
-        """The shape of what the whole layer draws for `rows` rows."""
+        """Returns the shape of what the whole layer draws for `rows` rows."""
         return tuple(size * rows if dim == self.batch_dim else size for dim, size in enumerate(self.shape))
 
 
@@ -78,7 +78,7 @@ class RandomTrace:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Why the layer can only run whole units without tensor parallelism; empty if it can run any rows."""
+        """Returns why the layer can only run whole units without tensor parallelism; empty if it can run any rows."""
         return tuple(f"{op.name}: {op.obstacle}" for op in self.ops if op.obstacle)
 
 
@@ -91,7 +91,7 @@ class RandomCall:
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RandomCall | None:
-        """The call of `func`, or None if it draws nothing."""
+        """Returns the call of `func`, or None if it draws nothing."""
         if not _is_random(func):
             return None
         parameters = func._schema.arguments
@@ -104,41 +104,44 @@ class RandomCall:
 
     @property
     def name(self) -> str:
+        """Returns the operation's name with its overload, as torch writes it: `aten::bernoulli_.float`."""
         return f"{self._packet}.{self.func._overloadname or 'default'}"
 
     @property
     def in_place(self) -> bool:
+        """Returns whether it writes into its first tensor."""
         return self._packet.endswith("_")
 
     @property
     def ignores_values(self) -> bool:
-        """What it draws does not depend on what its first tensor holds."""
+        """Returns whether what it draws is independent of what its first tensor holds."""
         return self._packet.endswith(("_", "_like"))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns those of its arguments that are tensors, by name."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, torch.Tensor)}
 
     @property
     def subject(self) -> torch.Tensor:
-        """A tensor with the shape and layout of what is drawn: its first one, or one of the size that it is given."""
+        """Returns a tensor with the shape and layout of what is drawn: its first one, or one of the given size."""
         for tensor in self.tensors.values():
             return tensor
         return torch.empty(self.arguments.get("size", [self.arguments.get("n", 0)]), device="meta")
 
     @property
     def device(self) -> torch.device:
-        """Where it draws."""
+        """Returns where it draws."""
         return self.subject.device if self.tensors else torch.device(self.arguments.get("device") or "cpu")
 
     def output_like(self, output: torch.Tensor) -> torch.Tensor:
-        """An empty tensor for what this call returns, with the dtype and device of `output`."""
+        """Returns an empty tensor for what this call returns, with the dtype and device of `output`."""
         memory_format = self.arguments.get("memory_format") or torch.preserve_format
         return torch.empty_like(self.subject, dtype=output.dtype, device=output.device, memory_format=memory_format)
 
     @property
     def obstacle(self) -> str:
-        """Why some rows alone cannot be drawn and what to do about it; empty if they can."""
+        """Returns why some rows alone cannot be drawn and what to do about it; empty if they can."""
         base = self._packet.removesuffix("_").removesuffix("_like").removesuffix("_functional")
         if self.arguments.get("generator") is not None:
             return "it draws from a generator of its own; use torch's default generator"
@@ -163,7 +166,7 @@ def trace_random(
     micro_batch_size: int,
     name: str = "",
 ) -> RandomTrace:
-    """What `layer` draws, found by running it on the meta device for a unit and for one row more.
+    """Returns what `layer` draws, found by running it on the meta device for a unit and for one row more.
 
     Args:
         layer: the whole layer, unsharded, built on the meta device, in the mode (train or eval) in which it will run.

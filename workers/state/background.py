@@ -52,7 +52,7 @@ class BackgroundMove:
         self._traffic: Traffic | None = None
 
     def begin(self, traffic: Traffic) -> None:
-        """Let it flow; what this worker has already is put in its place."""
+        """Lets it flow; what this worker has already is put in its place."""
         self._traffic = traffic
         for source, pieces in by_peer(lambda piece: piece.source, self._routes.receive).items():
             for number, message in self._numbered(pieces):
@@ -66,7 +66,7 @@ class BackgroundMove:
             copy_box(self._held[piece.item], self._places[piece.item], piece.box)
 
     def wait(self, items: Collection[str] | None = None) -> None:
-        """Return when all that this worker needs of some items, or of all, is in its place."""
+        """Returns when all that this worker needs of some items, or of all, is in its place."""
         assert self._traffic is not None
         later = []
         for one in self._coming:

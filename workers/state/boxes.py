@@ -16,16 +16,17 @@ Box = tuple[tuple[int, int], ...]
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Returns all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def n_elements(box: Box) -> int:
+    """Returns how many elements a box has."""
     return math.prod(stop - start for start, stop in box)
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common; None if that is nothing."""
+    """Returns what two boxes of a tensor have in common; None if that is nothing."""
     found = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = a if a > c else c, b if b < d else d
@@ -36,7 +37,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """What is left of `box` without `other`: disjoint boxes, at most two for each dimension."""
+    """Returns what is left of `box` without `other`: disjoint boxes, at most two for each dimension."""
     common = intersect(box, other)
     if common is None:
         return [box] if n_elements(box) else []
@@ -51,7 +52,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
 
 
 def subtract_all(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
-    """What is left of disjoint boxes without some others."""
+    """Returns what is left of disjoint boxes without some others."""
     rest = [box for box in boxes if n_elements(box)]
     for other in others:
         rest = [part for box in rest for part in subtract(box, other)]
@@ -59,7 +60,7 @@ def subtract_all(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
 
 
 def slabs(box: Box, parts: int) -> list[Box]:
-    """`box` cut into at most `parts` slabs of about the same thickness, along the outermost dimension that allows it.
+    """Cuts `box` into at most `parts` slabs of about the same thickness, along the outermost dimension that allows it.
 
     Slabs along an outer dimension are long runs of memory. Where no dimension has so many indices, the longest is cut.
     """
@@ -73,7 +74,7 @@ def slabs(box: Box, parts: int) -> list[Box]:
 
 
 def of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of the flattened tensor (row-major), as disjoint boxes in their order."""
+    """Returns elements [start, stop) of the flattened tensor (row-major), as disjoint boxes in their order."""
     if start >= stop:
         return []
     if not shape:
@@ -94,5 +95,5 @@ def of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def shift(box: Box, offsets: Sequence[int]) -> Box:
-    """The box moved by `offsets`."""
+    """Returns the box moved by `offsets`."""
     return tuple((start + by, stop + by) for (start, stop), by in zip(box, offsets, strict=True))

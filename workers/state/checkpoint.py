@@ -70,11 +70,11 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Of the boxes."""
+        """Returns the bytes of the boxes."""
         return sum(part.nbytes for _, part in self.parts)
 
     def copied(self) -> Pieces:
-        """The same in host memory of its own."""
+        """Returns the same in host memory of its own."""
         return Pieces(
             self.shape,
             [
@@ -101,7 +101,7 @@ class Part:
     facts: Mapping[str, Any]
 
     def copied(self) -> Part:
-        """The same, in host memory that nobody changes."""
+        """Returns the same, in host memory that nobody changes."""
         return replace(self, tensors={name: pieces.copied() for name, pieces in self.tensors.items()})
 
 
@@ -113,7 +113,7 @@ Note = Mapping[str, Any]
 
 
 def write_part(folder: Path, member: int, part: Part, wanted: Callable[[], bool] = lambda: True) -> bool:
-    """Write a member's part into a folder that is there, then its note; all of it is on the disk when this returns.
+    """Writes a member's part into a folder that is there, then its note; all of it is on the disk when this returns.
 
     Args:
         folder: of the attempt.
@@ -145,13 +145,13 @@ def write_part(folder: Path, member: int, part: Part, wanted: Callable[[], bool]
                     }
                 )
     n_bytes = sum(pieces.nbytes for pieces in part.tensors.values())
-    said = {"kind": part.kind, "settings": part.settings, "facts": part.facts, "bytes": n_bytes, "boxes": boxes}
-    _write(folder / _note(member), said)
+    note = {"kind": part.kind, "settings": part.settings, "facts": part.facts, "bytes": n_bytes, "boxes": boxes}
+    _write(folder / _note(member), note)
     return True
 
 
 def notes(folder: Path, members: int) -> dict[int, Note]:
-    """Return the notes that are there, by member.
+    """Returns the notes that are there, by member.
 
     Raises:
         FileNotFoundError: the folder is not there.
@@ -168,8 +168,8 @@ def notes(folder: Path, members: int) -> dict[int, Note]:
     return found
 
 
-def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
-    """Make a checkpoint of a folder in which everything is; return where it is.
+def complete(folder: Path, step: int, notes_by_rank: Sequence[Note]) -> Path:
+    """Makes a checkpoint of a folder in which everything is; returns where it is.
 
     Raises:
         StateError: the parts do not make up all tensors.
@@ -177,7 +177,7 @@ def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
     files: dict[str, list[tuple[int, str]]] = {}
-    for box in (box for note in said for box in note["boxes"]):
+    for box in (box for note in notes_by_rank for box in note["boxes"]):
         dtype, shape = dtype_of(box["dtype"]), torch.Size(box["shape"])
         stored = tensors.setdefault(box["name"], TensorStorageMetadata(TensorProperties(dtype), shape, []))
         if (stored.properties.dtype, stored.size) != (dtype, shape):
@@ -196,18 +196,18 @@ def complete(folder: Path, step: int, said: Sequence[Note]) -> Path:
     writer.fs = disk
     writer.finish(Metadata(dict(tensors)), [results])
     files[METADATA] = [disk.written[1:]]
-    first = said[0]
+    first = notes_by_rank[0]
     about = {
         "version": VERSION,
         "step": step,
         "kind": first["kind"],
         "settings": first["settings"],
-        "facts": [note["facts"] for note in said],
+        "facts": [note["facts"] for note in notes_by_rank],
         # Of each file, lengths and checksums of its slices one after the other: a tensor's box each.
         "files": files,
     }
     _write(folder / ABOUT, about)
-    for member in range(len(said)):
+    for member in range(len(notes_by_rank)):
         (folder / _note(member)).unlink()
     sync(folder)
     path = path_of(folder.parent, step)
@@ -227,7 +227,7 @@ class _Disk(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a new file."""
+        """Opens a new file."""
         with CheckedFile(Path(path)) as file:
             yield file
         self.written = file.cut()
@@ -237,11 +237,11 @@ def _note(member: int) -> str:
     return f"part-{member:05d}.json"
 
 
-def _write(path: Path, said: Mapping[str, Any]) -> None:
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
     """So that the file is there with all of it, or is not there."""
     unnamed = path.with_name(path.name + ".tmp")
     with CheckedFile(unnamed) as file:
-        file.write(seal(said))
+        file.write(seal(fields))
     unnamed.rename(path)
 
 
@@ -301,7 +301,7 @@ class Saved:
         return about
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Of all tensors whose names begin so, unsharded, without this beginning."""
+        """Returns the unsharded shapes of all tensors whose names begin with `prefix`, by the rest of their names."""
         return {
             name.removeprefix(prefix): tuple(stored.size)
             for name, stored in self._stored.items()
@@ -309,7 +309,7 @@ class Saved:
         }
 
     def check(self, kind: str, settings: Mapping[str, Any]) -> None:
-        """That a job can go on from here.
+        """Checks that a job can go on from here.
 
         Raises:
             StateError: it is of another job; says what differs.
@@ -327,7 +327,7 @@ class Saved:
         self.refuse(wrong)
 
     def refuse(self, differences: Sequence[str]) -> None:
-        """Say what differs, if anything does.
+        """Raises an error that says what differs, if anything does.
 
         Raises:
             StateError: something does.
@@ -340,7 +340,7 @@ class Saved:
             )
 
     def read(self, wanted: Mapping[str, Pieces]) -> int:
-        """Fill these boxes; return their bytes.
+        """Fills these boxes; returns their bytes.
 
         Raises:
             CheckpointDamaged: what is stored there is not what was written.
@@ -406,7 +406,7 @@ class Saved:
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Tell damage from what else can go wrong."""
+        """Tells damage from what else can go wrong."""
         try:
             yield
         except StateError:
@@ -442,7 +442,7 @@ class _Slice:
     copies: Sequence[tuple[Box, Box, Tensor]]
 
     def copy(self, loaded: Tensor) -> None:
-        """Fill the parts."""
+        """Fills the parts."""
         for common, held, part in self.copies:
             part.detach()[_within(common, held)].copy_(loaded[_within(common, self.box)])
 

@@ -20,7 +20,7 @@ _END = '"}'
 
 
 def checksum(data: bytes) -> str:
-    """Return the checksum of some bytes."""
+    """Returns the checksum of some bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -34,7 +34,7 @@ class CheckedFile:
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append some bytes."""
+        """Appends some bytes."""
         self._hash.update(data)
         try:
             n_bytes = self._file.write(data)
@@ -45,22 +45,22 @@ class CheckedFile:
         return n_bytes
 
     def cut(self) -> tuple[int, int, str]:
-        """Return offset, length and checksum of what was written since the last call."""
+        """Returns offset, length and checksum of what was written since the last call."""
         found = self._begin, self._end - self._begin, self._hash.hexdigest()
         self._hash.reset()
         self._begin = self._end
         return found
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hands everything to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the descriptor of the file."""
+        """Returns the descriptor of the file."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """Wait until everything is on the disk."""
+        """Waits until everything is on the disk."""
         if not self._file.closed:
             with self._file:
                 self._file.flush()
@@ -82,7 +82,7 @@ class CheckedFile:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk, where the file system can do that."""
+    """Waits until the names of the files in a folder are on the disk, where the file system can do that."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Some file systems cannot do it for folders.
@@ -93,13 +93,13 @@ def sync(folder: Path) -> None:
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """Return a JSON object whose last entry is the checksum of the text before it."""
+    """Returns a JSON object whose last entry is the checksum of the text before it."""
     body = json.dumps(fields)[:-1]
     return f"{body}{_MARK}{checksum(body.encode())}{_END}".encode()
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Read what `seal` has written.
+    """Reads what `seal` has written.
 
     Raises:
         ValueError: it is something else.

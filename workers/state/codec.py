@@ -35,7 +35,7 @@ Manifest = dict[str, Any]
 
 
 def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
-    """The state of `objects`, by name: anything with `state_dict` and `load_state_dict`.
+    """Returns the state of `objects`, by name: anything with `state_dict` and `load_state_dict`.
 
     The tensors are the live ones where possible (dense in memory, not conjugated), so nobody may change them while
     they are sent. A tensor that appears twice (tied weights) is listed once.
@@ -59,7 +59,7 @@ def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
 def restore(
     objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[torch.Tensor], whose: str = PEERS
 ) -> None:
-    """Load the described state into `objects`, which must have the names and shapes of the described ones.
+    """Loads the described state into `objects`, which must have the names and shapes of the described ones.
 
     Names and shapes are checked first: if they differ, nothing is changed. Objects may keep the given tensors as
     their own (optimizers do), so these must not be used for anything else afterwards. `whose` state it is
@@ -97,7 +97,7 @@ def restore(
 
 
 def digest(manifest: Manifest) -> str:
-    """SHA-256 (hex) of a manifest: workers with equal digests agree on all that is not in a tensor."""
+    """Returns SHA-256 (hex) of a manifest: workers with equal digests agree on all that is not in a tensor."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -246,7 +246,7 @@ class _Decoder:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name such as "torch.float32"; ValueError if there is none."""
+    """Returns the dtype of a name such as "torch.float32"; ValueError if there is none."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")

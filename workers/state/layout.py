@@ -1,9 +1,9 @@
 """Where each gradient and each optimizer state lives: parameters of a layer as flat segments, cut into shards.
 
 A layer that somewhere is cut over up to G tensor-parallel members consists of G + 1 *segments*: what all members have
-alike, and G parts of what is cut. A tuple of k members holds G / k parts each, so tuples of different size share the
+alike, and G parts of what is cut. A TP group of k members holds G / k parts each, so groups of different size share the
 finest cut. Each segment is a flat vector in which every parameter starts at a multiple of `ALIGN` elements, and is cut
-at such multiples into shards, one for each tuple that holds the layer (ElasWave 6.3). So an element lies at the same
+at such multiples into shards, one for each TP group that holds the layer (ElasWave 6.3). So an element lies at the same
 place of a vector register whoever owns it, and elementwise updates round alike under every plan.
 """
 
@@ -25,7 +25,7 @@ from elaunch.workers.state.boxes import Box, of_interval, shift
 
 ALIGN = 64
 COMMON = -1
-"""The segment of what all members of a tuple have alike."""
+"""The segment of what all members of a TP group have alike."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Fragment:
 
     @property
     def stop(self) -> int:
+        """Returns where the fragment ends in the segment, in elements."""
         return self.start + math.prod(self.shape)
 
 
@@ -83,7 +84,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Owned:
-    """A shard: elements [start, stop) of a segment of a layer, owned by tuple number `replica` of its holders."""
+    """A shard: elements [start, stop) of a segment of a layer, owned by TP group number `replica` of its holders."""
 
     layer: int
     segment: int
@@ -107,28 +108,29 @@ class Piece:
 
     @property
     def elements(self) -> int:
+        """Returns how many elements the piece has."""
         return self.stop - self.start
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter in the job."""
+        """Returns the name of the parameter in the job."""
         return f"layers.{self.shard.layer}.{self.fragment.name}"
 
     @property
     def label(self) -> str:
-        """Name of the piece, for optimizers that sort their parameters by name."""
+        """Returns the name of the piece, for optimizers that sort their parameters by name."""
         part = "" if self.fragment.dim is None else f" part {self.shard.segment}"
         first = self.fragment.start
         return f"{self.parameter}{part}[{self.start - first}:{self.stop - first}]"
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Its parameter and boxes; pieces of one shape hold the same elements in the same order."""
+        """Returns its parameter and boxes; pieces of one shape hold the same elements in the same order."""
         return self.parameter, *self.boxes
 
     @property
     def boxes(self) -> list[Box]:
-        """Of the whole parameter; the piece's elements are those of the boxes, one after the other."""
+        """Returns its boxes in the whole parameter; the piece's elements are theirs, one box after the other."""
         first, shape, dim = self.fragment.start, self.fragment.shape, self.fragment.dim
         offsets = [self.shard.segment * size if axis == dim else 0 for axis, size in enumerate(shape)]
         return [shift(box, offsets) for box in of_interval(shape, self.start - first, self.stop - first)]
@@ -146,7 +148,7 @@ class StateLayout:
     def __init__(self, plan: Plan, specs: Sequence[LayerSpec], owners: Plan | None = None) -> None:
         self.holders = holders(plan)
         owners = owners or plan
-        self.cuts = [math.lcm(*(len(workers) for workers in tuples)) for tuples in self.holders]
+        self.cuts = [math.lcm(*(len(workers) for workers in tp_groups)) for tp_groups in self.holders]
         self._specs = specs
         self._dtypes = [frozenset(spec.dtypes.values()) for spec in specs]
         self.segments: list[dict[int, Segment]] = [
@@ -156,7 +158,7 @@ class StateLayout:
         parts = optimizer_shards(
             owners, [segments[0].elements if 0 in segments else 0 for segments in self.segments], ALIGN
         )
-        # The owners' numbers of the tuples, as numbers of the holders.
+        # The owners' numbers of the TP groups, as numbers of the holders.
         here = [[known.index(workers) for workers in theirs] for known, theirs in zip(self.holders, holders(owners))]
         self._shards = [
             tuple(
@@ -168,15 +170,16 @@ class StateLayout:
         ]
 
     def shards(self, layer: int) -> tuple[Owned, ...]:
-        """All shards of a layer, in the order of its segments and elements."""
+        """Returns all shards of a layer, in the order of its segments and elements."""
         return self._shards[layer]
 
     @cached_property
     def all_shards(self) -> tuple[Owned, ...]:
+        """Returns the shards of all layers, layer by layer."""
         return tuple(shard for shards in self._shards for shard in shards)
 
     def pieces(self, worker: str) -> tuple[Piece, ...]:
-        """What a worker owns, in the order of its shards."""
+        """Returns what a worker owns, in the order of its shards."""
         return self._pieces.get(worker, ())
 
     @cached_property
@@ -191,29 +194,29 @@ class StateLayout:
         return {worker: tuple(pieces) for worker, pieces in found.items()}
 
     def owner(self, shard: Owned) -> str:
-        """The worker that owns a shard."""
+        """Returns the worker that owns a shard."""
         return self.holder(shard, shard.replica)
 
     def holder(self, shard: Owned, replica: int) -> str:
-        """The member of a tuple that holds a shard's elements; of several, the first."""
+        """Returns the member of a TP group that holds a shard's elements; of several, the first."""
         workers = self.holders[shard.layer][replica]
         return workers[0] if shard.segment == COMMON else workers[shard.segment // self._span(shard.layer, workers)]
 
     def receivers(self, shard: Owned, replica: int) -> tuple[str, ...]:
-        """All members of a tuple that hold a shard's elements."""
+        """Returns all members of a TP group that hold a shard's elements."""
         return self.holders[shard.layer][replica] if shard.segment == COMMON else (self.holder(shard, replica),)
 
     def sum_dtype(self, layer: int) -> torch.dtype:
-        """In which the gradients of a layer are summed and its optimizer computes: float32 at least."""
+        """Returns the dtype in which a layer's gradients are summed and its optimizer computes: float32 at least."""
         return torch.float64 if torch.float64 in self._dtypes[layer] else torch.float32
 
     def wire_dtype(self, layer: int, segment: int) -> torch.dtype:
-        """In which the values of a segment travel: that of its parameters, if they have one."""
+        """Returns the dtype in which the values of a segment travel: that of its parameters, if they have one."""
         kinds = {self._specs[layer].dtypes[fragment.name] for fragment in self.segments[layer][segment].fragments}
         return kinds.pop() if len(kinds) == 1 else self.sum_dtype(layer)
 
     def flatten(self, layer: int, segment: int, workers: Sequence[str], parts: Mapping[str, Tensor]) -> Tensor:
-        """A segment as a flat vector, of what a member of `workers` has for each parameter of a layer."""
+        """Returns a segment as a flat vector, of what a member of `workers` has for each parameter of a layer."""
         dtype = self.sum_dtype(layer)
         found = self.segments[layer][segment]
         device = next(iter(parts.values())).device if parts else None
@@ -224,14 +227,14 @@ class StateLayout:
         return flat
 
     def view(self, tensor: Tensor, fragment: Fragment, layer: int, segment: int, workers: Sequence[str]) -> Tensor:
-        """The fragment of a parameter, given the part of the parameter that a member of `workers` holds."""
+        """Returns the fragment of a parameter, given the part of the parameter that a member of `workers` holds."""
         if fragment.dim is None:
             return tensor
         span = self._span(layer, workers)
         return tensor.chunk(span, fragment.dim)[segment % span]
 
     def _span(self, layer: int, workers: Sequence[str]) -> int:
-        """How many segments each member of the tuple holds."""
+        """How many segments each member of the TP group holds."""
         return self.cuts[layer] // len(workers)
 
 

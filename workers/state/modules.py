@@ -22,7 +22,8 @@ GROUPS = "groups"
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors by name, and the values, for `TensorSpace.hold`. A tensor that has several names is there once.
+    """Returns all tensors by name, and the values, for `TensorSpace.hold`. A tensor that has several names is there
+    once.
 
     Raises:
         StateError: the optimizer keeps something that is neither a number nor a tensor of its parameter's shape.
@@ -44,7 +45,7 @@ def tensors_of(
 
 @torch.no_grad()
 def load_model(space: TensorSpace, model: nn.Module) -> None:
-    """Give a model, placed as the installed layout says, the tensors of the space.
+    """Gives a model, placed as the installed layout says, the tensors of the space.
 
     What is on the meta device is replaced by the tensors of the space, so optimizers are made afterwards; into what has
     memory they are copied.
@@ -65,7 +66,7 @@ def load_model(space: TensorSpace, model: nn.Module) -> None:
 
 @torch.no_grad()
 def load_optimizer(space: TensorSpace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer of a loaded model what the space has of it: its state and its settings."""
+    """Gives an optimizer of a loaded model what the space has of it: its state and its settings."""
     kept: dict[str, list[str]] = {}
     for item in space.names():
         base, _, key = item.partition("@")
@@ -84,13 +85,13 @@ def _filled(space: TensorSpace, name: str, old: Tensor) -> Tensor:
     if name not in space.names():
         raise StateError(f"the model has {name}, and the job has no such tensor")
     local = space.local(name)
-    mine = old.to_local() if isinstance(old, DTensor) else old
-    if mine.shape != local.shape or old.dtype != local.dtype:
+    own = old.to_local() if isinstance(old, DTensor) else old
+    if own.shape != local.shape or old.dtype != local.dtype:
         raise StateError(
-            f"{name} is {list(mine.shape)} {old.dtype} in the model and {list(local.shape)} {local.dtype} in its layout"
+            f"{name} is {list(own.shape)} {old.dtype} in the model and {list(local.shape)} {local.dtype} in its layout"
         )
     if old.device.type != "meta":
-        mine.copy_(local)
+        own.copy_(local)
         return old
     new = _like(old, local)
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

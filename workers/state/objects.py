@@ -32,7 +32,7 @@ KIND = "objects"
 
 
 def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], step: int) -> tuple[int, int]:
-    """Take part in a move of the state of all objects from the members that hold it to those that need it.
+    """Takes part in a move of the state of all objects from the members that hold it to those that need it.
 
     All members of the group call it, each as what the verdict says it is.
 
@@ -74,7 +74,7 @@ def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], ste
 
 
 def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """Tensors in host memory to receive the state that `manifest` describes; their content is arbitrary.
+    """Returns tensors in host memory to receive the state that `manifest` describes; their content is arbitrary.
 
     Args:
         into: objects that will be restored from the result. The modules among them lend their own memory where it
@@ -93,7 +93,7 @@ def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[
 
 
 def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, size: int) -> Part:
-    """What member `rank` of `size` adds to a checkpoint; the tensors are the live ones. Each writes some of them."""
+    """Returns what member `rank` of `size` adds to a checkpoint: its share of the tensors, which are the live ones."""
     from elaunch.workers.state.checkpoint import Part
 
     manifest, tensors = describe(objects)
@@ -116,7 +116,7 @@ class State:
 
 
 def read(saved: Saved) -> tuple[State, int]:
-    """Read the state of all objects from a checkpoint; return it and its bytes.
+    """Reads the state of all objects from a checkpoint; returns it and its bytes.
 
     Raises:
         CheckpointDamaged: it is not what was written.
@@ -132,7 +132,7 @@ def read(saved: Saved) -> tuple[State, int]:
 
 
 def fill(objects: Mapping[str, Any], saved: Saved, state: State) -> None:
-    """Give the objects the state that was read from a checkpoint.
+    """Gives the objects the state that was read from a checkpoint.
 
     Raises:
         StateError: it is of other objects.

@@ -19,11 +19,11 @@ class Region:
     tensors: tuple[Tensor, ...]
 
     def part(self, box: Box) -> tuple[Tensor, ...]:
-        """Views of a box inside this one."""
+        """Returns views of a box inside this one."""
         return tuple(self.view(box, number) for number in range(len(self.tensors)))
 
     def view(self, box: Box, number: int) -> Tensor:
-        """The same of one tensor."""
+        """Returns the same of one tensor."""
         tensor = self.tensors[number]
         if box == self.box:
             return tensor
@@ -37,12 +37,12 @@ State = Mapping[str, Sequence[Region]]
 
 
 def holdings_of(state: State) -> Holdings:
-    """The boxes of a state."""
+    """Returns the boxes of a state."""
     return {name: tuple(region.box for region in regions) for name, regions in state.items()}
 
 
 def copy_box(source: Sequence[Region], to: Sequence[Region], box: Box) -> None:
-    """Copy what of a box is in both; a region that is among both stays as it is."""
+    """Copies what of a box is in both; a region that is among both stays as it is."""
     for old, part in covering(source, box):
         for new, common in covering(to, part):
             if new is not old:
@@ -51,7 +51,7 @@ def copy_box(source: Sequence[Region], to: Sequence[Region], box: Box) -> None:
 
 
 def covering(regions: Sequence[Region], box: Box) -> Iterator[tuple[Region, Box]]:
-    """The regions that have some of a box, each with what it has."""
+    """Returns the regions that have some of a box, each with what it has."""
     for region in regions:
         common = intersect(region.box, box)
         if common is not None:

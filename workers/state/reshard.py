@@ -94,7 +94,7 @@ class Moved:
     _buffers_bytes: int = 0
 
     def hold(self, regions_bytes: int = 0, buffers_bytes: int = 0) -> None:
-        """More is allocated; less, where negative."""
+        """Counts what is allocated; negative: what is let go."""
         self._regions_bytes += regions_bytes
         self._buffers_bytes += buffers_bytes
         self.peak_extra_bytes = max(self.peak_extra_bytes, self._regions_bytes + self._buffers_bytes)
@@ -110,7 +110,7 @@ def reshard(
     max_extra_bytes: int | None = None,
     checksum: bool = False,
 ) -> tuple[dict[str, list[Region]], Moved]:
-    """Take part in a change of layout. All members of the group call it, with the same router and settings.
+    """Takes part in a change of layout. All members of the group call it, with the same router and settings.
 
     Args:
         group: of all workers of the router.
@@ -181,7 +181,7 @@ class _Window:
         self.regions = {name: [self._region(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Fill the new regions."""
+        """Fills the new regions."""
         for piece in self._routes.retain:
             self._keep(piece)
         for hop in range(HOPS):
@@ -290,18 +290,19 @@ class Buffer:
         self.bytes, self.extra_bytes = memory(flat), end
 
     def pack(self, views: Sequence[Tensor]) -> None:
-        """Take in what is to be sent."""
+        """Takes in what is to be sent."""
         for place, view in zip(self._packed, views):
             place.copy_(view)
 
     def unpack(self, views: Sequence[Tensor]) -> None:
-        """Put what has come where it belongs."""
+        """Puts what has come where it belongs."""
         for view, place in zip(views, self._packed):
             view.copy_(place)
 
 
 def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """What travels from one worker to another, in messages; it depends on sizes alone, so both ends find the same.
+    """Returns what travels from one worker to another, in messages; it depends on sizes alone, so both ends find the
+    same.
 
     Parts of half a message or more travel alone, so that they need no packing.
     """
@@ -326,7 +327,7 @@ def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_byte
 
 
 def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
-    """How many steps of the XOR schedule run at a time, and with which messages, so that two buffers for each fit."""
+    """Returns how many steps of the XOR schedule run at a time, so that two buffers each fit, and their messages."""
     steps = 1 << (members - 1).bit_length()
     if max_buffer_bytes is None:
         return [Stage(range(1, steps), MESSAGE_BYTES)] if members > 1 else []
@@ -339,7 +340,7 @@ def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
 
 
 def by_peer(peer_of: Callable[[Piece], str], pieces: Sequence[Piece], hop: int = 0) -> dict[str, list[Piece]]:
-    """Those of a hop, by peer."""
+    """Returns the messages of a hop, by peer."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         if piece.hop == hop:
@@ -372,7 +373,7 @@ def _cut(box: Box, parts: int) -> list[Box]:
 
 
 def view_of(regions: Sequence[Region], part: Part) -> Tensor:
-    """A part, as a view of the region that has it: pieces do not go beyond the boxes they come from or go to."""
+    """Returns a part, as a view of the region that has it: no piece exceeds the boxes it comes from or goes to."""
     for region, common in covering(regions, part.box):
         if common == part.box:
             return region.view(part.box, part.tensor)
@@ -388,7 +389,7 @@ def _let_go(
     snapshots: dict[str, list[Region]],
     moved: Moved,
 ) -> None:
-    """Take the old regions of an item out of the state, and guard what one worker alone would have."""
+    """Takes the old regions of an item out of the state, and guard what one worker alone would have."""
     lonely = router.lonely(name, worker)
     for old in state.pop(name, []):
         if any(region is old for region in new):

@@ -166,17 +166,17 @@ class Router:
 
     @property
     def needed(self) -> dict[str, Mapping[str, tuple[Box, ...]]]:
-        """Items that somebody needs, in the order of the space, and by worker the boxes."""
+        """Returns items that somebody needs, in the order of the space, and by worker the boxes."""
         return {name: self._after[name] for name in self.items if name in self._after}
 
     def missing(self) -> tuple[Missing, ...]:
-        """What somebody needs and nobody has, in the order of the space."""
+        """Returns what somebody needs and nobody has, in the order of the space."""
         return tuple(
             Missing(name, tuple(solved.missing)) for name, (solved, _) in self._solved.items() if solved.missing
         )
 
     def of(self, worker: str) -> Routes:
-        """The part of one worker.
+        """Returns the part of one worker.
 
         Raises:
             StateLost: names what nobody has.
@@ -197,7 +197,7 @@ class Router:
         return Routes(tuple(retain), tuple(send), tuple(receive))
 
     def lonely(self, name: str, worker: str) -> list[Box]:
-        """What `worker` holds of an item and will not hold, and only one worker will have, in whatever memory.
+        """Returns what `worker` holds of an item and will not hold, and only one worker will have, in whatever memory.
 
         Were `worker` to let go of it, the death of that one before the end of the change would lose it.
         """
@@ -271,7 +271,7 @@ def _solve(
 def _taken(
     to: str, boxes: Sequence[Box], groups: Mapping[Box, Sources], node_of: Callable[[str], str], wanted: _Wanted
 ) -> list[Box]:
-    """Add what `to` gets of `boxes` from these groups to what is wanted of them; return what they do not have."""
+    """Adds what `to` gets of `boxes` from these groups to what is wanted of them; returns what they do not have."""
     rest, here = list(boxes), node_of(to)
     near = {box: tuple(one for one in sources if node_of(one[0]) == here) for box, sources in groups.items()}
     for box in sorted(groups, key=lambda box: not near[box]):
@@ -320,5 +320,5 @@ def _grouped(held: Mapping[str, tuple[Box, ...]], snapshot: bool) -> dict[Box, S
 
 
 def n_bytes(items: Mapping[str, Item], pieces: Sequence[Piece]) -> int:
-    """Size of some pieces together."""
+    """Returns the size of some pieces together."""
     return sum(n_elements(piece.box) * items[piece.item].element_bytes for piece in pieces)

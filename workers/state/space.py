@@ -46,14 +46,14 @@ class Item:
 
     @property
     def element_bytes(self) -> int:
-        """Of one element, over all tensors."""
+        """Returns the bytes of one element, over all tensors."""
         return sum(dtype.itemsize for dtype in self.dtypes)
 
 
 def items_of_layers(
     specs: Sequence[LayerSpec], optimizer: Callable[[str], tuple[torch.dtype, ...]] = lambda _: MASTER_AND_MOMENTS
 ) -> dict[str, Item]:
-    """All parameters of a model in layers and what the optimizer keeps of them, by name.
+    """Returns all parameters of a model in layers and what the optimizer keeps of them, by name.
 
     Args:
         specs: of the layers.
@@ -69,14 +69,14 @@ def items_of_layers(
 
 
 def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[str, tuple[Box, ...]]]:
-    """What each worker holds under a plan: its parts of its layers' parameters, and its optimizer shards."""
+    """Returns what each worker holds under a plan: its parts of its layers' parameters, and its optimizer shards."""
     layout = StateLayout(plan, specs)
     found: dict[str, dict[str, list[Box]]] = {worker: {} for worker in plan.workers}
-    for spec, tuples in zip(specs, layout.holders, strict=True):
-        for workers in tuples:
+    for spec, tp_groups in zip(specs, layout.holders, strict=True):
+        for workers in tp_groups:
             for worker in workers:
                 for name, box in parameter_boxes(spec, workers, worker).items():
-                    # It may be in several tuples that hold the layer: what counts is what there is of each tensor.
+                    # It may be in several TP groups that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
     return {
@@ -86,7 +86,7 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
 
 
 def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
-    """What a member of a tensor-parallel tuple holds of the parameters of a layer, by their names in it."""
+    """Returns what a member of a tensor-parallel group holds of the parameters of a layer, by their names in it."""
     rank, size = workers.index(worker), len(workers)
     found: dict[str, Box] = {}
     for name, shape in spec.shapes.items():
@@ -100,7 +100,7 @@ def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dic
 
 
 def optimizer_boxes(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
-    """What the owner of some pieces holds of the optimizer's state."""
+    """Returns what the owner of some pieces holds of the optimizer's state."""
     found: dict[str, list[Box]] = {}
     for piece in pieces:
         found.setdefault(piece.parameter + OPTIMIZER, []).extend(piece.boxes)
@@ -110,7 +110,7 @@ def optimizer_boxes(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
 def box_of_placements(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> Box:
-    """What one rank of a device mesh holds of a DTensor, by its placements; may be empty.
+    """Returns what one rank of a device mesh holds of a DTensor, by its placements; may be empty.
 
     Also of FSDP2 over tensor parallelism, whose `_StridedShard` stands for "after `split_factor` parts of the mesh
     dimensions to the right".

@@ -67,7 +67,7 @@ class Layout:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, members: Sequence[str], tensors: Mapping[str, Tensor]) -> Layout:
-        """The layout of DTensors on a mesh, or on some of its axes; they may be on the meta device.
+        """Returns the layout of DTensors on a mesh, or on some of its axes; they may be on the meta device.
 
         Args:
             mesh: of ranks in the job.
@@ -81,7 +81,7 @@ class Layout:
         return cls(tuple(mesh.shape), tuple(members[rank] for rank in mesh.mesh.flatten().tolist()), placements)
 
     def holdings(self, items: Mapping[str, Item]) -> dict[str, dict[str, Box]]:
-        """What each member of the layout has of some tensors; boxes may be empty.
+        """Returns what each member of the layout has of some tensors; boxes may be empty.
 
         Raises:
             StateError: a placement that gives no box: a partial sum, or one that is not known.
@@ -104,13 +104,13 @@ class Layout:
         return self.placements.get(name, (Replicate(),) * len(self.mesh))
 
     def to_json(self) -> dict[str, Any]:
-        """For other members."""
+        """Returns it as JSON, for other members."""
         placements = {name: [_text(name, one) for one in many] for name, many in sorted(self.placements.items())}
         return {"mesh": self.mesh, "members": self.members, "placements": placements}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Layout:
-        """What `to_json` wrote."""
+        """Returns what `to_json` wrote."""
         placements = {name: tuple(map(_placement, many)) for name, many in fields["placements"].items()}
         return cls(tuple(fields["mesh"]), tuple(fields["members"]), placements)
 
@@ -133,7 +133,7 @@ class TensorSpace:
         max_extra_bytes: int | None = None,
         checksum: bool = False,
     ) -> None:
-        """Make a space in which nothing is held yet.
+        """Makes a space in which nothing is held yet.
 
         Args:
             worker: this one.
@@ -156,12 +156,12 @@ class TensorSpace:
 
     @property
     def items(self) -> Mapping[str, Item]:
-        """All tensors of the job by name, as far as this worker knows them."""
+        """Returns all tensors of the job by name, as far as this worker knows them."""
         return self._items
 
     @property
     def layout(self) -> Layout | None:
-        """Of what is held; None if nothing is, or parts of several layouts."""
+        """Returns the layout of what is held; None if nothing is, or parts of several layouts."""
         return self._layout
 
     def hold(
@@ -171,7 +171,7 @@ class TensorSpace:
         values: Mapping[str, Any] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Say what this worker holds; it is not copied. Where a move was not installed, that is known better here.
+        """Says what this worker holds; it is not copied. Where a move was not installed, that is known better here.
 
         Args:
             layout: by which it lies.
@@ -200,7 +200,7 @@ class TensorSpace:
                 self._state[name] = [Region(box, (local,))]
 
     def move(self, group: Group, layout: Layout | None) -> Moved:
-        """Take part in a move of all tensors to another layout, from wherever they are.
+        """Takes part in a move of all tensors to another layout, from wherever they are.
 
         All members of the group call it, also those that hold nothing before or after.
 
@@ -242,7 +242,7 @@ class TensorSpace:
             self._source = None
 
     def install(self) -> None:
-        """What has moved is what is held; the old state is let go."""
+        """Makes what has moved what is held, and lets the old state go."""
         if self._next is None:
             raise StateError("nothing has moved; call move() before install()")
         self._layout, self._state = self._next
@@ -252,15 +252,15 @@ class TensorSpace:
             self._restored = None
 
     def names(self) -> tuple[str, ...]:
-        """Of all tensors of the job, as far as this worker knows them."""
+        """Returns the names of all tensors of the job, as far as this worker knows them."""
         return tuple(self._items)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Returns the shape of a whole tensor."""
         return self._items[name].shape
 
     def local(self, name: str) -> Tensor:
-        """This worker's part of a tensor; it may have no elements. It is no copy."""
+        """Returns this worker's part of a tensor; it may have no elements. It is no copy."""
         if self._layout is None:
             raise StateError("no layout is installed")
         held = self._state.get(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
-from elaunch.agent.decisions.slots import Event, News, Slot, State
+from elaunch.agent.decisions.slots import Event, News, Slot, State, place_in
 from elaunch.rendezvous.membership import (
     Cut,
     Departure,
@@ -62,14 +62,17 @@ class Lifecycle:
 
     @property
     def training(self) -> bool:
+        """Returns whether the present generation trains; False before the first one and while workers are admitted."""
         return self.generation is not None and self.generation.stage is Stage.TRAIN
 
     @property
     def slots(self) -> list[Slot]:
+        """Returns all slots of this node, in the order of their local ranks, including empty ones."""
         return self.workers.slots
 
     @property
     def running(self) -> list[Slot]:
+        """Returns the slots whose worker's process has not ended."""
         return self.workers.running
 
     def doc(self) -> NodeDoc:
@@ -116,7 +119,7 @@ class Lifecycle:
     # -- what the job says --------------------------------------------------------------------------------------
 
     def on_generation(self, generation: Generation, now_s: float) -> list[Action]:
-        """The job goes on in another generation; an old one changes nothing."""
+        """Goes on in another generation of the job; an old one changes nothing."""
         if self.generation is not None and generation.number <= self.generation.number:
             return []
         if self.generation is None or generation.plan_request != self.generation.plan_request:
@@ -156,7 +159,7 @@ class Lifecycle:
         local = self.workers.occupied
         news = News(generation=generation, number=generation.number, training=True)
         for slot in self.slots:
-            actions.extend(self.workers.apply(slot, _place_in(generation, slot.worker), news))
+            actions.extend(self.workers.apply(slot, place_in(generation, slot.worker), news))
         if generation.hold and generation.workers:
             nodes = len({worker.node for worker in generation.workers})
             actions.append(
@@ -226,7 +229,7 @@ class Lifecycle:
             self.workers.begin_attempt()
 
     def on_result(self, result: Result, now_s: float) -> list[Action]:
-        """The job is over."""
+        """Ends this node's part of the job, which is over."""
         self.result = result
         if self.ending.stopping:
             return []
@@ -242,25 +245,25 @@ class Lifecycle:
     # -- what the workers do ------------------------------------------------------------------------------------
 
     def on_started(self, worker: str, pid: int) -> None:
-        """The process of a worker runs."""
+        """Notes that the process of a worker runs."""
         slot = self.workers.find(worker)
         if slot is not None and slot.alive:
             slot.pid = pid
 
     def on_attach(self, worker: str) -> list[Action]:
-        """A worker's script has called `elaunch.init()`, or the like."""
+        """Notes that a worker's script has called `elaunch.init()`, or the like."""
         return self.workers.happens(Event.ATTACH, worker, News(generation=self.generation, training=self.training))
 
     def on_ready(self, worker: str, address: str, takes_plans: bool = False) -> None:
-        """A worker has registered its state, and listens at `address`."""
+        """Notes that a worker has registered its state, and listens at `address`."""
         self.workers.happens(Event.REGISTER, worker, News(address=address, takes_plans=takes_plans))
 
     def on_joined(self, worker: str, generation: int) -> None:
-        """A worker has entered a generation: it holds the state of the job."""
+        """Notes that a worker has entered a generation: it holds the state of the job."""
         self.workers.happens(Event.JOIN, worker, News(number=generation))
 
     def on_progress(self, worker: str, number: int) -> None:
-        """A worker has seen a step commit in this generation."""
+        """Notes that a worker has seen a step commit in this generation."""
         self.workers.happens(Event.COMMIT, worker, News(number=number))
         generation = self.generation
         if generation is not None and generation.streak.urgent and generation.ids[:1] == (worker,):
@@ -268,15 +271,15 @@ class Lifecycle:
             self.workers.peers.committed = max(self.workers.peers.committed, number)
 
     def on_saved(self, step: int) -> None:
-        """There is a checkpoint of so many steps; of 0 steps there is none that can be read."""
+        """Notes that there is a checkpoint of so many steps; 0: none can be read."""
         self.saved = step or None
 
     def on_finished(self, worker: str) -> None:
-        """A worker has committed its last step."""
+        """Notes that a worker has committed its last step."""
         self.workers.happens(Event.FINISH, worker, News())
 
     def on_leaving(self, worker: str) -> None:
-        """A worker has left the job, and is about to end."""
+        """Notes that a worker has left the job and is about to end."""
         self.workers.happens(Event.LEAVE, worker, News())
 
     def evict(self, worker: str, replace: bool, why: str) -> list[Action]:
@@ -294,7 +297,7 @@ class Lifecycle:
     def on_exit(
         self, worker: str, exitcode: int | None, number: int | None, t: float, now_s: float, reason: str = ""
     ) -> list[Action]:
-        """A worker's process ended: with `exitcode`, or by signal `number`, at Unix time `t`.
+        """Reacts to the end of a worker's process: with `exitcode`, or by signal `number`, at Unix time `t`.
 
         `reason`: what it has written down of why; then it failed by itself, even if it was told to end meanwhile.
         """
@@ -331,7 +334,7 @@ class Lifecycle:
     # -- what is found out about peers --------------------------------------------------------------------------
 
     def on_broken(self, number: int, worker: str, peer: str) -> None:
-        """A worker of this node, member of generation `number`, lost its link to a peer, whatever the reason."""
+        """Notes that a worker of this node, member of generation `number`, lost its link to a peer, for any reason."""
         generation = self.generation
         if (
             generation is not None
@@ -341,7 +344,7 @@ class Lifecycle:
             self.workers.peers.note_broken(worker, peer)
 
     def on_unreachable(self, number: int, peer: str, refused: bool, now_s: float) -> None:
-        """A worker of this node, member of generation `number`, found a peer dead or its link to a live one broken."""
+        """Notes that a worker, member of generation `number`, found a peer dead or its link to a live one broken."""
         if self.generation is None or number < self.generation.aborts_step_before:
             return
         if not refused:
@@ -354,7 +357,7 @@ class Lifecycle:
                 self.workers.apply(slot, Event.REFUSE, News(now_s=now_s))
 
     def on_reach(self, cut: tuple[Cut, ...], well: frozenset[str]) -> list[Action]:
-        """Other nodes were asked whether they can be reached.
+        """Notes the answers of other nodes that were asked whether they can be reached.
 
         Args:
             cut: those that cannot.
@@ -365,13 +368,13 @@ class Lifecycle:
         return self.workers.peers.note_cut(cut)
 
     def on_stalled(self, stalled: tuple[Stalled, ...]) -> None:
-        """The members of this node have all exceeded the wait limit; none: they have not."""
+        """Notes which members of this node wait, once all of them have exceeded the wait limit; none: they have not."""
         self.workers.peers.stalled = stalled
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int, now_s: float) -> list[Action]:
-        """A signal for the agent: SIGTERM drains a training node, another stops its workers; a second one kills."""
+        """Reacts to a signal: SIGTERM drains a training node, another stops its workers; a second one kills them."""
         name = signal_name(number)
         again, self.ending.signalled = self.ending.signalled, True
         if self.ending.stopping or (self.ending.draining and (again or number != signal.SIGTERM)):
@@ -392,7 +395,7 @@ class Lifecycle:
         return self.training and self.workers.admitted
 
     def drain(self, reason: str, now_s: float, within_s: float | None = None) -> list[Action]:
-        """This node is to leave the job, as soon as the others can go on without it; a second time changes nothing.
+        """Lets this node leave the job as soon as the others can go on without it; a second time changes nothing.
 
         Args:
             reason: for people.
@@ -419,12 +422,12 @@ class Lifecycle:
         return [Say(f"{reason}: the workers of this node leave at the next step boundary; {fate}"), *unready]
 
     def on_resized(self, min_nodes: int, max_nodes: int, now_s: float) -> list[Action]:
-        """The job has other limits from now on; this node may find a place in it."""
+        """Notes the job's new limits, in which this node may find a place."""
         self.settings = replace(self.settings, min_nodes=min_nodes, max_nodes=max_nodes)
         return self._fill(now_s)
 
     def on_sick(self, why: str, now_s: float) -> list[Action]:
-        """Something of this node is about to fail: its workers leave as soon as the others can do without them.
+        """Notes that something here is about to fail; the workers leave as soon as the others can do without them.
 
         A node without which the job would stop stays: what fails, then fails, and may yet be made good.
         """
@@ -445,7 +448,7 @@ class Lifecycle:
         return [Say(f"this node stays in the job, which would have {left} without it; it leaves when others have come")]
 
     def on_time(self, now_s: float) -> list[Action]:
-        """Whatever is due by now."""
+        """Does whatever is due by now."""
         actions: list[Action] = []
         if self.ending.kill_s is not None and now_s >= self.ending.kill_s and self.running and not self.ending.killed:
             self.ending.killed = True
@@ -456,7 +459,7 @@ class Lifecycle:
         return actions
 
     def due_s(self) -> float | None:
-        """When `on_time` has something to do next."""
+        """Returns when `on_time` has something to do next."""
         times = [slot.refused_s + REFUSED_S for slot in self.workers.refusing if slot.refused_s is not None]
         if self.generation is not None and self._has_place(self.generation):
             times += [slot.retry_s for slot in self.slots if slot.state is State.BACKOFF]
@@ -465,7 +468,7 @@ class Lifecycle:
         return min(times, default=None)
 
     def on_refused(self, text: str, now_s: float) -> list[Action]:
-        """The job does not take this node, or the store cannot be reached at the start."""
+        """Stops this node: the job does not take it, or the store cannot be reached at the start."""
         return self._stop(text, 1, now_s)
 
     def _stop(self, text: str, code: int, now_s: float, number: int = signal.SIGTERM) -> list[Action]:
@@ -485,10 +488,3 @@ class Lifecycle:
 
 def _go_on(workers: int) -> str:
     return "1 worker goes on" if workers == 1 else f"{workers} workers go on"
-
-
-def _place_in(generation: Generation, worker: str) -> Event:
-    """Returns what a training generation means for a worker."""
-    if worker in generation.ids:
-        return Event.ADMIT
-    return Event.RELEASE if worker in generation.leaving else Event.OMIT

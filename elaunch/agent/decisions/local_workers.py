@@ -42,22 +42,22 @@ class LocalWorkers:
 
     @property
     def running(self) -> list[Slot]:
-        """The slots in which a process runs."""
+        """Returns the slots in which a process runs."""
         return [slot for slot in self.slots if slot.state.alive]
 
     @property
     def occupied(self) -> list[Slot]:
-        """The slots whose worker the node reports."""
+        """Returns the slots whose worker the node reports."""
         return [slot for slot in self.slots if slot.state.reported is not None]
 
     @property
     def elastic(self) -> bool:
-        """Whether a worker uses elaunch."""
+        """Returns whether a worker uses elaunch."""
         return any(slot.state is not State.STARTING for slot in self.occupied) or self.admitted
 
     @property
     def finished(self) -> bool:
-        """Whether each worker has ended well, and there was at least one."""
+        """Returns whether each worker has ended well, and there was at least one."""
         over = [slot for slot in self.slots if slot.exitcode == 0]
         done = any(slot.state is State.ENDED for slot in over)
         # Once members have finished, a worker that has not joined yet never will.
@@ -67,22 +67,22 @@ class LocalWorkers:
 
     @property
     def admitted(self) -> bool:
-        """Whether a training generation has named the present or the last worker of any slot."""
+        """Returns whether a training generation has named the present or the last worker of any slot."""
         return any(slot.admitted_generation for slot in self.slots)
 
     @property
     def restarts_left(self) -> bool:
-        """Whether another worker may be replaced after its death."""
+        """Returns whether another worker may be replaced after its death."""
         return self.max_restarts is None or self.replaced < self.max_restarts
 
     @property
     def evicted(self) -> tuple[str, ...]:
-        """Workers that are to leave although the node stays."""
+        """Returns workers that are to leave although the node stays."""
         return tuple(slot.worker for slot in self.slots if slot.state.evicted)
 
     @property
     def refusing(self) -> list[Slot]:
-        """The slots whose worker a peer could not reach, though peers must be able to."""
+        """Returns the slots whose worker a peer could not reach, though peers must be able to."""
         return [slot for slot in self.slots if slot.refused_s is not None and slot.state in REACHABLE]
 
     def joined_generation(self, ids: tuple[str, ...]) -> int:

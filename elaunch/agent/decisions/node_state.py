@@ -54,6 +54,7 @@ class Ending:
 
     @property
     def under_way(self) -> bool:
+        """Returns whether this node drains or stops: its workers are leaving and none is started any more."""
         return self.draining or bool(self.stopping)
 
     def exit(self, result: Result | None, saved: int | None) -> Exit | None:
@@ -137,9 +138,11 @@ class PeerReports:
         self.unreachable = tuple(worker for worker in self.unreachable if worker in known)
 
     def note_unreachable(self, worker: str) -> None:
+        """Adds a peer that cannot be reached, unless it is known already."""
         self.unreachable = tuple(dict.fromkeys((*self.unreachable, worker)))
 
     def note_broken(self, worker: str, peer: str) -> None:
+        """Adds the broken link between `worker`, of this node, and its live `peer`, unless it is known already."""
         self.broken = tuple(dict.fromkeys((*self.broken, BrokenLink(worker, peer))))
 
     def note_cut(self, cut: tuple[Cut, ...]) -> list[Action]:

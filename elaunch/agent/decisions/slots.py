@@ -40,22 +40,22 @@ class State(enum.Enum):
 
     @property
     def reported(self) -> WorkerState | None:
-        """What the node's report says of the worker; None without one."""
+        """Returns what the node's report says of the worker; None without one."""
         return _REPORTED.get(self)
 
     @property
     def alive(self) -> bool:
-        """Whether a process runs."""
+        """Returns whether a process runs."""
         return self in ALIVE
 
     @property
     def evicted(self) -> bool:
-        """Whether the worker is to leave although its node stays."""
+        """Returns whether the worker is to leave although its node stays."""
         return self in _EVICTED
 
     @property
     def leaving(self) -> bool:
-        """Whether the worker has left in order, so that its end is expected."""
+        """Returns whether the worker has left in order, so that its end is expected."""
         return self in _LEAVING
 
 
@@ -103,6 +103,13 @@ class Event(enum.Enum):
     EXIT_DRAINING = "it ends while its node leaves"
     EXIT_UNJUDGED = "it ends when all workers are to end"
     RESET = "all workers start again, and none runs"
+
+
+def place_in(generation: Generation, worker: str) -> Event:
+    """Returns what a training generation means for a worker."""
+    if worker in generation.ids:
+        return Event.ADMIT
+    return Event.RELEASE if worker in generation.leaving else Event.OMIT
 
 
 class Effect(enum.Enum):
@@ -165,11 +172,12 @@ class Slot:
 
     @property
     def alive(self) -> bool:
+        """Returns whether the worker's process runs, as far as the agent knows."""
         return self.state.alive
 
     @property
     def fruitless_deaths(self) -> int:
-        """How many workers in a row have seen no commit, if the present one has died."""
+        """Returns how many workers in a row have seen no commit, if the present one has died."""
         return 0 if self.committed_generation is not None else self.fruitless + 1
 
 

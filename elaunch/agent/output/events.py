@@ -32,7 +32,7 @@ class EventLog:
             self._fd = os.open(path.replace("%n", node), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, kind: str, generation: int, t: float | None = None, /, **fields: Any) -> None:
-        """Append one event. A line is written whole or not at all.
+        """Appends one event. A line is written whole or not at all.
 
         Args:
             kind: of the event.
@@ -61,6 +61,7 @@ class EventLog:
             print(f"[elaunch {self._node}] the event log ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Closes the file; later events go only to the console, if at all. Harmless when repeated."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -57,13 +57,13 @@ class LogSettings:
     color: bool = False
 
     def redirects_something(self) -> bool:
-        """Whether the output of any worker goes elsewhere than to the launcher's streams."""
+        """Returns whether the output of any worker goes elsewhere than to the launcher's streams."""
         return bool(self.local_ranks_filter) or (
             self.log_dir != os.devnull and (_any(self.redirects) or self.tees_something())
         )
 
     def tees_something(self) -> bool:
-        """Whether any worker's file may have to be followed; without that, a `Tee` starts no thread."""
+        """Returns whether any worker's file may have to be followed; without that, a `Tee` starts no thread."""
         return self.log_dir != os.devnull and _any(self.tee)
 
 
@@ -93,7 +93,7 @@ class WorkerLogs:
 
 
 def parse_mask(flag: str, text: str) -> Masks:
-    """Read a mask (0 none, 1 stdout, 2 stderr, 3 both) or rank:mask pairs; ranks that are not listed have 0.
+    """Reads a mask (0 none, 1 stdout, 2 stderr, 3 both) or rank:mask pairs; ranks that are not listed have 0.
 
     Raises:
         UsageError: it is neither.
@@ -110,7 +110,7 @@ def parse_mask(flag: str, text: str) -> Masks:
 
 
 def parse_ranks(flag: str, text: str | None) -> frozenset[int] | None:
-    """Read local ranks separated by commas; None for an empty text.
+    """Reads local ranks separated by commas; None for an empty text.
 
     Raises:
         UsageError: one of them is no integer.
@@ -124,7 +124,7 @@ def parse_ranks(flag: str, text: str | None) -> frozenset[int] | None:
 
 
 def parse_filters(text: str | None) -> tuple[str, ...]:
-    """Read texts separated by commas; two commas stand for one that belongs to the text. Empty texts do not count."""
+    """Reads texts separated by commas; two commas stand for one that belongs to the text. Empty texts do not count."""
     parts = (text or "").replace(",,", "\0").split(",")
     return tuple(part.replace("\0", ",") for part in parts if part)
 
@@ -147,7 +147,7 @@ class LogFolders:
         self._starts: Counter[tuple[int, int]] = Counter()
 
     def check(self) -> None:
-        """Make the base folder where the user has named one, so that a mistake shows before anything is started.
+        """Makes the base folder where the user has named one, so that a mistake shows before anything is started.
 
         Raises:
             LaunchError: it cannot be made or written to.
@@ -162,7 +162,7 @@ class LogFolders:
             raise LaunchError(f"--log-dir={base}: cannot make a folder there: {error.strerror}") from error
 
     def tidy(self) -> None:
-        """Remove the folders that were made without being asked for, if there is no file in them."""
+        """Removes the folders that were made without being asked for, if there is no file in them."""
         if self._run_folder is not None and not self._settings.log_dir:
             base = os.path.dirname(self._run_folder)
             for folder, _, _ in os.walk(base, topdown=False):
@@ -170,7 +170,7 @@ class LogFolders:
                     os.rmdir(folder)
 
     def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Prepare for the start of a worker; call it once for each start.
+        """Prepares for the start of a worker; called once for each start.
 
         The first start of a local rank in an attempt has `error.json`, the k-th replacement `error.<k>.json`: so no
         worker's report is taken for another's, however late it is written, and a path stays valid.

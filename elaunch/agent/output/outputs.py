@@ -22,7 +22,8 @@ RESULT = "ELAUNCH_RESULT"  # set by elaunch.api: where the end of the job is wri
 class Folders(Protocol):
     """Says where the streams of a worker that is about to start go."""
 
-    def worker(self, attempt: int, local_rank: int) -> WorkerLogs: ...
+    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
+        """Returns where the streams of the worker in slot `local_rank` go in its attempt number `attempt`."""
 
 
 class Outputs:
@@ -46,7 +47,7 @@ class Outputs:
         self._stacks: dict[str, str] = {}
 
     def prepare(self, worker: str, attempt: int, local_rank: int, rank: int) -> tuple[WorkerLogs, dict[str, str]]:
-        """Prepare for the start of a worker: its streams, and what its environment says of them.
+        """Prepares for the start of a worker: its streams, and what its environment says of them.
 
         Raises:
             LaunchError: a folder or file cannot be made.
@@ -61,15 +62,15 @@ class Outputs:
         return logs, {"TORCHELASTIC_ERROR_FILE": logs.error_file or "", **dict(logs.variables)}
 
     def ended(self, worker: str) -> None:
-        """Show what the worker wrote last."""
+        """Shows what the worker wrote last."""
         self._tee.ended(worker)
 
     def stacks_path(self, worker: str) -> str:
-        """The file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
+        """Returns the file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
         return self._stacks.get(worker, "")
 
     def reason(self, worker: str) -> str:
-        """In a line, what the worker has written down of why it failed; empty where it has not."""
+        """Returns, in a line, why the worker failed, as it has written down; empty where it has not."""
         path = self._error_files.get(worker, "")
         if not os.path.exists(path):
             return ""
@@ -78,11 +79,11 @@ class Outputs:
         return summary(path)
 
     def close(self) -> None:
-        """Show all that is left to show."""
+        """Shows all that is left to show."""
         self._tee.close()
 
     def report(self, failed: Iterable[Ended], code: int, text: str) -> None:
-        """Tell how the job ended, where it did not end well: the table, and the launcher's own error file."""
+        """Tells how the job ended, where it did not end well: the table, and the launcher's own error file."""
         from elaunch.failures import copy_to_launcher, read_failure, record_own_error, report, root_cause
 
         failures = [

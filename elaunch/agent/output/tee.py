@@ -45,7 +45,7 @@ class LineSplitter:
         self._after_return = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the lines, and pieces of too long a line, that this chunk completes."""
+        """Returns the lines, and pieces of too long a line, that this chunk completes."""
         if not chunk:
             return []
         if self._after_return:
@@ -58,7 +58,7 @@ class LineSplitter:
         return pieces + more
 
     def flush(self) -> list[bytes]:
-        """Return what stands after the last end of a line, if anything does; the next line begins afresh."""
+        """Returns what stands after the last end of a line, if anything does; the next line begins afresh."""
         rest, self._rest, self._after_return = self._rest, b"", False
         return [rest] if rest else []
 
@@ -67,7 +67,7 @@ class LineSplitter:
 
 
 def line_prefix(settings: LogSettings, local_rank: int, global_rank: int, node: str) -> str:
-    """What stands before each teed line of a worker. Names that the template does not know stay as they are."""
+    """Returns what stands before each teed line of a worker. Names that the template does not know stay as they are."""
     if not settings.prefix_template:
         return f"[{settings.role}{local_rank}]:"
     return Template(settings.prefix_template).safe_substitute(
@@ -107,7 +107,7 @@ class Tee:
         self._closed = False  # all that the files held when it was closed has been shown
 
     def follow(self, worker: str, local_rank: int, global_rank: int, logs: WorkerLogs) -> None:
-        """Show the lines of a worker that is about to start; again, with another rank, for one that runs.
+        """Shows the lines of a worker that is about to start; again, with another rank, for one that runs.
 
         Call it before the start: what a file holds already belongs to the worker before.
         """
@@ -123,12 +123,12 @@ class Tee:
             self._ask(_Follow(path, console, filtered, tuple(map(os.fsencode, needles)), owner))
 
     def ended(self, worker: str) -> None:
-        """Show the rest of what the worker has written, and end an unfinished last line."""
+        """Shows the rest of what the worker has written, and ends an unfinished last line."""
         if self._thread is not None:
             self._ask(_Ended(worker))
 
     def close(self) -> None:
-        """Show all that the files hold at this moment, also what came after the end of a worker, and stop."""
+        """Shows all that the files hold at this moment, also what came after the end of a worker, and stops."""
         if self._thread is None:
             return
         self._requests.put(None)
@@ -172,7 +172,7 @@ class Tee:
         """The next request, that of the end too, starts another thread, which goes on where this one was."""
 
     def _serve(self, wait_s: float | None = 0.0) -> None:
-        """Take all requests; wait for the first."""
+        """Takes all requests; waits for the first."""
         with contextlib.suppress(queue.Empty):
             while not self._closing:
                 request = self._requests.get(timeout=wait_s)
@@ -248,7 +248,7 @@ class _Tail:
             self.live = False
 
     def pump(self, learn: Callable[[], None] = lambda: None) -> bool:
-        """Show at most one chunk; True if there is probably more.
+        """Shows at most one chunk; True if there is probably more.
 
         `learn` is called between reading and showing: whoever wrote the chunk was announced before writing.
         """
@@ -277,7 +277,7 @@ class _Tail:
         return full
 
     def attempt(self, act: Callable[[], bool | None]) -> bool:
-        """Do one of the below; a defect in it ends the showing of this file, and of no other."""
+        """Does one of the below; a defect in it ends the showing of this file, and of no other."""
         try:
             return bool(act())
         except Exception as error:
@@ -286,7 +286,7 @@ class _Tail:
             return False
 
     def rest(self) -> None:
-        """End an unfinished line and close the file."""
+        """Ends an unfinished line and closes the file."""
         self._show(self._splitter.flush())
         for fd in (self._fd, self._filtered_fd):
             if fd >= 0:
@@ -295,7 +295,7 @@ class _Tail:
         self._fd = self._filtered_fd = -1
 
     def drain(self) -> None:
-        """Show all that the file holds now, then rest. What a running worker adds meanwhile does not prolong it."""
+        """Shows all that the file holds now, then rests. What a running worker adds meanwhile does not prolong it."""
         end = _size_bytes(self._path)
         while self._position < end and not self._broken:
             before = self._position
@@ -311,7 +311,7 @@ class _Tail:
                 self._copy(self._owners[0].prefix + line + b"\n")
 
     def _copy(self, line: bytes) -> None:
-        """Write to the file of filtered lines; a full disk ends that copy, and nothing else."""
+        """Writes to the file of filtered lines; a full disk ends that copy, and nothing else."""
         assert self._filtered is not None
         try:
             if self._filtered_fd < 0:
@@ -334,7 +334,7 @@ class _Console:
         self.is_terminal = self._fd >= 0 and os.isatty(self._fd)
 
     def write(self, line: bytes) -> None:
-        """Write in one call; once the reader is gone, do nothing."""
+        """Writes in one call; once the reader is gone, does nothing."""
         try:
             if self._fd >= 0:
                 _write_all(self._fd, line)
@@ -346,7 +346,7 @@ class _Console:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write in one call where the system takes it all; also to a descriptor that somebody has made non-blocking."""
+    """Writes in one call where the system takes it all; also to a descriptor that somebody has made non-blocking."""
     view = memoryview(data)
     while view:
         try:

@@ -82,7 +82,7 @@ class HangWatch:
         self.due_s = 0.0
 
     def attached(self, worker: str, pid: int, fds: Sequence[int]) -> str:
-        """A worker has sent descriptors of its heartbeat and its stacks, or none; they belong to the watch now.
+        """Takes the descriptors of a worker's heartbeat and stacks, if it has sent any; they belong to the watch now.
 
         Returns:
             Why it is not watched although it has sent some; empty where all is well.
@@ -96,7 +96,7 @@ class HangWatch:
         return f"{len(fds)} descriptors came, expected two of files in memory" if fds else ""
 
     def forget(self, worker: str) -> None:
-        """A worker has ended."""
+        """Forgets a worker that has ended."""
         watched = self._watched.get(worker)
         self._stopped_since.pop(worker, None)
         if watched is not None and not watched.busy:
@@ -104,6 +104,7 @@ class HangWatch:
             watched.close()
 
     def close(self) -> None:
+        """Forgets all workers; the files of those whose stacks are being taken stay open."""
         for worker in list(self._watched):
             self.forget(worker)
 
@@ -114,7 +115,7 @@ class HangWatch:
         members: Sequence[str],
         path_of: Callable[[str], str],
     ) -> list[Stopped]:
-        """Look at all workers, and begin to take the stacks of one that hangs.
+        """Looks at all workers, and begins to take the stacks of one that hangs.
 
         Args:
             running: workers of this node, with their pids (0: not known yet).
@@ -150,11 +151,11 @@ class HangWatch:
 
     @property
     def stalled(self) -> tuple[Stalled, ...]:
-        """The members on this node, if all of them wait for longer than they may and there are others elsewhere."""
+        """Returns the members on this node, once all have exceeded the wait limit and there are others elsewhere."""
         return self._detector.stalled
 
     def take_out(self, found: Deadlock, path_of: Callable[[str], str]) -> None:
-        """All members of the job wait for each other: begin to take the stacks of the one to go, if it still waits."""
+        """Begins to take the stacks of the one to go, of members that all wait for each other, if it still waits."""
         hang = self._detector.take_out(time.monotonic(), found)
         if hang is not None:
             self._blame(hang, path_of(hang.worker))
@@ -173,7 +174,7 @@ class HangWatch:
             without_stacks(error)
 
     def done(self, worker: str) -> None:
-        """The agent has heard of a worker that hangs and has acted on it."""
+        """Notes that the agent has heard of a worker that hangs and has acted on it."""
         if worker in self._watched:
             self._watched[worker].busy = False
 
@@ -209,7 +210,7 @@ class HangWatch:
 
 
 def describe(found: Found) -> str:
-    """For the user, in a line."""
+    """Describes a worker that hangs in a line for the user."""
     hang, stacks = found.hang, found.stacks
     usual = f", a step takes {hang.typical_step_s:.3g} s" if hang.typical_step_s is not None else ""
     place = f"; at {stacks.place()}" if stacks.place() else ""
@@ -223,13 +224,13 @@ def describe(found: Found) -> str:
 
 
 def thread_state(pid: int, tid: int | None = None) -> str:
-    """One letter, as in /proc/PID/stat, of a process or one thread of it; empty when it is gone."""
+    """Returns one letter, as in /proc/PID/stat, of a process or one thread of it; empty when it is gone."""
     found = _stat(f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat")
     return found[0].decode() if found else ""
 
 
 def children_cpu_s(pid: int) -> float:
-    """Processor time of all processes that a process has started, and these in their turn, as far as they live."""
+    """Returns the processor seconds of all living descendants of a process."""
     stats = [_stat(f"/proc/{child}/stat") for child in family(pid)[1:]]
     return sum((int(found[11]) + int(found[12])) * _TICK_S for found in stats if found)
 

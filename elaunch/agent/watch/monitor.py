@@ -81,11 +81,12 @@ class Monitor:
         ]
 
     def start(self) -> None:
+        """Starts the threads that watch devices, memory and disks; none under the policy `off`."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads; one that is blocked is left."""
+        """Ends the threads; one that is blocked is left."""
         self._stopping.set()
         if self._accelerators is not None:
             self._accelerators.close()
@@ -95,7 +96,7 @@ class Monitor:
                 thread.join(max(0.0, end_s - time.monotonic()))
 
     def _guarded(self, what: str, look: Callable[[], None]) -> None:
-        """Look; after what goes wrong, which must not end the job nor pass in silence, again."""
+        """Looks; after what goes wrong, which must not end the job nor pass in silence, again."""
         told = ""
         while True:
             try:

@@ -52,13 +52,13 @@ class Figures:
     problems: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Its text, for the store."""
+        """Returns its text, for the store."""
         text = json.dumps({"v": 1, "rates": dict(self.rates), "problems": list(self.problems)}, ensure_ascii=False)
         return text.encode(errors="replace").decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Figures:
-        """Read its text.
+        """Reads its text.
 
         Raises:
             ProtocolError: it is none. No text raises anything else.
@@ -78,7 +78,7 @@ class Figures:
             raise ProtocolError(f"expected the figures of a node check, found {text[:80]!a} ({why})") from error
 
     def text(self) -> str:
-        """For the user."""
+        """Returns the figures in a line for the user."""
         return ", ".join(f"{name} {rate:.3g} {unit(name)}" for name, rate in self.rates.items())
 
 
@@ -89,18 +89,18 @@ def _rate(value: Any) -> float:
 
 
 def unit(name: str) -> str:
-    """Of a rate."""
+    """Returns the unit of a rate."""
     return "TFLOP/s" if name.startswith("matmul") else "GB/s"
 
 
 def kind_of(name: str) -> str:
-    """What a rate is compared with: "matmul cuda:0 X" is one of "matmul X", on whichever device of that model."""
+    """Returns what a rate is compared with: "matmul cuda:0 X" is one of "matmul X", on any device of that model."""
     what, _, rest = name.partition(" ")
     return f"{what} {rest.partition(' ')[2]}" if what == "matmul" else name
 
 
 def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
-    """Why this node should not join, with the figures; empty if it may.
+    """Returns why this node should not join, with the figures; empty if it may.
 
     A rate is too low when it is below a part of the median over the peers' rates of the same kind (SLOW; SLOW_OF_FEW
     where these are of fewer than three nodes), and by more than SIGMAS robust standard deviations. A peer that failed
@@ -131,7 +131,7 @@ def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
 
 
 def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S) -> Figures:
-    """Let a process of its own find out what this node can do; whatever goes wrong with it is in the figures."""
+    """Lets a process of its own find out what this node can do; whatever goes wrong with it is in the figures."""
     command = [environment.get("PYTHON_EXEC") or sys.executable, "-m", "elaunch.agent.watch.node_check", str(slots)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
@@ -157,7 +157,7 @@ def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S
 
 
 def compare(store: Store, prefix: str, node: str, own: Figures, nodes: int, wait_s: float = WAIT_S) -> str:
-    """Leave the figures for the peers, and judge this node by theirs.
+    """Leaves the figures for the peers, and judges this node by theirs.
 
     Args:
         store: of the job.
@@ -188,7 +188,7 @@ def compare(store: Store, prefix: str, node: str, own: Figures, nodes: int, wait
 
 
 def _readable(values: Sequence[bytes]) -> list[Figures]:
-    """Read the figures of peers; what a stranger has written is no measure."""
+    """Reads the figures of peers; what a stranger has written is no measure."""
     found = []
     for value in values:
         with contextlib.suppress(ProtocolError):
@@ -205,7 +205,7 @@ def check(
     environment: Mapping[str, str],
     connect_s: float,
 ) -> Figures:
-    """Check this node before it joins.
+    """Checks this node before it joins.
 
     Args:
         open_store: connects to the store of the job.
@@ -330,7 +330,7 @@ def _reduce(store: Any, rank: int) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compute, and print the figures."""
+    """Computes, and prints the figures."""
     if arguments[0] == "--peer":
         from datetime import timedelta
 

@@ -39,10 +39,11 @@ class CutNodes:
 
     @property
     def nodes(self) -> frozenset[str]:
+        """Returns the nodes that cannot be reached, or have answered again for less than `well_s` seconds."""
         return frozenset(self._since)
 
     def take(self, asked: Collection[str], silent: Collection[str], now_s: float) -> bool:
-        """Take one round of answers; return whether other nodes are cut off now.
+        """Takes one round of answers; returns whether other nodes are cut off now.
 
         Args:
             asked: nodes.
@@ -89,7 +90,7 @@ class Reach:
         self._told = ""
 
     def check(self, addresses: Mapping[str, str], suspect: str) -> None:
-        """Ask all these nodes whether they can be reached.
+        """Asks all these nodes whether they can be reached.
 
         Args:
             addresses: host:port, by node. What is no address says nothing of its node, and is not asked.
@@ -103,6 +104,7 @@ class Reach:
             self._changed.notify()
 
     def close(self) -> None:
+        """Ends the thread after the round under way, which it waits for END_S seconds at most."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -131,7 +133,7 @@ class Reach:
                     self._changed.wait_for(lambda: self._closed, AGAIN_S)
 
     def _round(self, asked: Mapping[str, str], suspects: set[str]) -> None:
-        """Ask these nodes once."""
+        """Asks these nodes once."""
         silent = self._ask(asked)
         changed = self._cut.take(asked, silent, time.monotonic())
         if changed or suspects:
@@ -148,7 +150,7 @@ def _is_address(address: str) -> bool:
 
 
 def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
-    """Ask machines for a TCP connection, many at once; return those that do not answer. A refusal is an answer.
+    """Asks machines for a TCP connection, many at once; returns those that do not answer. A refusal is an answer.
 
     Args:
         addresses: host:port, by whatever names them.

@@ -15,7 +15,7 @@ from elaunch.plan.build import Stage
 from elaunch.plan.tiling import Plan
 from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.resize import balanced, pace, with_rows
-from elaunch.policy.candidates.structure import NotPossible, stages_of, tuples_of, width_of
+from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of, width_of
 from elaunch.policy.estimate import stage_bytes
 from elaunch.policy.profile import Profile
 from elaunch.rendezvous.membership import node_of
@@ -49,7 +49,7 @@ def expanded(
         members: who there is.
         profile: of the model.
         window: of how many smaller plans a plan is made.
-        widths: of tensor-parallel tuples, beside those of the plan, that the layers can be cut for.
+        widths: of tensor-parallel groups, beside those of the plan, that the layers can be cut for.
 
     Raises:
         NotPossible: says why.
@@ -59,10 +59,10 @@ def expanded(
     if not all(any(stage.replicas) for stage in base):
         raise NotPossible("a stage has lost all its replicas")
     busy = {worker for stage in base for workers in stage.replicas for worker in workers}
-    new, _ = tuples_of(plan, [worker for worker in members if worker not in busy])
+    new, _ = tp_groups_of(plan, [worker for worker in members if worker not in busy])
     if not new:
         raise NotPossible(
-            f"no {width_of(plan)} members are free on a node for another tuple"
+            f"no {width_of(plan)} members are free on a node for another TP group"
             if len(here) > len(busy)
             else "nobody is free"
         )
@@ -98,7 +98,7 @@ def _padded(stage: Stage, dp_size: int) -> Stage:
 
 
 def _by_affinity(new: Sequence[tuple[str, ...]], busy: Sequence[str], profile: Profile) -> list[tuple[str, ...]]:
-    """Sorts tuples: the best link to a worker of the job first; among equal ones, those of a node together."""
+    """Sorts TP groups: the best link to a worker of the job first; among equal ones, those of a node together."""
     nodes = {node_of(worker) for worker in busy}
     nearest = {node: next(worker for worker in busy if node_of(worker) == node) for node in nodes}
 
@@ -125,7 +125,7 @@ def _grouped(new: Sequence[tuple[str, ...]], n_busy: int) -> list[list[tuple[str
 def _ways(
     plan: Plan, before: Skeleton, joining: Sequence[tuple[str, ...]], profile: Profile, widths: Sequence[int]
 ) -> Iterator[_Grown]:
-    """Yields the base with newcomers as a stage, as replicas of a stage, or as partners of a stage's tuples."""
+    """Yields the base with newcomers as a stage, as replicas of a stage, or as partners of a stage's TP groups."""
     skeletons: list[Skeleton] = []
     if len(before) < plan.n_layers:
         # Where the stage comes makes no difference here: layers are cut anew in any case.
@@ -146,15 +146,15 @@ def _ways(
 
 
 def _as_wide(plan: Plan, joining: Sequence[tuple[str, ...]], width: int) -> Sequence[tuple[str, ...]] | None:
-    """Returns the newcomers in tuples of this width, each on one node; None if some are left over."""
+    """Returns the newcomers in TP groups of this width, each on one node; None if some are left over."""
     if len(joining[0]) == width:
         return joining
-    found, rest = tuples_of(plan, [worker for workers in joining for worker in workers], width)
+    found, rest = tp_groups_of(plan, [worker for workers in joining for worker in workers], width)
     return None if rest else found
 
 
 def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Stage | None:
-    """Returns the stage with wider tuples, in which newcomers join tuples on their node; None if they cannot."""
+    """Returns the stage with wider TP groups, in which newcomers join TP groups on their node; None if they cannot."""
     left = [worker for workers in joining for worker in workers]
     width = len(stage.replicas[0]) + len(left) / len(stage.replicas)
     if width not in widths:

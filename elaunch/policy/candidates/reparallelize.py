@@ -20,7 +20,7 @@ from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.matching import matched
 from elaunch.policy.candidates.partition import minimax
 from elaunch.policy.candidates.resize import balanced, with_rows
-from elaunch.policy.candidates.structure import NotPossible, tuples_of, width_of
+from elaunch.policy.candidates.structure import NotPossible, tp_groups_of, width_of
 from elaunch.policy.estimate import StepEstimate, estimate_step, stage_bytes
 from elaunch.policy.profile import Profile
 
@@ -72,7 +72,7 @@ def reparallelized(
         members: who there is.
         profile: of the model.
         degrees: what is looked at.
-        widths: of tensor-parallel tuples, beside that of the plan, that the layers can be cut for.
+        widths: of tensor-parallel groups, beside that of the plan, that the layers can be cut for.
 
     Raises:
         NotPossible: says why.
@@ -93,10 +93,10 @@ def reparallelized(
 def _of_width(
     width: int, plan: Plan, members: Sequence[str], profile: Profile, degrees: Degrees
 ) -> tuple[StepEstimate, Plan]:
-    """Returns the fastest plan whose tensor-parallel tuples have so many workers, with its estimate."""
-    tp_groups, rest = tuples_of(plan, members, width)
+    """Returns the fastest plan whose tensor-parallel groups have so many workers, with its estimate."""
+    tp_groups, rest = tp_groups_of(plan, members, width)
     if not tp_groups:
-        raise NotPossible(f"{len(members)} members make no tensor-parallel tuple of {width} on a node")
+        raise NotPossible(f"{len(members)} members make no tensor-parallel group of {width} on a node")
     # The slow ones last: they are in the deeper pipelines then, with fewer layers.
     tp_groups.sort(key=lambda workers: -min(map(profile.speed, workers)))
     shapes = sorted(_shapes(plan, tp_groups, profile, degrees), key=lambda shape: shape.step_s)
@@ -111,7 +111,7 @@ def _of_width(
             best = here, found
     if best is None:
         caps = [profile.cap_bytes(worker) for worker in members]
-        raise NotPossible(f"no pipelines of {len(tp_groups)} tuples fit into {min(caps):,.0f} bytes of each worker")
+        raise NotPossible(f"no pipelines of {len(tp_groups)} TP groups fit into {min(caps):,.0f} bytes of each worker")
     return best
 
 
@@ -198,14 +198,14 @@ def _near(plan: Plan, degrees: Degrees) -> tuple[int, int]:
 
 
 def _shapes(plan: Plan, tp_groups: Sequence[tuple[str, ...]], profile: Profile, degrees: Degrees) -> Iterator[_Shape]:
-    n_tuples, width = len(tp_groups), len(tp_groups[0])
+    n_groups, width = len(tp_groups), len(tp_groups[0])
     low, high = _near(plan, degrees)
     deepest = min(degrees.pp[1], plan.n_layers)
     cuts: dict[int, tuple[tuple[range, ...], float, float] | None] = {}
-    for dp in range(low, min(high, plan.n_units, n_tuples) + 1):
+    for dp in range(low, min(high, plan.n_units, n_groups) + 1):
         seen = 0
         # Somebody is idle only where all cannot be used.
-        for used in range(min(n_tuples, dp * deepest), max(0, n_tuples - dp), -1):
+        for used in range(min(n_groups, dp * deepest), max(0, n_groups - dp), -1):
             for depths in partitions(used, dp, degrees.pp[0], deepest, SPREAD):
                 seen += 1
                 if seen > MOST_SHAPES:

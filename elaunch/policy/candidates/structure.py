@@ -45,7 +45,7 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
 
 
 def _by_dp_rank(plan: Plan, tiles: Sequence[Tile], dp_size: int) -> dict[int, tuple[str, ...]]:
-    """Puts each tuple in the DP rank of which it does the most rows, as far as that is free."""
+    """Puts each TP group in the DP rank of which it does the most rows, as far as that is free."""
     rows: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], int] = {}
     size = plan.micro_batch_size
@@ -68,16 +68,16 @@ def _by_dp_rank(plan: Plan, tiles: Sequence[Tile], dp_size: int) -> dict[int, tu
 
 
 def width_of(plan: Plan) -> int:
-    """Returns the number of workers of its tensor-parallel tuples; the least, if they differ, with which `expand`
+    """Returns the number of workers of its tensor-parallel groups; the least, if they differ, with which `expand`
     began.
     """
     return min(len(tile.workers) for tile in plan.tiles)
 
 
-def tuples_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the members in tensor-parallel tuples of one width (0: that of the plan's), and those that are left over.
+def tp_groups_of(plan: Plan, members: Sequence[str], width: int = 0) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Returns the members in tensor-parallel groups of one width (0: that of the plan's), and those that are left over.
 
-    Tuples of that width that are whole stay as they are; of the others' members new ones are made, each on one node.
+    TP groups of that width that are whole stay as they are; of the others' members new ones are made, each on one node.
     """
     width, here = width or width_of(plan), set(members)
     whole = [tile.workers for tile in plan.tiles if len(tile.workers) == width and here.issuperset(tile.workers)]

@@ -21,7 +21,7 @@ from elaunch.rendezvous.membership import names_text, node_of, slot_of
 
 
 @dataclass(frozen=True)
-class Excuse:
+class Eviction:
     """A request that members leave at a step boundary.
 
     Attributes:
@@ -39,7 +39,7 @@ class Excuse:
         return {"workers": list(self.workers), "replace": self.replace, "why": self.why}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Excuse:
+    def from_json(cls, fields: Mapping[str, Any]) -> Eviction:
         """Reads the fields from JSON values."""
         return cls(tuple(fields["workers"]), fields["replace"], fields["why"])
 
@@ -58,7 +58,7 @@ class Remedies:
     def __init__(self, policy: SlowPolicy = "rebalance", min_nodes: int = 1) -> None:
         self._policy, self._min_nodes = policy, min_nodes
         self.replaced: set[str] = set()
-        self._next: Excuse | None = None
+        self._next: Eviction | None = None
         self._weighed: Change | None = None
         self._leaving: frozenset[str] = frozenset()
         self._why = ""
@@ -91,7 +91,7 @@ class Remedies:
                     f"{names_text(again)} had another process already" if again else "another worker is being replaced"
                 )
                 return {"action": "rebalance", "reason": why}
-            self._begin(Excuse(change.workers, True, str(change)))
+            self._begin(Eviction(change.workers, True, str(change)))
             return {"action": "replace"}
         return {"action": "rebalance"} | ({"reason": self._why} if self._policy == "exclude" else {})
 
@@ -114,18 +114,18 @@ class Remedies:
         rates = ", ".join([f"{without:.4g} samples/s without", *known])
         if without <= (1 + gain) * (stay or 0.0) or without < (1 - gain) * (best or 0.0):
             return change.fields() | {"action": "rebalance", "reason": f"it is not worth it: {rates}"}
-        self._begin(Excuse(change.workers, False, f"{change}; {rates}"))
+        self._begin(Eviction(change.workers, False, f"{change}; {rates}"))
         return change.fields() | {"action": "exclude", "reason": rates}
 
-    def take(self) -> Excuse | None:
+    def take(self) -> Eviction | None:
         """Returns the request for members to leave until all have heard it: an interrupted step tells nobody."""
         return self._next
 
-    def heard(self, excuse: Excuse) -> None:
+    def heard(self, eviction: Eviction) -> None:
         """Notes that all members have heard it."""
-        self._next, self._leaving = None, frozenset(excuse.workers)
-        if excuse.replace:
-            self.replaced |= set(map(slot_of, excuse.workers))
+        self._next, self._leaving = None, frozenset(eviction.workers)
+        if eviction.replace:
+            self.replaced |= set(map(slot_of, eviction.workers))
 
     def entered(self, members: Sequence[str]) -> dict[str, Any] | None:
         """Notes the members that go on; returns event fields of a change that is no longer weighed."""
@@ -137,8 +137,8 @@ class Remedies:
             return None
         return change.fields() | {"action": "rebalance", "reason": "the members changed meanwhile"}
 
-    def _begin(self, excuse: Excuse) -> None:
-        self._next, self._leaving = excuse, frozenset(excuse.workers)
+    def _begin(self, eviction: Eviction) -> None:
+        self._next, self._leaving = eviction, frozenset(eviction.workers)
 
     def _refused(self, change: Change, members: Sequence[str]) -> bool:
         """Returns whether nobody may leave, whatever an estimate says; `_why` gets the reason, if there is one."""

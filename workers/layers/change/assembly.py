@@ -39,11 +39,11 @@ class Assembly:
         self._regions: dict[Piece, dict[Box, Region]] = {}
 
     def allocate(self, name: str, box: Box) -> tuple[Tensor, ...]:
-        """New tensors of a box of an item."""
+        """Returns new tensors for a box of an item."""
         return self._made(self._by_box[name, box])[box].tensors
 
     def regions(self) -> dict[str, list[Region]]:
-        """Of all pieces that do not stay, by item."""
+        """Returns the regions of all pieces that do not stay, by item."""
         found: dict[str, list[Region]] = {}
         for piece in self._pieces:
             if piece.shape not in self._stay:
@@ -51,7 +51,7 @@ class Assembly:
         return found
 
     def tensors(self, state: State | None = None) -> list[tuple[Tensor, ...]]:
-        """Of all pieces, flat. Regions of `state` that are not in their piece are copied there."""
+        """Returns the tensors of all pieces, flat. Regions of `state` that are not in their piece are copied there."""
         found = []
         for piece in self._pieces:
             stayed = self._stay.get(piece.shape)

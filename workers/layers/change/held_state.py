@@ -53,11 +53,12 @@ class HeldState:
     settings: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns it as JSON."""
         return {**asdict(self), "forms": forms_to_json(self.forms)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> HeldState:
+        """Returns the value that `to_json` wrote."""
         read = {
             "forms": forms_from_json(fields["forms"]),
             "boxes": _boxes_from_json(fields["boxes"]),
@@ -73,7 +74,7 @@ def _boxes_from_json(fields: Mapping[str, Any] | None) -> Holdings | None:
 
 
 def forms_to_json(forms: Mapping[str, Form]) -> list[Any]:
-    """Parameters of one form are told together."""
+    """Returns the forms as JSON; parameters of one form stand together."""
     alike: dict[Form, list[str]] = {}
     for name, form in forms.items():
         alike.setdefault(form, []).append(name)
@@ -81,7 +82,7 @@ def forms_to_json(forms: Mapping[str, Form]) -> list[Any]:
 
 
 def forms_from_json(fields: list[Any]) -> dict[str, Form]:
-    """The inverse of `forms_to_json`."""
+    """Returns the forms that `forms_to_json` wrote."""
     found: dict[str, Form] = {}
     for tensors, numbers, options, names in fields:
         form = Form(tuple(map(tuple, tensors)), tuple(map(tuple, numbers)), options)

@@ -22,7 +22,7 @@ from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.shards import Shards
-from elaunch.workers.layers.tensor_parallel import Membership
+from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
 from elaunch.workers.state.layout import LayerSpec, StateLayout
@@ -55,7 +55,7 @@ class Migration:
         specs: of all layers.
         optimizer_items: of the space.
         local: what this worker owns under the old plan.
-        sums: over the tuples of the old plan.
+        sums: over the TP groups of the old plan.
         device: of the new tensors.
         make_executor: of a plan, its layout and this worker's layers.
     """
@@ -84,7 +84,7 @@ class Migration:
             workers = new.layout.holders[index][replica]
             if (index, replica) in lacking.get(worker, ()):
                 add = self._sums.setdefault(workers, TupleSum(workers, worker)) if len(workers) > 1 else None
-                layer.membership = Membership(workers.index(worker), len(workers), add)
+                layer.tp_rank = TPRank(workers.index(worker), len(workers), add)
         self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new, layers))
         self.assembly = Assembly(new.layout.pieces(worker), local, optimizer_items, device)
 
@@ -123,7 +123,7 @@ class Migration:
         group.link_up(peers(between, worker) | ends)
 
     def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
-        """Do the step; when it returns, all that this worker will own is here, with the gradients for it."""
+        """Does the step; when it returns, all that this worker will own is here, with the gradients for it."""
         self._move.begin(traffic)
         load = lambda part: samples.load(self.plan, step, part)  # noqa: E731
         outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
@@ -131,7 +131,7 @@ class Migration:
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
 
     def move(self, traffic: Traffic) -> None:
-        """Only move the state, without a step."""
+        """Moves the state alone, without a step."""
         self._move.begin(traffic)
         self._move.wait()
         self._wait(range(self.plan.n_layers))
@@ -147,24 +147,24 @@ class Migration:
 
 
 def keys_of(layout: StateLayout, worker: str) -> list[LayerKey]:
-    """The layers of a worker."""
+    """Returns the layers of a worker."""
     return [
         (layer, replica)
-        for layer, tuples in enumerate(layout.holders)
-        for replica, workers in enumerate(tuples)
+        for layer, tp_groups in enumerate(layout.holders)
+        for replica, workers in enumerate(tp_groups)
         if worker in workers
     ]
 
 
 def shapes_of(layout: StateLayout, worker: str) -> set[tuple[object, ...]]:
-    """Of all pieces of a worker."""
+    """Returns the shapes of all pieces of a worker."""
     return {piece.shape for piece in layout.pieces(worker)}
 
 
 def _layers_of(
     layout: StateLayout, worker: str, old: Under, new: Under, layers: tuple[Layers, Layers]
 ) -> dict[LayerKey, Layer]:
-    """This worker's layers under a plan of which each tuple is one of the two others'."""
+    """This worker's layers under a plan of which each TP group is one of the two others'."""
     found = {
         (index, under.layout.holders[index][replica]): layer
         for under, its in ((new, layers[1]), (old, layers[0]))
@@ -199,7 +199,7 @@ def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKe
 def _shared(
     layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], places: Mapping[str, list[Region]]
 ) -> dict[int, list[tuple[Region, Region, Box]]]:
-    """By layer, what a worker needs twice, as a member of two tuples that cut the layer in other ways.
+    """By layer, what a worker needs twice, as a member of two TP groups that cut the layer in other ways.
 
     It arrives once, at a place of the first; each entry is that place, the second one, and the box they share.
     """

@@ -23,7 +23,7 @@ class MigrationPlan:
 
     Args:
         plan: the next one.
-        standings: of all members.
+        held_states: of all members.
         specs: of all layers.
 
     Attributes:
@@ -39,10 +39,10 @@ class MigrationPlan:
         StateError: a worker was given other layers or settings.
     """
 
-    def __init__(self, plan: Plan, standings: Mapping[str, HeldState], specs: Sequence[LayerSpec]) -> None:
-        _check_alike(standings)
-        self._standings, self._specs = standings, specs
-        self._holding = {who: one for who, one in standings.items() if one.plan}
+    def __init__(self, plan: Plan, held_states: Mapping[str, HeldState], specs: Sequence[LayerSpec]) -> None:
+        _check_alike(held_states)
+        self._held_states, self._specs = held_states, specs
+        self._holding = {who: one for who, one in held_states.items() if one.plan}
         plans = {text: Plan.parse(text) for text in {one.plan for one in self._holding.values()}}
         self._old = {text: Under(old, StateLayout(old, specs)) for text, old in plans.items()}
         self.new = Under(plan, StateLayout(plan, specs))
@@ -63,12 +63,12 @@ class MigrationPlan:
 
     @property
     def old(self) -> Under | None:
-        """The plan whose parts all have, as of the last commit; None if they have not."""
+        """Returns the plan whose parts all have, as of the last commit; None if they have not."""
         whole = len(self._old) == 1 and not self.stale and all(one.boxes is None for one in self._holding.values())
         return next(iter(self._old.values())) if whole else None
 
     def router(self) -> Router:
-        """For masters and states."""
+        """Returns the routes of masters and optimizer states."""
         old = {who: self._old[one.plan].layout for who, one in self._holding.items()}
         return Router(
             self.items,
@@ -78,7 +78,7 @@ class MigrationPlan:
         )
 
     def between(self, members: tuple[str, ...], max_extra_bytes: int | None) -> Plan | None:
-        """The plan of a step in which the members go over; None if nothing moves, or only while all pause.
+        """Returns the plan of a step in which the members go over; None if nothing moves, or only while all pause.
 
         Args:
             members: of the generation.
@@ -105,10 +105,10 @@ class MigrationPlan:
         return size
 
     def _kept(self, who: str) -> dict[LayerKey, LayerKey]:
-        standing = self._standings.get(who)
-        if standing is None or not standing.plan:
+        held_state = self._held_states.get(who)
+        if held_state is None or not held_state.plan:
             return {}
-        before = self._old[standing.plan].layout
+        before = self._old[held_state.plan].layout
         there: dict[tuple[int, int, int], list[LayerKey]] = {}
         for key in keys_of(before, who):
             there.setdefault(_cut(before, key, who), []).append(key)
@@ -120,8 +120,8 @@ class MigrationPlan:
         return found
 
 
-def _check_alike(standings: Mapping[str, HeldState]) -> None:
-    (first, settings), *others = ((worker, one.settings) for worker, one in standings.items())
+def _check_alike(held_states: Mapping[str, HeldState]) -> None:
+    (first, settings), *others = ((worker, one.settings) for worker, one in held_states.items())
     for worker, theirs in others:
         if theirs != settings:
             raise StateError(
@@ -131,21 +131,21 @@ def _check_alike(standings: Mapping[str, HeldState]) -> None:
             )
 
 
-def _held(worker: str, standing: HeldState, layout: StateLayout) -> Holdings:
+def _held(worker: str, held_state: HeldState, layout: StateLayout) -> Holdings:
     """What a worker has of its own optimizer state."""
-    return optimizer_boxes(layout.pieces(worker)) if standing.boxes is None else standing.boxes
+    return optimizer_boxes(layout.pieces(worker)) if held_state.boxes is None else held_state.boxes
 
 
-def _hosted(standing: HeldState, layout: StateLayout) -> Holdings:
+def _hosted(held_state: HeldState, layout: StateLayout) -> Holdings:
     """What a worker has in host memory of others' states, under its plan."""
-    if standing.hosted is not None:
-        return standing.hosted
+    if held_state.hosted is not None:
+        return held_state.hosted
     return optimizer_boxes(
-        [piece for owner, count in standing.snapshots.items() for piece in layout.pieces(owner)[:count]]
+        [piece for owner, count in held_state.snapshots.items() for piece in layout.pieces(owner)[:count]]
     )
 
 
 def _cut(layout: StateLayout, key: LayerKey, worker: str) -> tuple[int, int, int]:
-    """Layer, size of the tuple and rank in it."""
+    """Layer, size of the TP group and rank in it."""
     workers = layout.holders[key[0]][key[1]]
     return key[0], len(workers), workers.index(worker)

@@ -1,0 +1,113 @@
+"""What a worker does, and in which order, to enter a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.wire import Joined
+from elaunch.workers import recovery
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
+from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.recovery import Recovery
+from tests.unit.comm_crew import crew
+from tests.unit.test_leaving import ME, Agent, Runtime
+
+ORDER = ["pause", "vote", "agreed", "plan", "transfer", "barrier", "resume", "joined"]
+
+
+class Recorded(Runtime):
+    """Hooks and an agent's connection that write down what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def vote(self) -> Vote:
+        self.calls.append("vote")
+        return super().vote()
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def agreed(self, generation: Generation, verdict: Verdict) -> None:
+        self.calls.append("agreed")
+
+    def plan(self, generation: Generation, group: Any, verdict: Verdict) -> dict[str, Any]:
+        self.calls.append("plan")
+        return {}
+
+    def transfer(self, group: Any, verdict: Verdict) -> int:
+        self.calls.append("transfer")
+        return 7
+
+    def resume(self, generation: Generation, group: Any, verdict: Verdict) -> None:
+        self.calls.append("resume")
+
+
+class Listening(Agent):
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self._calls = calls
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+        if isinstance(message, Joined):
+            self._calls.append("joined")
+
+
+@pytest.fixture
+def transports() -> Iterator[Sequence[Transport]]:
+    with crew(2) as made:
+        yield made
+
+
+def entered(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, generations: Sequence[int]
+) -> tuple[Recorded, Listening]:
+    """A worker that has entered these generations, alone."""
+    hooks = Recorded()
+    agent = Listening(hooks.calls)
+
+    class Watched(Group):
+        def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+            if hooks.calls[-1] == "transfer":
+                hooks.calls.append("barrier")
+            return super().all_gather_bytes(payload)
+
+    monkeypatch.setattr(recovery, "Group", Watched)
+    membership = Recovery(agent, transport, hooks)  # type: ignore[arg-type]
+    for number in generations:
+        here = Worker(ME, "a", 0, transport.address)
+        agent.tells(Generation(number, Stage.TRAIN, (here,), aborts_step_before=number, begun=True))
+        membership.agree()
+        membership.settle()
+    return hooks, agent
+
+
+def test_the_hooks_are_called_in_order_and_nobody_goes_on_before_all_have_the_state(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks, _ = entered(transports[0], monkeypatch, [2, 3])
+    assert hooks.calls == ORDER * 2
+
+
+def test_the_agent_hears_which_generation_was_entered(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, agent = entered(transports[0], monkeypatch, [2, 3])
+    assert [message for message in agent.sent if isinstance(message, Joined)] == [Joined(2), Joined(3)]
+
+
+def test_links_to_those_who_are_no_members_any_more_are_closed(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, other = transports
+    assert other.worker in transport.peers
+    entered(transport, monkeypatch, [2])
+    assert not transport.peers
