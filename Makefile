@@ -2,6 +2,7 @@
 # make demo    the main job for about a minute, with a worker killed in the middle
 # make check   lint, and the tests that start no job: for every edit
 # make test    what every change must pass       (make test PYTEST_ARGS="-k layering -x" for some)
+# make simulate   thousands of random jobs and faults in simulated time   (SEEDS="0 100000": the first, and how many)
 # make soak    all tests in full: those marked `soak` too, and more examples of all others
 # make conformance   torchrun's contract (LAUNCHER=torchrun make conformance: the same tests against torchrun)
 # make lint    ruff and mypy --strict
@@ -27,10 +28,12 @@ SOAK_LIMIT_S ?= 7200
 PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 2) --dist=worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SEEDS ?= 0 10000
 # The programs that print a table: they import the reporter.
 BENCHMARKS = $(shell grep -l '^from benchmarks.report import' benchmarks/*.py)
 
-.PHONY: help setup demo check unit test soak conformance lint bench FORCE
+
+.PHONY: help setup demo check unit test simulate soak conformance lint bench FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -49,11 +52,14 @@ test: setup
 soak:
 	$(MAKE) test TEST_LIMIT_S=$(SOAK_LIMIT_S) PYTEST_ARGS='--soak $(PYTEST_ARGS)'
 
+simulate: setup
+	$(BIN)/python -m tests.simulation $(SEEDS)
+
 check: setup
 	$(MAKE) --jobs=2 --output-sync=target lint unit
 
 unit: setup
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m 'not job' $(PYTEST_ARGS) tests/unit
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m 'not job' $(PYTEST_ARGS) tests/unit tests/simulation
 
 conformance: setup
 	$(BIN)/python -m pytest --timeout=400 $(PYTEST_ARGS) tests/conformance

@@ -22,6 +22,9 @@ MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
 
+AGAIN = "again"
+"""Marks the report of a step that the first member may have reported already."""
+
 LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 """The variable in which an agent tells its workers how long a link may be silent, in seconds."""
 

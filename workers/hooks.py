@@ -23,6 +23,8 @@ class Vote:
         facts: whatever else its runtime tells the others, as JSON.
         saved: number of steps in the newest checkpoint that it sees; None: it sees none.
         every: steps from one checkpoint to the next; 0: there are none.
+        transferred: the activation for which it has got all state, while it waits for the others; "": none.
+        activated: the last one that it has gone on from; "": none.
     """
 
     step: int = 0
@@ -31,6 +33,8 @@ class Vote:
     facts: dict[str, Any] = field(default_factory=dict)
     saved: int | None = None
     every: int = 0
+    transferred: str = ""
+    activated: str = ""
 
 
 @dataclass(frozen=True, slots=True)

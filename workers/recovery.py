@@ -71,17 +71,6 @@ class Left(ElaunchError):
         self.generation = generation
 
 
-def tells_again(verdict: Verdict, generation: Generation, before: Group | None, worker: str) -> bool:
-    """Whether `worker` must report the last step that committed, since who should have may not have come to it.
-
-    That was the first member of `before`. It may have died, or has not passed the barrier of the step.
-    """
-    if before is None or before.rank == 0 or verdict.fresh:
-        return False
-    missing = before.members[0] not in generation.ids or bool(verdict.committing)
-    return missing and generation.ids[verdict.passed] == worker
-
-
 @dataclass(slots=True)
 class _Clock:
     """When the phases of the transition under way ended, in Unix seconds."""
@@ -91,6 +80,16 @@ class _Clock:
     told_t: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """What a member goes on from once all have the state that the plan gives them."""
+
+    name: str
+    generation: Generation
+    group: Group
+    verdict: Verdict
 
 
 class Recovery:
@@ -116,6 +115,9 @@ class Recovery:
         self._last_with_members: Generation | None = None  # the newest that has any members
         self._leaving: tuple[str, ...] = ()
         self._parted: tuple[int, tuple[str, ...]] = (0, ())
+        self._transferred: _Activation | None = None  # this worker has its state, and waits for the others
+        self._activations = 0  # begun in this generation
+        self._activated = ""
         self._progressed = 0  # the newest generation in which a step has committed
         client.listen(self._on_generation)
 
@@ -244,7 +246,7 @@ class Recovery:
         started_t = time.time()
         with self._lock:
             self._active, self._entering, self._firm, self._verdict = generation, True, firm, None
-        self._leaving = ()
+        self._leaving, self._activations = (), 0
         self._transport.interrupt(generation.number)
         self._hooks.pause()
         if self._clock is None:
@@ -263,12 +265,34 @@ class Recovery:
         self._poll(generation, self._group, self._clock, started_t - self._clock.told_t)
 
     def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
-        """All votes go to all members."""
+        """All votes go to all members.
+
+        Nobody goes on in an activation before all have their state. So where a member has, those that were interrupted
+        while they waited for the others do it as well, before they vote again: the sources may have let go of what they
+        gave away. It is the rule of the commit barrier, for the place of the state instead of a step.
+        """
         begin_t = time.time()
-        votes = [Vote(**vote) for vote in group.all_gather_json(asdict(self._hooks.vote()))]
+        votes = self._votes(group)
+        unfinished = {vote.transferred for vote in votes} & {vote.activated for vote in votes if vote.activated}
+        if unfinished:
+            if self._transferred is not None and self._transferred.name in unfinished:
+                self._go_on(self._transferred)
+            votes = self._votes(group)
+        self._transferred = None
         self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
         self._hooks.agreed(generation, self._verdict)
         clock.phases["agree_s"] = time.time() - begin_t + before_s
+
+    def _votes(self, group: Group) -> list[Vote]:
+        """Returns the votes of all members, as they are now."""
+        transferred = self._transferred.name if self._transferred is not None else ""
+        vote = replace(self._hooks.vote(), transferred=transferred, activated=self._activated)
+        return [Vote(**one) for one in group.all_gather_json(asdict(vote))]
+
+    def _go_on(self, activation: _Activation) -> None:
+        """Has the hooks go on from the state that has moved."""
+        self._hooks.resume(activation.generation, activation.group, activation.verdict)
+        self._transferred, self._activated = None, activation.name
 
     def _activate(self) -> None:
         assert self._group is not None
@@ -278,13 +302,15 @@ class Recovery:
         t0 = time.time()
         decision = self._hooks.plan(generation, group, verdict)
         t1 = time.time()
+        self._activations += 1
         received_bytes = self._hooks.transfer(group, verdict)
+        self._transferred = _Activation(f"{generation.number}.{self._activations}", generation, group, verdict)
         self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
         with self._lock:
             self._firm = True  # all have what the plan gives them
         t2 = time.time()
         self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
-        self._hooks.resume(generation, group, verdict)
+        self._go_on(self._transferred)
         with self._lock:
             self._entering = False
             self._verdict = None

@@ -338,7 +338,7 @@ class Member:
 
     def forget_step(self) -> None:
         """Forgets the last report of a step: the job goes on from a checkpoint."""
-        self._reports.last = None
+        self._reports.forget()
 
     def replan(self) -> None:
         """Plans and moves the state with the same members, between two steps. All call it, alike, after `settle`.

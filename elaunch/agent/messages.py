@@ -133,15 +133,10 @@ class WorkerMessages:
         return []
 
     def _on_unreachable(self, worker: str, found: Unreachable) -> None:
-        life = self._life
-        if not found.refused:
-            life.on_broken(found.generation, worker, found.peer)
-        if found.silent:
+        if note_lost_link(self._life, worker, found, time.monotonic()):
             self._watches.ask_others(found)
-        else:
-            life.on_unreachable(found.generation, found.peer, found.refused, time.monotonic())
         if found.refused:
-            self._participant.publish(life.doc())
+            self._participant.publish(self._life.doc())
             self._participant.suspect_leader()
 
     def _attach(self, connection: Connection, worker: str) -> list[Action]:
@@ -168,6 +163,25 @@ class WorkerMessages:
         settings = self._life.settings
         connection.send(Welcome(self._job.token, settings.host, settings.node, slot.local_rank, settings.min_nodes))
         return self._life.on_attach(worker)
+
+
+def note_lost_link(life: Lifecycle, worker: str, found: Unreachable, now_s: float) -> bool:
+    """Has the lifecycle note what `worker` found out about a lost peer.
+
+    A peer on a silent machine that is to leave counts as dead: the others go on without it in any case, and it is no
+    member of the newest generation, whose nodes find out which of them cannot be reached.
+
+    Returns:
+        Whether the other nodes are to be asked whether they can be reached.
+    """
+    leaves = life.generation is not None and found.peer in life.generation.leaving
+    dead = found.refused or (found.silent and leaves)
+    if not dead:
+        life.on_broken(found.generation, worker, found.peer)
+    if found.silent and not dead:
+        return True
+    life.on_unreachable(found.generation, found.peer, dead, now_s)
+    return False
 
 
 def _belongs_to(pid: int, worker: int) -> bool:

@@ -192,7 +192,9 @@ def _compare(
     dead = [worker for worker in generation.leaving if worker in gone]
     told = [worker for worker in generation.leaving if worker in listed and worker not in gone]
     causes += [(0.0, f"worker {worker} died before it could leave") for worker in dead]
-    reset = bool(dead) or fates.is_missed or any(doc.peers.reset_generation >= generation.number for doc in nodes)
+    # A planned generation is no way out of a step that broke, so links that failed before it have to be made anew too.
+    failed = any(doc.peers.reset_generation >= max(1, generation.aborts_step_before) for doc in nodes)
+    reset = bool(dead) or fates.is_missed or failed
     is_urgent = bool(fates.lost) or reset
     back = _members(nodes, told, missing) if is_urgent else ()
     draining = [*fates.draining, *back]

@@ -303,7 +303,14 @@ class TestDeaths:
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0", "b/0#0"), 6, "a link was made anew")
 
     def test_an_old_request_for_a_new_link_is_done_with(self) -> None:
-        assert_waits(ask(train("a/0#0"), node("a", MEMBER, reset_generation=4)))
+        now = train("a/0#0", aborts_step_before=5)
+        assert_waits(ask(now, node("a", MEMBER, reset_generation=4)))
+
+    def test_a_link_that_failed_before_a_planned_generation_is_made_anew(self) -> None:
+        """Whoever lost it waits in a broken step, which a planned generation does not end."""
+        now = train("a/0#0", "b/0#0", aborts_step_before=3)
+        after = announced(ask(now, node("a", MEMBER, reset_generation=4), node("b", MEMBER)))
+        assert (after.ids, after.aborts_step_before, after.cause) == (now.ids, 6, "a link was made anew")
 
     def test_a_worker_that_exits_with_0_before_the_end_is_lost_like_any_other(self) -> None:
         docs = node("a", MEMBER), node("b", None, finished=True, cause="worker b/0#0 exited with code 0", cause_t=1.0)

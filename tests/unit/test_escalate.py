@@ -30,9 +30,9 @@ from elaunch.rendezvous.rules.escalate import (
     why_given_up,
 )
 from tests.helpers import scaled
-from tests.unit.control_world import World
+from tests.simulation.control_world import World
+from tests.simulation.test_control_simulation import make_case, simulate
 from tests.unit.documents import changed_report
-from tests.unit.test_control_simulation import make_case, simulate
 
 MEMBERS = ("a/0#0", "a/1#0", "b/0#0", "b/1#0")
 

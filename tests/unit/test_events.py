@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from elaunch.agent.output.events import EventLog
+from elaunch.agent.output.journal import Journal
+from elaunch.wire import AGAIN, Report
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -107,3 +109,15 @@ def test_on_request_events_go_to_standard_error_with_or_without_a_file(capsys: p
     written = capsys.readouterr().err
     assert json.loads(written) == {"v": 2, "t": 1.5, "kind": "slow", "node": "a", "generation": 3, "worker": "a/0#0"}
     assert written.endswith("}\n")
+
+
+def test_a_step_that_is_reported_again_stands_in_a_log_once(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    journal = Journal("a", EventLog(str(path), "a"), lambda: 2)
+    for step, again in [(3, False), (4, False), (4, True), (5, True), (5, True), (6, False), (6, False)]:
+        journal.forward(Report("step", {"step": step, **({AGAIN: True} if again else {})}))
+    journal.close()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    # It commits once more where it had committed only on workers that died.
+    assert [event["step"] for event in events] == [3, 4, 5, 6, 6]
+    assert not any(AGAIN in event for event in events)

@@ -14,6 +14,7 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, State
+from elaunch.agent.messages import note_lost_link
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -26,6 +27,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
+from elaunch.wire import Unreachable
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -697,6 +699,29 @@ class TestNodesOutOfReach:
     def test_one_that_answers_after_all_needs_a_new_link(self) -> None:
         node = member_node()
         assert node.life.on_reach((), frozenset({"b"})) == []
+        assert node.life.doc().peers.reset_generation == 2
+
+    def test_a_silent_peer_that_is_to_leave_counts_as_dead(self) -> None:
+        """It is no member of the newest generation, so nobody else finds out whether it can be reached."""
+        node = member_node()
+        node.train("a/0#0", leaving=("b/0#0",))
+        found = Unreachable(2, "b/0#0", refused=False, silent=True)
+        assert not note_lost_link(node.life, "a/0#0", found, node.now_s)
+        assert node.life.doc().peers.unreachable == ("b/0#0",)
+
+    def test_other_nodes_are_asked_about_a_silent_member(self) -> None:
+        node = member_node()
+        assert note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
+        assert node.life.doc().peers.broken == (BrokenLink("a/0#0", "b/0#0"),)
+        assert node.life.doc().peers.unreachable == ()
+
+    def test_links_that_a_cut_broke_are_made_anew_when_it_is_over(self) -> None:
+        """The leader may have been out of reach for as long as it lasted."""
+        node = member_node()
+        node.life.on_broken(2, "a/0#0", "b/0#0")
+        node.life.on_reach((Cut("b", "10.0.0.2"),), frozenset())
+        assert node.life.doc().peers.reset_generation == 0
+        node.life.on_reach((), frozenset())
         assert node.life.doc().peers.reset_generation == 2
 
     @pytest.mark.parametrize("settled", [False, True])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
-from elaunch.wire import Message, Report
+from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.wire import AGAIN, Message, Report
 from elaunch.workers.data_parallel.layout import Layout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
-from elaunch.workers.member.reports import StepReports
+from elaunch.workers.member.reports import LAST_STEP, TOLD, StepReports, tells_again
 from elaunch.workers.runtime import Member
 
 MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
@@ -96,7 +98,39 @@ def test_the_first_member_reports_a_step_and_the_others_may_have_to() -> None:
     reports[1].tell_again(5)  # so many have committed, and it knows of one more
     assert other.sent == []
     reports[1].tell_again(6)
-    assert [one.fields["step"] for one in other.sent if isinstance(one, Report)] == [5]
+    assert [(one.fields["step"], one.fields[AGAIN]) for one in other.sent if isinstance(one, Report)] == [(5, True)]
+
+
+def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6) -> Verdict:
+    members = tuple(range(len(told)))
+    return Verdict(step, committing, members, (), facts=tuple({TOLD: one} for one in told))
+
+
+@pytest.mark.parametrize(
+    ("told", "committing", "teller"),
+    [
+        ((5, None), (), None),
+        ((None, 5), (0,), None),
+        ((None, None), (0,), 1),
+        ((None, 4), (), 0),
+        ((4, None), (), 0),
+    ],
+)
+def test_a_step_that_no_member_has_reported_is_reported_by_one_that_passed_its_barrier(
+    told: Sequence[int | None], committing: tuple[int, ...], teller: int | None
+) -> None:
+    generation = Generation(3, Stage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
+    tells = [tells_again(verdict(told, committing), generation, one) for one in MEMBERS[:2]]
+    assert tells == [place == teller for place in range(2)]
+    assert not any(tells_again(verdict((None, None), step=0), generation, one) for one in MEMBERS[:2])
+
+
+def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:
+    report = StepReports(Client())  # type: ignore[arg-type]
+    report.tell(Team(0), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
+    assert report.facts()[TOLD] == 5
+    report.forget()
+    assert report.facts() == {LAST_STEP: None, TOLD: None}
 
 
 def test_shares_tile_a_step_and_their_digests_add_up() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.errors import GenerationChanged
 from elaunch.rendezvous.membership import Generation, Stage, Worker
 from elaunch.wire import Joined
 from elaunch.workers import recovery
@@ -111,3 +112,53 @@ def test_links_to_those_who_are_no_members_any_more_are_closed(
     assert other.worker in transport.peers
     entered(transport, monkeypatch, [2])
     assert not transport.peers
+
+
+class Moving(Runtime):
+    """Hooks that count where they go on from; `interrupted`: the barrier after the transfer does not end there."""
+
+    def __init__(self, facts: list[str]) -> None:
+        super().__init__()
+        self.calls = facts
+
+    def vote(self) -> Vote:
+        self.calls.append("vote")
+        return Vote(3, False, True)
+
+    def transfer(self, group: Any, verdict: Verdict) -> int:
+        self.calls.append(f"transfer {group.generation}")
+        return 7
+
+    def resume(self, generation: Generation, group: Any, verdict: Verdict) -> None:
+        self.calls.append(f"resume {generation.number}")
+
+
+@pytest.mark.parametrize("others_went_on", [False, True])
+def test_who_was_interrupted_after_the_transfer_goes_on_from_it_if_another_member_has(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch, others_went_on: bool
+) -> None:
+    """The other one may have let go of what it gave away."""
+    transport = transports[0]
+    here = Worker(ME, "a", 0, transport.address)
+    hooks, agent = Moving([]), Agent()
+
+    class Interrupted(Group):
+        """A group whose barrier breaks in generation 3, and in which another member votes as well."""
+
+        def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+            if self.generation == 3 and payload == b"7":
+                agent.tells(Generation(4, Stage.TRAIN, (here,), aborts_step_before=4, begun=True))
+                raise GenerationChanged(4)
+            return super().all_gather_bytes(payload)
+
+        def all_gather_json(self, value: Any) -> list[Any]:
+            other = {**value, "transferred": "", "activated": "3.1" if others_went_on else "2.1"}
+            return [*super().all_gather_json(value), other]
+
+    monkeypatch.setattr(recovery, "Group", Interrupted)
+    membership = Recovery(agent, transport, hooks)  # type: ignore[arg-type]
+    agent.tells(Generation(3, Stage.TRAIN, (here,), aborts_step_before=3, begun=True))
+    membership.settle()
+    first = ["vote", "transfer 3", "vote"]
+    goes_on = ["resume 3", "vote"] if others_went_on else []
+    assert hooks.calls == [*first, *goes_on, "transfer 4", "resume 4"]

@@ -160,7 +160,7 @@ class Transport:
                 return
             self._floor = generation
             self._changed.notify_all()
-            os.eventfd_write(self._wake, 1)
+            self._rouse()
 
     def exchange(
         self,
@@ -185,7 +185,7 @@ class Transport:
                     self._link(peer, links).post_send(generation, op, part, body)
                 for peer, part, destination in receives:
                     self._link(peer, links).post_receive(generation, op, part, destination)
-                drive(links.values(), self._wake, lambda: self._check(generation), deadline_s=deadline_s)
+                self._drive(links.values(), generation, deadline_s)
             finally:
                 for link in links.values():
                     link.finish()
@@ -293,9 +293,23 @@ class Transport:
     def _begin(self, generation: int) -> None:
         if self._closed:
             raise RuntimeError(f"the transport of {self.worker} is closed")
+        self._rest()
+        self._check(generation)
+
+    # What depends on the kernel; the simulation of workers (tests/simulation) has other ones.
+
+    def _rouse(self) -> None:
+        """Wakes the operation that runs."""
+        os.eventfd_write(self._wake, 1)
+
+    def _rest(self) -> None:
+        """Forgets that something was to be woken."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self._check(generation)
+
+    def _drive(self, links: Collection[Link], generation: int, deadline_s: float | None) -> None:
+        """Returns when all has moved that the links were given."""
+        drive(links, self._wake, lambda: self._check(generation), deadline_s=deadline_s)
 
     def _check(self, generation: int) -> Collection[Link]:
         """Raises when interrupted; the links that got something to do by that: none."""
@@ -345,13 +359,16 @@ class Transport:
                 self._listener.dial(peer, members[peer], timeout_s)
 
     def _joined(self, peer: str, sock: socket.socket) -> None:
+        self._add(Link(peer, sock, self._timeout_s))
+
+    def _add(self, link: Link) -> None:
         with self._changed:
-            old = self._links.get(peer)
+            old = self._links.get(link.peer)
             if old is not None:
                 # Whoever runs an exchange may hold the old one, so closing it is left to `retain`.
                 old.fail("replaced by a newer connection")
                 self._replaced.append(old)
-            self._links[peer] = Link(peer, sock, self._timeout_s)
+            self._links[link.peer] = link
             self._changed.notify_all()
 
     def _failed(self, peer: str, why: str) -> None:

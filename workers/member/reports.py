@@ -10,10 +10,28 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from elaunch.wire import Report
+from elaunch.rendezvous.membership import Generation
+from elaunch.wire import AGAIN, Report
 from elaunch.workers import data
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
+from elaunch.workers.hooks import Verdict
+
+LAST_STEP = "elaunch.last_step"
+"""Among the facts of a vote: the report of the last step that the voter has committed."""
+
+TOLD = "elaunch.told"
+"""Likewise: the number of the last step that the voter itself has reported; None: it has reported none."""
+
+
+def tells_again(verdict: Verdict, generation: Generation, worker: str) -> bool:
+    """Returns whether `worker` must report the last step that has committed: no member has, as they vote.
+
+    The first member of that step may have died, or may not have passed its barrier. It is the first that has passed it
+    which reports it then.
+    """
+    told = any(facts.get(TOLD) == verdict.step - 1 for facts in verdict.facts)
+    return verdict.step > 0 and not told and not verdict.fresh and generation.ids[verdict.passed] == worker
 
 
 class StepReports:
@@ -27,6 +45,15 @@ class StepReports:
         self._client = client
         self._commit_s = time.monotonic()
         self.last: dict[str, Any] | None = None
+        self._told: dict[str, Any] | None = None  # by this worker
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the other members must know, for a vote."""
+        return {LAST_STEP: self.last, TOLD: self._told["step"] if self._told is not None else None}
+
+    def forget(self) -> None:
+        """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
+        self.last = self._told = None
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -59,9 +86,14 @@ class StepReports:
         }
         if group.rank == 0:
             self._client.send(Report("step", self.last))
+            self._told = self.last
         return seconds
 
     def tell_again(self, steps: int) -> None:
-        """Reports the last of so many steps in the place of the first member, if this worker knows of it."""
+        """Reports the last of so many steps in the place of the first member, if this worker knows of it.
+
+        The line is marked: the agent leaves it out if its log has that step (`elaunch.agent.output.journal`).
+        """
         if self.last is not None and self.last["step"] == steps - 1:
-            self._client.send(Report("step", self.last))
+            self._client.send(Report("step", {**self.last, AGAIN: True}))
+            self._told = self.last

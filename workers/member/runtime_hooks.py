@@ -12,11 +12,7 @@ from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
-from elaunch.workers.member.reports import StepReports
-from elaunch.workers.recovery import tells_again
-
-_LAST_STEP = "elaunch.last_step"
-"""Among the facts of a vote: the report of the last step that the voter has committed."""
+from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
 
 
 class RuntimeHooks:
@@ -44,7 +40,6 @@ class RuntimeHooks:
     ) -> None:
         self._worker, self._hooks, self._step = worker, hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
-        self._resumed: Group | None = None
         self.entered = False
         self.group: Group | None = None
 
@@ -56,7 +51,7 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        facts = {**vote.facts, _LAST_STEP: self._reports.last, **self._policy.facts()}
+        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts()}
         return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
@@ -68,8 +63,8 @@ class RuntimeHooks:
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
-            self._reports.last = verdict.facts[verdict.passed][_LAST_STEP]
-        if tells_again(verdict, generation, self._resumed, self._worker):
+            self._reports.last = verdict.facts[verdict.passed][LAST_STEP]
+        if tells_again(verdict, generation, self._worker):
             self._reports.tell_again(verdict.step)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
@@ -83,7 +78,6 @@ class RuntimeHooks:
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         """Has the framework go on, and tells all parts of the runtime who the members are."""
-        self._resumed = group
         self._hooks.resume(generation, group, verdict)
         self._policy.entered(generation, group.members, verdict)
         self.entered = False

@@ -23,6 +23,7 @@ from elaunch.rendezvous.membership import (
     Stage,
     Stalled,
     WorkerState,
+    node_of,
 )
 
 
@@ -363,9 +364,12 @@ class Lifecycle:
             cut: those that cannot.
             well: those that can, although a worker of this node took them for silent.
         """
-        if well and self.generation is not None:
-            self.workers.peers.reset_generation = self.generation.number
-        return self.workers.peers.note_cut(cut)
+        peers = self.workers.peers
+        # The leader may not have heard of the cut while it lasted; the links that it broke stay broken.
+        back = {one.node for one in peers.cut} - {one.node for one in cut}
+        if self.generation is not None and (well or any(node_of(link.peer) in back for link in peers.broken)):
+            peers.reset_generation = self.generation.number
+        return peers.note_cut(cut)
 
     def on_stalled(self, stalled: tuple[Stalled, ...]) -> None:
         """Notes which members of this node wait, once all of them have exceeded the wait limit; none: they have not."""

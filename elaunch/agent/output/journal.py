@@ -10,7 +10,7 @@ from typing import Any
 
 from elaunch.agent.output.events import EventLog
 from elaunch.policy.stragglers import track
-from elaunch.wire import Report
+from elaunch.wire import AGAIN, Report
 
 
 class Journal:
@@ -26,6 +26,7 @@ class Journal:
         self._node = node
         self._events = events
         self._generation = generation
+        self._last_step: object = None
 
     def say(self, text: str) -> None:
         """Tells the user, in a line; may be called from any thread."""
@@ -37,8 +38,15 @@ class Journal:
         self._events.write(kind, self._generation(), t, **fields)
 
     def forward(self, report: Report) -> None:
-        """Appends a worker's event; it may bring its own time and generation."""
+        """Appends a worker's event; it may bring its own time and generation.
+
+        A step that is reported again is left out if it is the last one that this log has.
+        """
         fields = dict(report.fields)
+        if report.kind == "step":
+            if fields.pop(AGAIN, False) and fields.get("step") == self._last_step:
+                return
+            self._last_step = fields.get("step")
         t, number = fields.pop("t", None), fields.pop("generation", None)
         self._events.write(
             report.kind,

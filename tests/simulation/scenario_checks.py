@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elaunch.rendezvous.membership import Generation, slot_of
-from tests.unit.scripted import TRANSFER_S, Played
+from tests.simulation.scripted import TRANSFER_S, Played
 
 AT_ONCE_S = 0.02  # from a death to the generation without the dead, where nobody has to wait for a lease
 LEASE_S = 5.0

@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 
 from elaunch.agent.decisions.slots import State
-from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.membership import Generation, Stage
+from elaunch.rendezvous.membership import Stage
 from tests.helpers import soak
-from tests.unit.control_faults import random_fault
-from tests.unit.control_worker import STEP_S
-from tests.unit.control_world import Case, World
-from tests.unit.transcript import generation_text, render
+from tests.simulation.control_faults import random_fault
+from tests.simulation.control_worker import STEP_S
+from tests.simulation.control_world import Case, World
+from tests.simulation.transcript import generation_text, render
 
 FAULTS_S = 25.0  # faults come until here
 BOUND_S = 75.0  # so long after the last fault a job has a result, or all its workers train
@@ -45,8 +44,8 @@ def check_that_it_goes_on(world: World) -> None:
     if not agents:
         return
     assert store.result is None, f"these have not heard of the result: {[node.name for node in agents]}"
-    assert store.generation, "no generation was ever agreed on"
-    generation = from_json(Generation, store.generation)
+    generation = store.generation
+    assert generation is not None, "no generation was ever agreed on"
     if not case.elastic:
         assert generation.stage is Stage.START
         return
@@ -65,7 +64,7 @@ def check_that_it_goes_on(world: World) -> None:
     assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
     over = (State.GIVEN_UP, State.LEFT)
     for node in agents:
-        in_place = node.name in generation.nodes or len(generation.nodes) < case.max_nodes
+        in_place = node.name in generation.nodes or len(generation.nodes) < world.settings.max_nodes
         for slot in node.life.slots:
             if in_place and not (slot.state in over or slot.state.leaving or node.life.ending.draining):
                 assert slot.worker in members, f"{slot.worker or node.name} is no member"

@@ -18,9 +18,9 @@ from functools import partial
 from itertools import pairwise
 
 from elaunch.rendezvous.membership import Generation, Result, Stage, slot_of
-from tests.unit.control_worker import STEP_S, Worker
-from tests.unit.control_world import SILENT_S, START_S, Case, World
-from tests.unit.transcript import Announced, Committed, Event, Reported, Said, render
+from tests.simulation.control_worker import STEP_S, Worker
+from tests.simulation.control_world import SILENT_S, START_S, Case, World
+from tests.simulation.transcript import Announced, Committed, Event, Reported, Said, render
 
 END_S = 120.0
 TRANSFER_S = 0.3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.unit import scenario_checks as check
-from tests.unit.scripted import (
+from tests.simulation import scenario_checks as check
+from tests.simulation.scripted import (
     Scenario,
     after,
     ask_for_plan,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, TypeVar
 
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, with_order
-from tests.unit.transcript import Announced, Reported
+from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, node_of, with_order
+from tests.simulation.transcript import Announced, Reported
 
 if TYPE_CHECKING:
-    from tests.unit.control_node import Node
-    from tests.unit.control_world import World
+    from tests.simulation.control_node import Node
+    from tests.simulation.control_world import World
+
+
+Document = TypeVar("Document")
+
+
+def through_json(document: Document) -> Document:
+    """Returns a document as the store gives it back."""
+    return from_json(type(document), to_json(document))
 
 
 class Store:
@@ -20,12 +29,14 @@ class Store:
         self.world = world
         self.up = True
         self.revision = 0
-        self.docs: dict[str, tuple[bytes, int]] = {}
+        self.docs: dict[str, tuple[NodeDoc, int]] = {}
         self.leader = ""
-        self.generation = b""
+        self.generation: Generation | None = None
         self.generation_revision = 0
         self.result: Result | None = None
         self.request: PlanRequest | None = None
+        self.size: tuple[int, int] | None = None
+        self.requests: dict[str, PlanRequest] = {}
         self.announced: list[Generation] = []
         self.generations: list[int] = [0]
         self.expired_s: dict[str, float] = {}
@@ -72,13 +83,12 @@ class Store:
         known = doc.node in self.docs
         self.world.keep(Reported(self.world.t_s, self.read(doc.node) if known else None, doc))
         created = self.docs[doc.node][1] if known else self.revision
-        self.docs[doc.node] = (to_json(doc), created)
+        self.docs[doc.node] = (self.world.through_json(doc), created)
         self.expired_s.pop(doc.node, None)
         self._tell_leader(doc.node, self.read(doc.node))
 
     def read(self, node: str) -> NodeDoc:
-        data, created = self.docs[node]
-        return with_order(from_json(NodeDoc, data), created)
+        return with_order(*self.docs[node])
 
     def _tell_leader(self, name: str, doc: NodeDoc | None) -> None:
         leader = self.world.nodes.get(self.leader)
@@ -96,9 +106,15 @@ class Store:
         )
         assert len(set(generation.ids)) == len(generation.ids), "a worker stands in a generation twice"
         assert not set(generation.ids) & set(generation.leaving), "a worker leaves and stays"
-        most = max(world.settings.max_nodes, len(former.nodes) if former else 0)  # it may have been lowered
-        assert len(generation.nodes) <= most, "more nodes than the maximum"
-        doubt_s = world.settings.lease_s if world.now_s < self.back_s + 2 * world.settings.lease_s else 0.0
+        # It may have been lowered, and those that were told to leave may be taken back.
+        there = {node_of(one) for one in (*former.ids, *former.leaving)} if former else set()
+        most = max(world.settings.max_nodes, len(there))
+        draining = {name for name, (doc, _) in self.docs.items() if doc.draining}
+        assert len(set(generation.nodes) - draining) <= most, "more nodes than the maximum"
+        # Whoever could not reach the store believes in absences a lease later only.
+        back_s = max(self.back_s, world.nodes[by].view.outage_end_s or 0.0)
+        lease_s = world.settings.lease_s
+        doubt_s = inf if world.now_s < back_s + lease_s else lease_s if world.now_s < back_s + 2 * lease_s else 0.0
         for name in generation.nodes:
             gone_s = world.now_s - self.expired_s.get(name, world.now_s)
             assert gone_s < doubt_s + 1.0, f"{name} has been gone for {gone_s:.3f} s"
@@ -108,7 +124,7 @@ class Store:
         if generation.stage is Stage.TRAIN:
             world.members.update(generation.ids)
         self.revision += 1
-        self.generation, self.generation_revision = to_json(generation), self.revision
+        self.generation, self.generation_revision = world.through_json(generation), self.revision
         for node in world.nodes.values():
             node.later(node.read_generation(self.generation, self.revision))
         return True
@@ -122,12 +138,14 @@ class Store:
             self.request = PlanRequest(
                 f"r{self.revision}", generation.number, f"plan {self.revision}", self.world.now_s
             )
+            self.requests[self.request.id] = self.request
             self.revision += 1
             leader = self.world.nodes.get(self.leader)
             if leader is not None:
                 leader.later(leader.see_request(self.request))
 
     def tell_of_size(self, min_nodes: int, max_nodes: int) -> None:
+        self.size = min_nodes, max_nodes
         for node in self.world.nodes.values():
             node.later(node.see_size(min_nodes, max_nodes))
 
@@ -138,9 +156,9 @@ class Store:
         if former is None or former.attempt != generation.attempt:
             assert plan == ("", ""), f"a new attempt has {plan}"
         elif generation.plan_request != former.plan_request:
-            assert self.request is not None
-            assert plan == (self.request.plan, self.request.id)
-            assert former.number == self.request.generation, "it was made for another generation"
+            request = self.requests[generation.plan_request]  # the leader may not have seen a newer one
+            assert plan == (request.plan, request.id)
+            assert former.number == request.generation, "it was made for another generation"
             assert (generation.workers, generation.aborts_step_before, generation.stage) == (
                 former.workers,
                 former.aborts_step_before,

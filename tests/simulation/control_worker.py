@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elaunch.rendezvous.membership import Generation, Stage, node_of
-from tests.unit.transcript import generation_text
+from tests.simulation.transcript import generation_text
 
 if TYPE_CHECKING:
-    from tests.unit.control_node import Node
-    from tests.unit.control_world import World
+    from tests.simulation.control_node import Node
+    from tests.simulation.control_world import World
 
 STEP_S = 0.4
 Op = tuple[str, int]

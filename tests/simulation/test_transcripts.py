@@ -1,7 +1,7 @@
 """Recoveries of simulated jobs, compared line by line with the transcripts in tests/data/transcripts.
 
-`python -m tests.unit.test_transcripts --write` writes them anew. Read what `git diff` shows then: each line is a change
-of what the control plane does.
+`python -m tests.simulation.test_transcripts --write` writes them anew. Read what `git diff` shows then: each line is a
+change of what the control plane does.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.scenarios import SCENARIOS
-from tests.unit.scripted import Scenario
+from tests.simulation.scenarios import SCENARIOS
+from tests.simulation.scripted import Scenario
 
 FOLDER = Path(__file__).parent.parent / "data" / "transcripts"
-WRITE = "python -m tests.unit.test_transcripts --write"
+WRITE = "python -m tests.simulation.test_transcripts --write"
 NAMES = [scenario.name for scenario in SCENARIOS]
 
 

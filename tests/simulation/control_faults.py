@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from elaunch.rendezvous.membership import slot_of
-from tests.unit.control_world import World
+from tests.simulation.control_world import World
 
 
 def random_fault(world: World) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.membership import Generation, node_of, slot_of
-from tests.unit.control_node import Node
-from tests.unit.control_store import Store
-from tests.unit.control_worker import Op, Worker
-from tests.unit.transcript import Committed, Event, Said, generation_text
+from tests.simulation.control_node import Node
+from tests.simulation.control_store import Store, through_json
+from tests.simulation.control_worker import Op, Worker
+from tests.simulation.transcript import Committed, Event, Said, generation_text
 
 START_S = 100.0
 SILENT_S = 5.0  # so long nothing comes from a machine before a worker that waits for it asks whether it is there
@@ -44,6 +44,7 @@ class World:
         self.case = case
         self.rng = random.Random(case.seed)
         self.now_s = START_S
+        self.ended = False  # whether an agent has
         self.events: list[Event] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -56,6 +57,7 @@ class World:
             attach_s=3.0,
             ready_s=5.0,
         )
+        self.through_json: Callable[[Any], Any] = through_json
         self.store = Store(self)
         self.nodes: dict[str, Node] = {}
         self.all_nodes: list[Node] = []
@@ -107,12 +109,16 @@ class World:
         while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._heap)
             act()
-            if self.over():
+            if self.ended and self.over():
                 return
         self.now_s = until_s
 
     def over(self) -> bool:
         return bool(self.nodes) and all(node.ended for node in self.nodes.values())
+
+    def make_worker(self, node: Node, id: str) -> Worker:
+        """A process that an agent starts."""
+        return Worker(self, node, id)
 
     def add_node(self, name: str = "") -> None:
         """An agent comes; with the name of one that crashed, it is that machine started again."""

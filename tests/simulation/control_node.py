@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
-from elaunch.rendezvous.codec import from_json
 from elaunch.rendezvous.decide import View, decide, surplus
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
-from tests.unit.control_worker import Worker
+from tests.simulation.control_worker import Worker
 
 if TYPE_CHECKING:
-    from tests.unit.control_world import World
+    from tests.simulation.control_world import World
 
 ANSWER_S = 1.0  # a machine that does not answer within this time cannot be reached
 
@@ -85,7 +84,9 @@ class Node:
         self.connected = self.present = self.joined = True
         self.docs.clear()
         self.publish()
-        if store.generation:
+        if store.size is not None:
+            self.see_size(*store.size)()
+        if store.generation is not None:
             self.read_generation(store.generation, store.generation_revision)()
         if store.result is not None:
             self.see_result(store.result)
@@ -99,12 +100,11 @@ class Node:
             self.written = doc
             self.world.store.put(doc)
 
-    def read_generation(self, data: bytes, revision: int) -> Callable[[], None]:
+    def read_generation(self, generation: Generation, revision: int) -> Callable[[], None]:
         def take() -> None:
             if revision <= self.generation_revision:
                 return
             self.generation_revision = revision
-            generation = from_json(Generation, data)
             former = self.view.generation
             begun = self.view.begun and former is not None and former.attempt == generation.attempt
             self.view = replace(
@@ -182,6 +182,7 @@ class Node:
         if decision.generation is not None and world.store.announce(
             decision.generation, self.generation_revision, self.name
         ):
+            assert world.store.generation is not None
             self.read_generation(world.store.generation, world.store.generation_revision)()
         if decision.result is not None:
             world.store.end(decision.result)
@@ -213,9 +214,11 @@ class Node:
                 self.world.note(self.name, f"starts {action.worker}")
                 # A machine that was started again before the first step may begin with the names it had.
                 former = self.world.workers.get(action.worker)
-                assert former is None or former.on_a_lost_machine, f"{action.worker} is used twice"
+                assert former is None or (former.node is not self and not former.alive), (
+                    f"{action.worker} is used twice"
+                )
                 assert action.worker not in self.world.members, f"{action.worker} has been a member"
-                worker = self.world.workers[action.worker] = Worker(self.world, self, action.worker)
+                worker = self.world.workers[action.worker] = self.world.make_worker(self, action.worker)
                 self.world.at(self.world.delay_s(worker.id), worker.boot)
             elif isinstance(action, Signal):
                 target = self.world.workers[action.worker]
@@ -240,7 +243,7 @@ class Node:
     def leave(self, action: Exit) -> None:
         self.world.note(self.name, f"exits with {action.code}{action.text and f': {action.text}'}")
         self.exit = action
-        self.ended = True
+        self.ended = self.world.ended = True
         connected = self.connected
         self.disconnect()
         for worker in self.mine():
@@ -252,7 +255,7 @@ class Node:
 
     def crash(self) -> None:
         self.world.note("FAULT:", f"the machine of {self.name} is lost")
-        self.ended = True
+        self.ended = self.world.ended = True
         self.disconnect()
         for worker in self.mine():
             worker.vanish()

@@ -1,0 +1,105 @@
+"""Whole jobs whose workers run the real runtime and recovery, under random faults, in simulated time.
+
+More seeds, on all cores: `make simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elaunch.rendezvous.rules import training
+from elaunch.workers import recovery, runtime
+from elaunch.workers.comm import group
+from elaunch.workers.member import runtime_hooks
+from elaunch.workers.recovery import Recovery
+from tests.helpers import soak
+from tests.simulation.jobs import simulate, simulate_all
+from tests.simulation.transcript import render
+
+BLOCK = 100
+
+
+@pytest.mark.parametrize("block", [*range(8), *map(soak, range(8, 108))])
+def test_every_step_commits_once_and_no_state_is_lost_whatever_happens(block: int) -> None:
+    failed = simulate_all(range(block * BLOCK, block * BLOCK + BLOCK))
+    assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
+
+
+def test_a_seed_is_the_same_job_each_time() -> None:
+    assert render(simulate(5).events) == render(simulate(5).events)
+
+
+# -- the simulation finds defects: each of these was one, or is a line that recovery cannot do without --
+
+
+def _drops_a_step_that_others_committed() -> Any:
+    def agree(votes: Any, begun: bool) -> Any:
+        verdict = recovery_agree(votes, begun)
+        return replace(verdict, step=min((vote.step for vote in votes if vote.holds), default=0), committing=())
+
+    recovery_agree = recovery.agree
+    return recovery, "agree", agree
+
+
+def _lets_go_of_what_others_have_not_taken_over() -> Any:
+    def poll(self: Recovery, *args: Any) -> None:
+        self._transferred = None
+        original(self, *args)
+
+    original = Recovery._poll
+    return Recovery, "_poll", poll
+
+
+def _goes_on_before_all_have_their_state() -> Any:
+    def all_gather(self: group.Group, payload: bytes) -> list[bytes]:
+        return original(self, payload) if not payload.isdigit() else [payload] * self.size
+
+    original = group.Group.all_gather_bytes
+    return group.Group, "all_gather_bytes", all_gather
+
+
+def _commits_alone() -> Any:
+    def pass_barrier(self: Any, record: Any, note: bytes = b"") -> Any:
+        return replace(record, generation=(0, 0))
+
+    return runtime.Member, "pass_barrier", pass_barrier
+
+
+def _leaves_the_report_to_a_first_member_that_died() -> Any:
+    return runtime_hooks, "tells_again", lambda verdict, generation, worker: False
+
+
+def _forgets_links_that_failed_before_a_planned_generation() -> Any:
+    def compare(view: Any, generation: Any, *args: Any) -> Any:
+        # The generation's own number in the place of the last one that ended a step.
+        seen = [
+            replace(doc, peers=replace(doc.peers, reset_generation=0))
+            if doc.peers.reset_generation < generation.number
+            else doc
+            for doc in args[0]
+        ]
+        return original(view, generation, tuple(seen), *args[1:])
+
+    original = training._compare
+    return training, "_compare", compare
+
+
+@pytest.mark.parametrize(
+    ("defect", "seeds"),
+    [
+        (_drops_a_step_that_others_committed, 400),
+        (_lets_go_of_what_others_have_not_taken_over, 1500),
+        (_goes_on_before_all_have_their_state, 400),
+        (_commits_alone, 50),
+        (_leaves_the_report_to_a_first_member_that_died, 1500),
+        soak(_forgets_links_that_failed_before_a_planned_generation, 8000),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_a_defect_does_not_go_unseen(defect: Callable[[], Any], seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*defect())
+    assert any(simulate_all(range(first, first + 50)) for first in range(0, seeds, 50))

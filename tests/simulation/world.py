@@ -1,0 +1,148 @@
+"""The world of simulated jobs whose workers run the real runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+from elaunch.rendezvous.membership import Generation, node_of
+from elaunch.wire import AGAIN
+from tests.simulation.control_node import Node
+from tests.simulation.control_world import Case, World
+from tests.simulation.network import Network
+from tests.simulation.worker import Worker
+
+
+class _Clock:
+    """The time of a simulation, in the place of the module `time`."""
+
+    def __init__(self, world: JobWorld) -> None:
+        self._world = world
+
+    def monotonic(self) -> float:
+        return self._world.now_s
+
+    time = monotonic
+
+
+class JobWorld(World):
+    """Simulated time, the store, the agents, and workers with the real runtime over simulated links."""
+
+    workers: dict[str, Any]  # of this package's own kind
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.through_json = lambda document: document  # as the control simulation does; it takes a third of the time
+        self.network = Network()
+        self.clock = _Clock(self)
+        self.step_s = 0.4
+        self.log: dict[tuple[int, int], list[tuple[str, bool]]] = {}
+        self.parted_s: dict[frozenset[str], float] = {}
+        self.lost_s: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for worker in self.workers.values():
+            worker.process.kill()
+
+    def make_worker(self, node: Node, id: str) -> Any:
+        self.lost_s.pop(id, None)  # a machine that was started again may begin with the names it had
+        return Worker(self, node, id)
+
+    # -- what links need ------------------------------------------------------------------------------------------
+
+    def notice_s(self) -> float:
+        return self.delay_s("kernel")
+
+    def refuses(self, one: str, other: str) -> bool:
+        return bool(self.deaf & {one, other})
+
+    def silent_since_s(self, one: str, other: str) -> float:
+        if self.lost_s and (self.lost_s.keys() & {one, other}):
+            return min(self.lost_s.get(one, inf), self.lost_s.get(other, inf))
+        return self.parted_s.get(frozenset((node_of(one), node_of(other))), inf) if self.parted_s else inf
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def break_link(self, one: str, other: str) -> None:
+        self.note("FAULT:", f"the link {' - '.join(sorted((one, other)))} breaks")
+        for end in self.network.ends(one, other):
+            end.cut_short(self.notice_s())
+
+    def look_around_all(self) -> None:
+        """Somebody's links fail from now on."""
+        for transport in list(self.network.transports.values()):
+            for end in list(transport._links.values()):
+                if self.fails(transport.worker, end.peer):
+                    end.hang_up(self.notice_s())  # type: ignore[attr-defined]
+        self.network.look()
+
+    def part(self, one: str, other: str) -> None:
+        self.parted_s[frozenset((one, other))] = self.now_s
+        super().part(one, other)
+
+    def heal(self, one: str, other: str) -> None:
+        del self.parted_s[frozenset((one, other))]
+        super().heal(one, other)
+        self.network.send_again(self.now_s, self.delay_s)
+
+    def stop(self, worker: str, seconds: float) -> None:
+        """A process is stopped for a while, as by SIGSTOP and SIGCONT."""
+        self.note("FAULT:", f"{worker} is stopped for {seconds:g} s")
+        process = self.workers[worker].process
+        process.stopped_until_s = max(process.stopped_until_s, self.now_s + seconds)
+
+    # -- what must hold -------------------------------------------------------------------------------------------
+
+    def applied(self, worker: str, step: int, generation: Generation) -> None:
+        """A step is applied by agreement: a member must have committed it, and no member may have done so twice."""
+        key = (generation.attempt, step)
+        _, had = self.commits.get(key, (0, set[str]()))
+        assert had & set(generation.ids), (
+            f"{worker} applies step {step} by agreement, which no member of generation {generation.number} committed"
+        )
+        assert worker not in had, f"{worker} commits step {step} twice"
+        had.add(worker)
+
+    def logged(self, worker: str, fields: dict[str, Any]) -> None:
+        """The event log gets a step."""
+        attempt = next(one.attempt for one in self.store.announced if one.number == fields["generation"])
+        key = (attempt, fields["step"])
+        former = self.log.get(key)
+        if former is not None:
+            # Where it committed only on some without whom the others go on, these commit it again.
+            members = next(one for one in self.store.announced if one.number == fields["generation"]).ids
+            others = [one for one, again in former if not again and self.workers[one].alive and one in members]
+            text = f"step {fields['step']} is logged by {former} and {worker}"
+            assert worker not in dict(former), text
+            assert fields.get(AGAIN) or not others, text
+        self.log[key] = [*(former or []), (worker, bool(fields.get(AGAIN)))]
+
+    def check_log(self) -> None:
+        """Each step that has committed is in a log, but for the newest, whose report may be on its way.
+
+        A machine that was lost has taken its log with it.
+        """
+        if self.lost_s:
+            return
+        newest: dict[int, int] = {}
+        for attempt, step in self.commits:
+            newest[attempt] = max(step, newest.get(attempt, 0))
+        for attempt, step in self.commits:
+            assert (attempt, step) in self.log or step == newest[attempt], f"step {step} is in no log"
+
+    def check_lost(self, finder: Worker, part: int, members: Sequence[str]) -> None:
+        """Somebody says that a part of the state is lost: no live member may have it.
+
+        What a member had got while it waited for the others counts if one of them has gone on from there.
+        """
+        live = [worker for worker in self.workers.values() if worker.alive and worker.id in members]
+        for worker in live:
+            hooks = worker.hooks
+            if hooks is not None:
+                assert part not in hooks.parts, f"{finder.id} takes part {part} for lost, which {worker.id} holds"
+                given_away = [other.id for other in live if other.activations & {hooks.staged_for}]
+                assert not given_away or part not in (hooks.staged or {}), (
+                    f"{finder.id} takes part {part} for lost, which {worker.id} had got; {given_away} went on from that"
+                )
