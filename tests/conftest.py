@@ -36,10 +36,6 @@ sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples have no time limit: beside other tests any of them may wait for a processor.
-hypothesis.settings.register_profile("elaunch", deadline=None)
-hypothesis.settings.load_profile("elaunch")
-
 # Time for what is ending to be gone: workers whose agent was killed learn of it from the kernel.
 GRACE_S = 5.0
 
@@ -59,6 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     helpers.SOAK = config.getoption("--soak")
+    # Examples have no time limit: beside other tests any of them may wait for a processor.
+    hypothesis.settings.register_profile("elaunch", deadline=None, max_examples=helpers.scaled(50, 100))
+    hypothesis.settings.load_profile("elaunch")
     if config.getoption("--cpu-report"):
         config.pluginmanager.register(cpu_report)
 

@@ -227,7 +227,9 @@ def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(spawn: Spa
     check_passed_over(second, tmp_path, 8, 4)
 
 
-@pytest.mark.parametrize(("moment", "slot"), [("outcome", 1), soak("outcome", 0), soak("outcomes", 1), ("outcomes", 0)])
+@pytest.mark.parametrize(
+    ("moment", "slot"), [("outcome", 1), soak("outcome", 0), soak("outcomes", 1), soak("outcomes", 0)]
+)
 def test_a_death_while_a_checkpoint_is_passed_over_changes_no_bit(
     spawn: Spawner, tmp_path: Path, slot: int, moment: str
 ) -> None:

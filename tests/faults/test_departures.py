@@ -58,7 +58,7 @@ def start(
         pytest.param(DP_PP, (), id="DP x PP in a step"),
         pytest.param(DP_PP, BOUND, id="DP x PP pausing", marks=pytest.mark.soak),
         pytest.param(PP, (), id="PP in a step", marks=pytest.mark.soak),
-        pytest.param(PP, BOUND, id="PP pausing"),
+        pytest.param(PP, BOUND, id="PP pausing", marks=pytest.mark.soak),
     ],
 )
 def test_a_node_that_drains_gives_away_what_only_it_has(

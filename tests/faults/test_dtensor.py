@@ -63,7 +63,7 @@ def check(node: Node, expected: Reference, dead: list[str]) -> None:
         soak("enter", 2),
         soak("half", 0),
         ("half", 3),
-        ("passed", 0),
+        soak("passed", 0),
         soak("passed", 3),
     ],
 )
@@ -76,7 +76,7 @@ def test_the_others_go_on_with_the_step_that_a_death_interrupted(
     assert [event["plan"] for event in node.events("decision")][:2] == ["2x2", "1x2"]
 
 
-@pytest.mark.parametrize("bound", [(), ("--max-extra-bytes=300000",)])
+@pytest.mark.parametrize("bound", [soak(()), ("--max-extra-bytes=300000",)])
 def test_a_replacement_receives_its_parts_and_the_layout_grows_again(
     spawn: Spawner, tmp_path: Path, bound: tuple[str, ...]
 ) -> None:
@@ -133,6 +133,7 @@ class TestCheckpoints:
         assert_same(found, expected[0], ROUNDING)
         assert digests([*before, node]) == expected[1]
 
+    @pytest.mark.soak
     def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(self, spawn: Spawner, tmp_path: Path) -> None:
         expected = reference(spawn, tmp_path, "--steps=14")
         die = [f"--die={slot}:6:compute" for slot in range(4)]

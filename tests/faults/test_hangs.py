@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.detect.hang import CHANGE_S
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from tests.helpers import ROOT, Spawner, soak
+from tests.helpers import ROOT, Spawner, once_a_session, soak
 from tests.jobs.watch import SCRIPT, Node, assert_same, digests, elaunch, losses
 
 LAYERS = ROOT / "tests" / "jobs" / "layers.py"
@@ -29,17 +29,18 @@ LIMIT_S = 150.0
 pytestmark = pytest.mark.timeout(400)
 
 Reference = tuple[dict[int, float], list[str]]
-_references: dict[Path, Reference] = {}
 
 
 def reference(spawn: Spawner, folder: Path, script: Path) -> Reference:
     """Losses and digests of an undisturbed run by one worker; done once a session."""
-    if script not in _references:
-        alone = ("--pp=1",) if script == LAYERS else ()
-        node = elaunch(spawn, folder, "--standalone", script=(script, "--steps", str(STEPS), *alone), name="reference")
+    arguments = (script, "--steps", str(STEPS), *(("--pp=1",) if script == LAYERS else ()))
+
+    def run() -> Reference:
+        node = elaunch(spawn, folder, "--standalone", script=arguments, name="reference")
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
-        _references[script] = losses(node), digests(node)
-    return _references[script]
+        return losses(node), digests(node)
+
+    return once_a_session(("undisturbed", *arguments), run)
 
 
 def found(node: Node) -> dict[str, Any]:
@@ -81,7 +82,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [soak("loop"), "call", soak("sleep"), "lock"])
+@pytest.mark.parametrize("kind", [soak("loop"), "call", soak("sleep"), soak("lock")])
 def test_a_data_parallel_worker_that_hangs_is_replaced(spawn: Spawner, tmp_path: Path, kind: str) -> None:
     expected = reference(spawn, tmp_path, SCRIPT)
     script = (SCRIPT, *DATA_PARALLEL, "--hang", f"1:{AT}:{kind}")
@@ -146,7 +147,7 @@ def test_of_workers_that_wait_for_each_other_one_is_taken_out(spawn: Spawner, tm
     ]
 
 
-@pytest.mark.parametrize("limit", ["auto", soak("3")])
+@pytest.mark.parametrize("limit", [soak("auto"), "3"])
 def test_of_workers_of_two_nodes_too(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, limit: str) -> None:
     """No agent sees all of them: each says that its own wait, and the leader finds that nobody else is left."""
     expected = reference(spawn, tmp_path, SCRIPT)
@@ -201,9 +202,10 @@ def test_one_that_works_on_has_the_users_limit(spawn: Spawner, tmp_path: Path) -
     assert event["doing"] == f"in step {AT}, busy"
 
 
-def test_evaluations_pauses_of_all_and_noise_under_load_are_no_hang(spawn: Spawner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [0, soak(2)])
+def test_evaluations_pauses_of_all_and_noise_under_load_are_no_hang(spawn: Spawner, tmp_path: Path, load: int) -> None:
     """The first worker alone evaluates for many steps' time, then all do, then all pause, beside other work."""
-    for number in range(2 * (os.cpu_count() or 1)):
+    for number in range(load * (os.cpu_count() or 1)):
         spawn.python("-c", "while True: pass", name=f"load{number}")
     all_of = [
         word

@@ -69,7 +69,7 @@ def check(node: Node, expected: Reference, dead: list[str]) -> None:
     [
         soak("compute", 0),
         soak("compute", 3),
-        ("ship", 0),
+        soak("ship", 0),
         soak("ship", 3),
         soak("enter", 0),
         soak("enter", 3),
@@ -96,7 +96,7 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
         soak("0#0", "5:connect"),
         soak("2#0", "5:moving"),  # it has a copy of what the first one had
         ("0#0", "5:receive"),  # nobody is left of the first stage
-        ("3#0", "5:resume"),
+        soak("3#0", "5:resume"),
         soak("0#0", "5:resume"),
         soak("3#0", "5:compute"),
         soak("2#0", "6:ship"),
@@ -104,7 +104,7 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
         soak("1#1", "0:receive"),
         soak("1#1", "0:resume"),
         # While its replacement joins: the state moves during a step.
-        ("0#0", "6:moving"),
+        soak("0#0", "6:moving"),
         soak("3#0", "6:turn-compute"),
         soak("1#1", "0:turn-compute"),
         soak("0#0", "6:turn-ship"),
@@ -136,9 +136,9 @@ def test_nor_does_one_while_state_moves_in_little_memory(spawn: Spawner, tmp_pat
 
 
 def test_replacements_take_the_lost_places_again_and_again(spawn: Spawner, tmp_path: Path) -> None:
-    steps = ("--steps", "150")
+    steps = ("--steps", "60")
     expected = reference(spawn, tmp_path, *steps)
-    node = run(spawn, tmp_path, *steps, "--crew", "4", policy="reroute")
+    node = run(spawn, tmp_path, *steps, "--row-seconds=0.003", "--crew", "4", policy="reroute")
     wait_for_step(node, 4)
     dead = []
     for slot in (1, 2, 0):
@@ -194,13 +194,13 @@ def test_a_plan_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = ("--steps", str(scaled(150, 400)))
+    steps = ("--steps", str(scaled(60, 400)))
     expected = reference(spawn, tmp_path, *steps)
     # So that it still runs when `ctl` has started for the second time.
-    node = run(spawn, tmp_path, *steps, "--row-seconds=0.001", policy="reroute")
+    node = run(spawn, tmp_path, *steps, f"--row-seconds={scaled(4, 1) / 1000}", policy="reroute")
     names = ["a", "b", "c", "d"]
     for number, plan in enumerate((symmetric(names, 4, 24, 3, pp=4), symmetric(names, 4, 24, 3, dp=4)), 1):
-        wait_for_step(node, 20 * number)
+        wait_for_step(node, 10 * number)
         file = tmp_path / f"{number}.plan"
         file.write_text(str(plan))
         asked = spawn.python("-m", "elaunch", "ctl", "plan", "--set", str(file), name=f"ctl{number}")

@@ -57,7 +57,7 @@ class Hosts:
                 f"--node-name={name}",
                 script=script,
                 name=name,
-                within=self.network.add(name),
+                host=self.network.add(name),
             )
             if count >= int(nnodes.partition(":")[0]):
                 wait_for_members(self.all, count)
@@ -115,6 +115,7 @@ def test_of_two_hosts_that_lose_each_other_the_later_is_left_out_until_they_are_
     assert len(hosts.nodes["c"].all_pids()) == 2
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_host_that_reaches_none_of_the_others_is_left_out_though_it_came_first(hosts: Hosts) -> None:
     expected, samples, _ = reference(hosts.spawn, hosts.folder, "--steps", str(STEPS))
@@ -126,6 +127,7 @@ def test_a_host_that_reaches_none_of_the_others_is_left_out_though_it_came_first
     hosts.end(expected, samples)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_where_the_network_is_in_two_halves_one_goes_on_and_the_other_waits(hosts: Hosts) -> None:
     expected, samples, _ = reference(hosts.spawn, hosts.folder, "--steps", str(STEPS))
@@ -172,6 +174,7 @@ def test_a_host_whose_cable_is_pulled_comes_back(hosts: Hosts) -> None:
     hosts.end(expected, samples)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_link_that_comes_and_goes_for_moments_costs_nobody_a_place(hosts: Hosts) -> None:
     expected, samples, _ = reference(hosts.spawn, hosts.folder, "--steps", str(STEPS))

@@ -143,6 +143,7 @@ def test_training_goes_on_while_the_store_is_away(etcd: EmbeddedEtcd, spawn: Spa
         assert node.agent.wait(40) == 1
 
 
+@pytest.mark.soak
 def test_training_goes_on_while_the_store_stands_still(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
     cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "4000", "--sleep", "0.02")
     for name in "abc":

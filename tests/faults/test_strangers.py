@@ -32,7 +32,7 @@ from tests.jobs.watch import (
 )
 
 STEPS = ("--steps", "60")
-LONG = ("--steps", "400", "--sleep", "0.01")
+LONG = ("--steps", "200", "--sleep", "0.02")
 HALF_OPEN = 300
 THREE = ("--standalone", "--nproc-per-node=3")
 LINES = [
@@ -93,8 +93,7 @@ def ends_as_undisturbed(spawn: Spawner, folder: Path, node: Node, arguments: Seq
 
 def test_a_job_survives_a_kill_after_whatever_strangers_have_said(spawn: Spawner, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    steps = ("--steps", "100")
-    script = (SCRIPT, *steps, "--sleep", "0.02", "--crew", "3", "--hold", f"20:{gate}")
+    script = (SCRIPT, *STEPS, "--sleep", "0.04", "--crew", "3", "--hold", f"20:{gate}")
     node = elaunch(spawn, tmp_path, *THREE, script=script)
     wait_for_step(node, 3)
     first = node.pids()
@@ -105,7 +104,7 @@ def test_a_job_survives_a_kill_after_whatever_strangers_have_said(spawn: Spawner
     gate.touch()
     survives_a_kill(node, 1, 3)
     survives_a_kill(node, 0, 3)
-    ends_as_undisturbed(spawn, tmp_path, node, steps)
+    ends_as_undisturbed(spawn, tmp_path, node, STEPS)
     assert "defect" not in node.agent.text()
 
 

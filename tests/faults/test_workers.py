@@ -113,7 +113,7 @@ def test_five_kills_and_joins_leave_only_rounding_behind(
         (0, "half"),  # nobody that lives has reported the step
         soak(1, "half"),  # the member that reports the steps has not passed the barrier
         soak(0, "passed"),
-        (2, "passed"),
+        soak(2, "passed"),
     ],
 )
 def test_a_death_in_any_phase_of_a_step_changes_no_result(
@@ -138,7 +138,7 @@ def test_a_death_in_any_phase_of_a_step_changes_no_result(
     [
         ("1#0", "5:vote"),
         soak("0#0", "5:barrier"),
-        ("0#0", "6:moving"),
+        soak("0#0", "6:moving"),
         ("2#1", "0:receive"),
         soak("2#1", "0:barrier"),
         soak("1#0", "30:barrier"),  # at the end of the job

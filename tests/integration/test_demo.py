@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import ROOT, Spawner, scaled
 
 DEMO = ROOT / "examples" / "demo.py"
-STEPS = scaled(24, 36)
+STEPS = scaled(16, 36)
 
 # It trains a real model: beside many other jobs a step takes seconds.
 pytestmark = pytest.mark.timeout(330)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.plan import symmetric
-from tests.helpers import ROOT, Spawned, Spawner, scaled
+from tests.helpers import ROOT, Spawned, Spawner, scaled, soak
 from tests.jobs.watch import START_S, Node, assert_same, digests, elaunch, losses, wait_for_step
 
 EXAMPLE = ROOT / "examples" / "train_dtensor.py"
@@ -37,7 +37,7 @@ def check(node: Node, alone: Node) -> None:
     assert len(node.events("generation")) <= 3
 
 
-@pytest.mark.parametrize("bound", [(), ("--max-extra-bytes=300000",)])
+@pytest.mark.parametrize("bound", [(), soak(("--max-extra-bytes=300000",))])
 def test_the_layout_changes_while_it_runs(spawn: Spawner, tmp_path: Path, bound: tuple[str, ...]) -> None:
     steps = ("--steps=12",)
     changes = ("--switch=3:2x2", "--switch=5:4x1", "--switch=7:1x2", "--switch=9:2x2", "--switch=10:1x4")
@@ -53,11 +53,11 @@ def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     # So that `ctl` finds this job, and none of another test.
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    steps = (f"--steps={scaled(120, 300)}",)
+    steps = (f"--steps={scaled(40, 300)}",)
     alone = run(spawn, tmp_path, 1, *steps)
     assert alone.agent.wait(LIMIT_S) == 0, alone.agent.tail()
     # So that it still runs when `ctl` has started.
-    node = run(spawn, tmp_path, 4, *steps, "--sleep=0.05", script=SLEEPY)
+    node = run(spawn, tmp_path, 4, *steps, f"--sleep={scaled(15, 5) / 100}", script=SLEEPY)
     wait_for_step(node, 3)
     file = tmp_path / "my.plan"
     file.write_text(str(symmetric(["a", "b", "c", "d"], 1, 12, 6, dp=2, tp=2)))

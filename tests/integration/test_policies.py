@@ -60,7 +60,7 @@ def stop(node: Node) -> None:
     node.agent.wait(60)
 
 
-@pytest.mark.parametrize("policy", ["reroute", soak("resize"), "reparallelize"])
+@pytest.mark.parametrize("policy", ["reroute", soak("resize"), soak("reparallelize")])
 def test_the_policy_that_the_user_wants_is_taken(spawn: Spawner, tmp_path: Path, policy: str) -> None:
     found, samples, _ = reference(spawn, tmp_path, *STEPS)
     script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--die", "1:5:compute")
@@ -203,7 +203,9 @@ def test_a_job_shows_its_profile_and_keeps_it_in_a_file(
     stop(node)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("two layers", "has 2 layers and the model 4")])
+@pytest.mark.parametrize(
+    ("text", "message"), [soak("{", "is not JSON"), ("two layers", "has 2 layers and the model 4")]
+)
 def test_a_profile_of_another_model_is_refused_at_the_start(
     spawn: Spawner, tmp_path: Path, text: str, message: str
 ) -> None:
@@ -216,7 +218,7 @@ def test_a_profile_of_another_model_is_refused_at_the_start(
     assert str(file) in node.agent.text()
 
 
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [soak(False), True])
 def test_where_no_plan_fits_the_job_ends_and_says_why(spawn: Spawner, tmp_path: Path, saved: bool) -> None:
     file = tmp_path / "small.json"
     file.write_text(json.dumps({**_profile(n_layers=4), "memory_bytes": 1000}))

@@ -22,8 +22,8 @@ FOUND_S = 240.0
 
 pytestmark = pytest.mark.timeout(500)
 
-# In every run: one that is replaced and then relieved, one that is left out, and a link. Each takes up to a minute; who
-# is found and what is done about it, in all cases, is tested in tests/unit/test_slow*.py.
+# In every run: one that is replaced and then relieved, and a link. Each takes up to a minute; who is found and what is
+# done about it, in all cases, is tested in tests/unit/test_slow*.py.
 
 
 def stop(node: Node) -> None:
@@ -93,6 +93,7 @@ def test_a_slow_process_is_replaced_once_and_then_the_others_do_more(spawn: Spaw
     stop(node)
 
 
+@pytest.mark.soak
 def test_who_is_so_slow_that_the_others_are_faster_alone_is_left_out(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, "--dp=2", "--pp=2", *ROWS, "--slow", "1:30:20")
     node = elaunch(spawn, tmp_path, *FOUR, "--slow-policy=exclude", script=script)

@@ -18,6 +18,7 @@ import elaunch
 from elaunch.hooks import Generation, Group, Layout, TensorSpace, Verdict, Vote
 from elaunch.plan import Plan, symmetric
 from elaunch.policy.profile import LayerProfile
+from tests.jobs import come_late
 
 ROWS, COLUMNS = 48, 8
 ROW_S = 0.0005
@@ -94,4 +95,5 @@ class Runtime:
 
 
 if __name__ == "__main__":
+    come_late()
     Runtime(int(sys.argv[2]) if len(sys.argv) > 2 else -1).train(int(sys.argv[1]))

@@ -16,7 +16,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Recovery
-from tests.jobs import say
+from tests.jobs import come_late, say
 
 
 class Runtime:
@@ -82,4 +82,5 @@ class Runtime:
 
 
 if __name__ == "__main__":
+    come_late()
     Runtime().train(Path(sys.argv[1]))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import Spawned, Spawner, is_running, wait_until
+from tests.jobs.forked import NAMESPACE
 
 SCRIPT = Path(__file__).parent / "train.py"
 START_S = 90.0  # four imports of torch on two loaded cores
@@ -64,6 +65,8 @@ _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 PRELOADS = {
     "train.py": _EAGER,
     "layers.py": _EAGER,
+    "planned.py": _EAGER,
+    "plans.py": _EAGER,
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
@@ -80,21 +83,24 @@ def elaunch(
     warm: bool = True,
     environment: Mapping[str, str | None] | None = None,
     within: Sequence[str] = (),
+    host: str = "",
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
     `warm`: workers of known scripts share their imports, and those of all tests where the launcher may be a fork.
-    `within`: what the command begins with (`tests.netns`).
+    `within`: what the command begins with, such as a shell that sets limits.
+    `host`: the network namespace of a host of `tests.netns`; the launcher is a fork that enters it.
     """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
     env = dict(environment or {})
     arguments = ["--events", str(log), *flags, *map(str, script)]
     if warm and preload:
-        env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload}
+        env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload, NAMESPACE: host}
         # What LD_LIBRARY_PATH says counts only when a program begins.
         if not within and "LD_LIBRARY_PATH" not in env:
             return Node(spawn.fork(f"{preload},{_LAUNCHER}", "elaunch", *arguments, env=env, name=name), log)
+    assert not host, "only a fork enters a network namespace"
     return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 
 

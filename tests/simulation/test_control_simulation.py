@@ -88,7 +88,7 @@ def simulate(case: Case, fault: Callable[[World], None] | None = None) -> World:
     return world
 
 
-@pytest.mark.parametrize("block", [*range(6), *map(soak, range(6, 10))])
+@pytest.mark.parametrize("block", [*range(3), *map(soak, range(3, 10))])
 def test_a_job_goes_on_or_ends_whatever_happens_to_it(block: int) -> None:
     for seed in range(block * 40, block * 40 + 40):
         simulate(make_case(seed))

@@ -28,7 +28,7 @@ from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.policy.select import Choice, Settings, choose
 from elaunch.rendezvous.membership import slot_of
-from tests.helpers import Spawner, is_running, wait_until
+from tests.helpers import Spawner, is_running, scaled, wait_until
 from tests.unit.plan_strategies import valid_plans
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)
@@ -232,7 +232,7 @@ def test_what_is_no_answer_and_what_is_no_plan_for_the_members_is_a_miss() -> No
             assert ahead.find(HOME, HOME, event.members(WORKERS)) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scaled(12, 25), deadline=None)
 @given(data=st.data())
 def test_what_is_found_is_what_would_be_chosen(data: DataObject) -> None:
     preferred_plan = data.draw(valid_plans(max_workers=5, max_units=4, tp=(1, 2)))
@@ -284,7 +284,7 @@ def test_a_choice_is_read_as_it_was_written() -> None:
         assert any(one is read.chosen for one in read.candidates)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scaled(12, 25), deadline=None)
 @given(plan=valid_plans(max_workers=5, max_units=4, tp=(1, 2)))
 def test_the_choice_for_any_plan_is_read_as_it_was_written(plan: Plan) -> None:
     choice = choose(plan, plan, plan.workers, replace(PROFILE, layers=(LAYER,) * plan.n_layers))

@@ -144,7 +144,7 @@ def test_a_straggler_stays_at_its_own_clock_while_the_step_waits_for_slower_ones
     assert found.clocks_mhz == {"n0/0": 13, "n2/0": 13}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(20, 40), deadline=None)
 @given(
     slow=st.floats(0.7, 0.98),
     clocks=st.lists(st.integers(1401, 2000), min_size=1, max_size=12, unique=True).map(sorted),

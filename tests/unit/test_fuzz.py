@@ -55,7 +55,7 @@ from tests.hostile import KINDS, PIECES, Mutation, hostile, mutated
 from tests.unit.comm_crew import connect_all, crew
 from tests.unit.test_comm_transport import say_to, swap
 
-INPUTS = scaled(20_000, 100_000)
+INPUTS = scaled(10_000, 100_000)
 A_BATCH = 50
 
 

@@ -27,6 +27,7 @@ from elaunch.detect.hang import (
 from elaunch.detect.heartbeat import BEAT_S, Awaited, Heartbeat, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
+from tests.helpers import scaled
 
 LOOK_S = 0.25
 SELDOM_S = 0.9
@@ -118,7 +119,7 @@ def steady(step_s: float, steps: int = 40, workers: int = 3) -> list[list[float]
     return [[step_s * (0.8 + 0.2 * worker / workers) for worker in range(workers)] for _ in range(steps)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(20, 40))
 @given(
     step_s=st.floats(0.1, 30),
     kind=st.sampled_from(["asleep", "spins", "lock"]),
@@ -143,7 +144,7 @@ def test_busy_workers_have_the_long_limit() -> None:
     assert "busy" in found[0].doing
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=scaled(7, 15))
 @given(st.lists(st.tuples(*[st.floats(0.01, LONG_S * 0.9)] * 3), min_size=1, max_size=4))
 def test_no_series_of_steps_in_which_they_work_is_an_alarm_below_the_long_limit(works_s: list[list[float]]) -> None:
     assert World([*steady(0.1, 12), *works_s], look_s=SELDOM_S).run() is None

@@ -14,7 +14,7 @@ from elaunch.agent.config import NUMA_MODES
 from elaunch.agent.placement import ANYWHERE, Topology, cpus_for, parse_ranges, read_topology, virtual_local_rank
 from elaunch.detect.devices import Gpu, sysfs_address, visible_gpus
 from elaunch.errors import LaunchError
-from tests.helpers import Spawner
+from tests.helpers import Spawner, soak
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def test_a_virtual_local_rank_without_a_device_is_a_launch_error() -> None:
 
 @pytest.mark.parametrize(
     "machine, allowed",
-    [(SERVER, everything(SERVER)), (SERVER, everything(SERVER) - {4, 8, 9}), (VIRTUAL, everything(VIRTUAL))],
+    [soak(SERVER, everything(SERVER)), (SERVER, everything(SERVER) - {4, 8, 9}), (VIRTUAL, everything(VIRTUAL))],
     ids=["server", "some CPUs withheld", "virtual machine"],
 )
 def test_every_mode_gives_the_cpus_that_torchrun_gives(

@@ -87,7 +87,7 @@ def test_a_candidate_is_a_plan_for_the_members_or_a_reason(policy: str, data: Da
         assert not estimate_step(found, profile).over(profile)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(30, 60), deadline=None)
 @given(data=st.data())
 def test_rerouting_moves_no_layer_and_cuts_no_micro_batch(data: DataObject) -> None:
     plan = data.draw(valid_plans())
@@ -246,7 +246,7 @@ def test_the_ways_to_cut_workers_into_pipelines() -> None:
     assert not list(partitions(9, 4, 2, 2, 2))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scaled(40, 80), deadline=None)
 @given(data=st.data())
 def test_workers_take_the_roles_that_need_the_fewest_bytes(data: DataObject) -> None:
     plan = data.draw(valid_plans(max_workers=5))

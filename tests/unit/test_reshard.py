@@ -35,6 +35,7 @@ from elaunch.workers.state.reshard import (
 )
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
+from tests.helpers import scaled
 from tests.unit.comm_crew import addresses, connect_all, each, outcomes, together
 from tests.unit.plan_strategies import valid_plans
 from tests.unit.test_routes import specs
@@ -110,7 +111,7 @@ TRUTH = Truth(ITEMS)
 plans = valid_plans(4, 4, 8, tp=(1, 2, 4)).filter(lambda plan: plan.n_layers == 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(20, 40), deadline=None)
 @given(st.data())
 def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for(data: DataObject) -> None:
     old, new = data.draw(plans), data.draw(plans)
@@ -477,7 +478,7 @@ def kinds_of_memory() -> list[Tensor]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(20, 40), deadline=None)
 @given(st.lists(st.integers(0, len(kinds_of_memory()) - 1), min_size=1, max_size=6))
 def test_what_one_message_takes_in_another_of_any_memory_gives_out(places: list[int]) -> None:
     views = [kinds_of_memory()[place] for place in places]

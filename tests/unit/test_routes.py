@@ -22,6 +22,7 @@ from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
+from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
 
 SHAPES = {"rows": (8, 12), "columns": (6, 8), "bias": (8,), "norm": (70,), "scale": ()}
@@ -111,7 +112,7 @@ def play(items: Mapping[str, Item], before: Held, after: Held, snapshots: Held, 
     assert not sent, "something is sent to somebody who does not expect it"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(20, 40), deadline=None)
 @given(st.data())
 def test_after_the_routes_everybody_has_what_the_new_plan_asks_for(data: DataObject) -> None:
     layers = specs(4)
@@ -223,7 +224,7 @@ def test_who_has_a_box_sends_it_once_however_many_need_it(n_holders: int, n_rece
     assert max(sent[worker] for worker in receivers) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(30, 60), deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=2, max_size=18), st.data())
 def test_a_box_comes_to_each_node_without_it_once_and_to_the_others_never(
     places: set[tuple[int, int]], data: DataObject

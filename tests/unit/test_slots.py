@@ -29,9 +29,10 @@ from elaunch.agent.decisions.slots import (
 )
 from elaunch.rendezvous.membership import Generation, Result, Stage, Worker
 from tests import slot_diagram
+from tests.helpers import scaled
 
 OTHERS = ("b/0#0", "b/1#0")
-LEAST, SEQUENCES = 500, 6000  # schedules: some of them, and more until all rows were met
+LEAST, SEQUENCES = scaled(200, 500), 6000  # schedules: some of them, and more until all rows were met
 LENGTH = 60
 
 

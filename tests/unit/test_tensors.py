@@ -21,6 +21,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
 from elaunch.workers.state.tensors import Layout, TensorSpace
+from tests.helpers import scaled
 from tests.unit.comm_crew import crew, each, outcomes
 
 Truth = dict[str, Tensor]
@@ -117,7 +118,7 @@ def groups_of(transports: Sequence[Transport], generation: int = 1) -> list[Grou
     return [Group(transport, generation, [one.worker for one in transports]) for transport in transports]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(30, 60), deadline=None)
 @given(st.data())
 def test_a_move_is_the_same_as_distributing_anew(data: st.DataObject) -> None:
     with crew(4) as transports:

@@ -270,7 +270,7 @@ def test_a_worker_that_does_not_go_on_is_seen_to_be_still(
     [
         "hangs.hang('work')",
         soak("while True: len(())"),
-        "import itertools\nfor number in itertools.count(): pass",
+        soak("import itertools\nfor number in itertools.count(): pass"),
         soak("while True: [0 for number in range(1000)]"),
         soak("while True: os.stat('/')"),
     ],
