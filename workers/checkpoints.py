@@ -61,6 +61,9 @@ LOOK_S = 0.05
 VISIBLE_S = 30.0
 """So long what others have written may take to be seen, through the caches of a shared file system."""
 
+COMPLETE_S = 30.0
+"""So long the first member may take to see all parts, and to complete the checkpoint, after everybody has written."""
+
 CLOSE_S = 5.0
 
 
@@ -231,7 +234,7 @@ class Checkpoints:
             self._attempt.written.wait()
         group.barrier()
         # All parts are there, so the first member only has to see them.
-        if self._attempt is not None and not self._attempt.over.wait(VISIBLE_S):
+        if self._attempt is not None and not self._attempt.over.wait(COMPLETE_S):
             _say(f"the checkpoint after {self._attempt.step} steps is not complete: not all parts of it are seen here")
 
     def close(self) -> None:

@@ -99,6 +99,7 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         soak(_forgets_links_that_failed_before_a_planned_generation, 8000),
     ],
 )
+@pytest.mark.job
 @pytest.mark.timeout(600)
 def test_a_defect_does_not_go_unseen(defect: Callable[[], Any], seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*defect())
