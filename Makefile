@@ -26,6 +26,8 @@ TEST_LIMIT_S ?= 3900
 SOAK_LIMIT_S ?= 7200
 # Most tests wait for processes that start, so two more at a time than there are cores. PYTEST_PARALLEL= for one by one.
 PYTEST_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 2) --dist=worksteal
+# Tests that start no job compute, and each process imports torch first.
+UNIT_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 1) --dist=worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SEEDS ?= 0 10000
@@ -59,7 +61,7 @@ check: setup
 	$(MAKE) --jobs=2 --output-sync=target lint unit
 
 unit: setup
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) -m 'not job' $(PYTEST_ARGS) tests/unit tests/simulation
+	$(BIN)/python -m pytest $(UNIT_PARALLEL) -m 'not job' $(PYTEST_ARGS) tests/unit tests/simulation
 
 conformance: setup
 	$(BIN)/python -m pytest --timeout=400 $(PYTEST_ARGS) tests/conformance
