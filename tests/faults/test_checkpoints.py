@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from elaunch import checkpoints
 from tests.faults.test_hybrid import Reference, reference, weights
 from tests.faults.test_workers import ending, kill_at_once
-from tests.helpers import ROOT, Spawner, once_a_session, soak
+from tests.helpers import ROOT, Spawned, Spawner, once_a_session, soak
 from tests.jobs.watch import SCRIPT as OBJECTS
 from tests.jobs.watch import Node, digests, elaunch, losses, wait_for, wait_for_step
 
@@ -283,15 +284,19 @@ def test_a_job_that_is_over_has_nothing_left_to_do(spawn: Spawner, tmp_path: Pat
     assert weights(second) == weights(first)
 
 
+def plain_python(spawn: Spawner, *arguments: str, env: Mapping[str, str] | None, name: str) -> Spawned:
+    """A worker of its own, without any launcher."""
+    return spawn.fork("tests.jobs.preloaded", "tests.jobs.layers", "--pp=1", *STEPS, *arguments, env=env, name=name)
+
+
 def test_plain_python_reads_the_same_settings(spawn: Spawner, tmp_path: Path) -> None:
     env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "saved"), "ELAUNCH_CHECKPOINT_EVERY": "8"}
     whole, half = (
-        spawn.python(LAYERS, "--pp=1", *STEPS, "--stop", stop, env=env if stop == "9" else None, name=f"to{stop}")
-        for stop in ("14", "9")
+        plain_python(spawn, "--stop", stop, env=env if stop == "9" else None, name=f"to{stop}") for stop in ("14", "9")
     )
     assert (whole.wait(LIMIT_S), half.wait(LIMIT_S)) == (0, 0)
     assert checkpoints.complete(tmp_path / "saved") == [8]
-    rest = spawn.python(LAYERS, "--pp=1", *STEPS, env=env, name="rest")
+    rest = plain_python(spawn, env=env, name="rest")
     assert rest.wait(LIMIT_S) == 0, rest.tail()
     lines = [line for line in whole.text().splitlines() if line.startswith(("step", "weights"))]
     assert [line for line in rest.text().splitlines() if line.startswith(("step", "weights"))] == lines[8:]

@@ -108,6 +108,7 @@ def three(etcd: EmbeddedEtcd, spawn: Spawner, folder: Path, last_step: int, *arg
     return nodes
 
 
+@pytest.mark.soak
 def test_nodes_that_drain_one_after_the_other_give_away_what_only_they_have(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_nodes_that_drain_one_after_the_other_give_away_what_only_they_have(
     assert weights(staying) == ended
 
 
+@pytest.mark.soak
 def test_a_node_that_is_to_leave_stays_when_another_one_dies_first(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:

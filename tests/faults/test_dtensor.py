@@ -80,7 +80,7 @@ def test_the_others_go_on_with_the_step_that_a_death_interrupted(
 def test_a_replacement_receives_its_parts_and_the_layout_grows_again(
     spawn: Spawner, tmp_path: Path, bound: tuple[str, ...]
 ) -> None:
-    steps = ("--steps=40",)
+    steps = ("--steps=20",)
     expected = reference(spawn, tmp_path, *steps)
     node = run(spawn, tmp_path, *steps, *bound, "--layout=2x2", "--crew=4", "--die=1:4:compute")
     check(node, expected, ["1#0"])

@@ -85,8 +85,9 @@ def test_the_others_go_on_when_a_node_is_killed(
 
 
 def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
-    expected, samples, _ = reference(spawn, tmp_path, "--steps", "80")
-    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "80", "--gather", "4")
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    gate = tmp_path / "gate"
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", "--steps", "40", "--gather", "4", "--hold", f"20:{gate}")
     for name in ("a", "b"):
         cluster.add(name)
     wait_for_members(cluster.nodes, 2)
@@ -95,6 +96,7 @@ def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn
     wait_for_members(cluster.nodes, 4)
     for node, before in zip(cluster.nodes, pids, strict=False):
         assert node.pids() == before
+    gate.touch()
     for node in cluster.nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
     assert_same(losses(cluster.nodes), expected, 1e-9)

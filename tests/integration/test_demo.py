@@ -33,6 +33,7 @@ def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_pat
     assert f"Each of the {STEPS} steps committed once, {64 * STEPS} samples in all" in text
 
 
+@pytest.mark.soak
 def test_an_interrupted_demo_ends_everything_that_it_started(spawn: Spawner) -> None:
     demo = spawn.python(DEMO, "--workers=2", name="demo")
     demo.wait_for_text("step     0", timeout_s=200)
