@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -308,7 +309,10 @@ def _known_runs(part: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tup
 
 
 def _differ(plan: Plan, costs: Sequence[int]) -> bool:
-    """Returns whether orders can differ; they cannot if all actions of a kind take equally long."""
+    """Returns whether orders can differ: where actions of a kind take unequally long, or a worker has several tiles."""
+    tiles_of = Counter(worker for crew in _crews(plan) for worker in crew)
+    if any(count > 1 for count in tiles_of.values()):
+        return True
     rows = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
     return len({cost * n for cost, here in rows for n in set(here)}) > 1
 

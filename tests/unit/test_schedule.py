@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
-from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
+from elaunch.plan import Pipeline, Plan, Stage, Tile, pipelines, stages, symmetric
 from elaunch.plan.parts import parts
 from elaunch.plan.schedule import (
     Action,
@@ -203,7 +203,21 @@ def on_one_order(plan: Plan, first: Kind) -> int:
     return _Run(plan, first, plan.costs).play()[0]
 
 
+# All actions of a kind take equally long, but one worker has several tiles, and its order matters.
+ALMOST_ALONE = Plan(
+    3,
+    2,
+    2,
+    tuple(
+        Tile(range(layer, layer + 1), ((range(row, row + 1),),), ("b" if (layer, row) == (2, 1) else "a",))
+        for layer in range(3)
+        for row in range(2)
+    ),
+)
+
+
 @settings(max_examples=scaled(40, 100), deadline=None)
+@example(ALMOST_ALONE)
 @given(valid_plans(tp=(1, 2)))
 def test_the_order_that_is_asked_for_or_the_faster_one_is_taken_in_each_part(plan: Plan) -> None:
     found = timeline(plan, schedule(plan), price(plan))
