@@ -33,7 +33,7 @@ Document = TypeVar("Document")
 
 
 def to_json(document: Any) -> bytes:
-    """Write a document with its kind and version. Half of a surrogate pair, as in names of odd files, becomes `?`."""
+    """Writes a document with its kind and version. Half of a surrogate pair, as in names of odd files, becomes `?`."""
     body = asdict(document)
     body.pop("order", None)
     text = json.dumps(
@@ -43,7 +43,7 @@ def to_json(document: Any) -> bytes:
 
 
 def from_json(kind: type[Document], data: bytes) -> Document:
-    """Read a document of the given kind.
+    """Reads a document of the given kind.
 
     Raises:
         ProtocolError: it is damaged, of another kind or of another version. No bytes raise anything else.
@@ -66,7 +66,7 @@ def from_json(kind: type[Document], data: bytes) -> Document:
 
 
 def read_json(data: str | bytes) -> Any:
-    """Read JSON of unknown origin; raises `ValueError` for whatever is none, is too large, nested or no UTF-8."""
+    """Reads JSON of unknown origin; raises `ValueError` for whatever is none, is too large, nested or no UTF-8."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"{len(data)} bytes; at most {MOST_BYTES} are expected")
     try:
@@ -80,7 +80,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Show the beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
+    """Shows the beginning of a value of unknown origin, in ASCII: it is for people, and may hold anything."""
     return ascii(value) if value is None or isinstance(value, bool) else _plain(reprlib.repr(value)).strip("'")
 
 
@@ -90,12 +90,12 @@ def _plain(value: object) -> str:
 
 @functools.cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Return the types of a document's fields. Finding them for each of thousands of workers would take seconds."""
+    """Returns the types of a document's fields. Finding them for each of thousands of workers would take seconds."""
     return get_type_hints(kind)
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """Check a JSON value against a type and build that type: dataclasses, enums, tuples, unions and plain scalars."""
+    """Checks a JSON value against a type and builds that type: dataclasses, enums, tuples, unions and plain scalars."""
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{kind.__name__} is {_shown(value)}")
@@ -133,7 +133,7 @@ def _build(kind: Any, value: Any) -> Any:
 
 
 def _bounded(name: str, value: Any) -> Any:
-    """Refuse a number that would hurt: one makes a list of so many, or counts on from it."""
+    """Refuses a number that would hurt: one makes a list of so many, or counts on from it."""
     if isinstance(value, int) and not isinstance(value, bool):
         least, most = LIMITS.get(name, (-MOST, MOST))
         if not least <= value <= most:

@@ -33,7 +33,7 @@ class EtcdCredentials:
     key: str = ""
 
     def arguments(self) -> dict[str, str | None]:
-        """Return the same as arguments of `EtcdStore`."""
+        """Returns the same as arguments of `EtcdStore`."""
         given = {
             "user": self.user,
             "password": self.password,
@@ -44,7 +44,7 @@ class EtcdCredentials:
         return {name: value or None for name, value in given.items()}
 
     def check(self) -> None:
-        """Raise `UsageError` where half of a pair is missing, or a file is not there."""
+        """Raises `UsageError` where half of a pair is missing, or a file is not there."""
         if bool(self.user) != bool(self.password):
             raise UsageError("--rdzv-conf: user and password go together")
         if bool(self.cert) != bool(self.key):
@@ -92,7 +92,7 @@ class RendezvousConf:
 
 
 def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> RendezvousConf:
-    """Read `--rdzv-conf`: key=value, separated by commas; environment variables give the defaults of secrets.
+    """Reads `--rdzv-conf`: key=value, separated by commas; environment variables give the defaults of secrets.
 
     Raises:
         UsageError: an unknown key, no number of seconds where one is needed, or a file that is not there.
@@ -138,7 +138,7 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
 
 
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """Read HOST, HOST:PORT or [V6]:PORT.
+    """Reads HOST, HOST:PORT or [V6]:PORT.
 
     Raises:
         UsageError: the port is no port.
@@ -155,7 +155,7 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
 
 
 def parse_endpoints(text: str, backend: str) -> list[tuple[str, int]]:
-    """Read the endpoints of an etcd cluster, separated by commas; `backend` is named where there are none.
+    """Reads the endpoints of an etcd cluster, separated by commas; `backend` is named where there are none.
 
     Raises:
         UsageError: there are none, or the port of one is no port.
@@ -166,12 +166,12 @@ def parse_endpoints(text: str, backend: str) -> list[tuple[str, int]]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """Write what `parse_endpoint` reads."""
+    """Writes what `parse_endpoint` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_address(endpoint_host: str, endpoint_port: int) -> str:
-    """Return the address of this machine on the route to the endpoint; nothing is sent.
+    """Returns the address of this machine on the route to the endpoint; nothing is sent.
 
     Raises:
         LaunchError: the host name does not resolve, or there is no route.
@@ -192,7 +192,7 @@ def own_address(endpoint_host: str, endpoint_port: int) -> str:
 
 
 def route_to(addresses: list[tuple[str, int]]) -> str:
-    """Return this machine's address on the route to the first of the endpoints that there is a route to.
+    """Returns this machine's address on the route to the first of the endpoints that there is a route to.
 
     Raises:
         LaunchError: there is a route to none of them.

@@ -30,7 +30,7 @@ NAMES_SHOWN = 8  # in a message
 
 
 def job_prefix(job: str) -> str:
-    """Return the beginning of the keys under which the documents of a job stand in the store."""
+    """Returns the beginning of the keys under which the documents of a job stand in the store."""
     return f"/elaunch/{quote(job, safe='')}/"
 
 
@@ -62,28 +62,28 @@ class Worker:
 
 
 def worker_id(node: str, local_rank: int, incarnation: int) -> str:
-    """Return the identity of one incarnation of a worker; it is never used again."""
+    """Returns the identity of one incarnation of a worker; it is never used again."""
     return f"{node}/{local_rank}#{incarnation}"
 
 
 def incarnation(worker: str) -> int:
-    """Return the last part of a worker's identity; -1 for a slot (`node/local_rank`) that has no worker yet."""
+    """Returns the last part of a worker's identity; -1 for a slot (`node/local_rank`) that has no worker yet."""
     number = worker.rpartition("#")[2]
     return int(number) if number != worker else -1
 
 
 def slot_of(worker: str) -> str:
-    """Return the slot (`node/local_rank`) of a worker's identity."""
+    """Returns the slot (`node/local_rank`) of a worker's identity."""
     return worker.partition("#")[0]
 
 
 def node_of(worker: str) -> str:
-    """Return the node of a worker's identity."""
+    """Returns the node of a worker's identity."""
     return worker.partition("/")[0]
 
 
 def by_node(workers: Iterable[str]) -> dict[str, list[str]]:
-    """Group workers by their nodes, both in the order in which they are given."""
+    """Groups workers by their nodes, both in the order in which they are given."""
     nodes: dict[str, list[str]] = {}
     for worker in workers:
         nodes.setdefault(node_of(worker), []).append(worker)
@@ -91,7 +91,7 @@ def by_node(workers: Iterable[str]) -> dict[str, list[str]]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split the address of a worker, `host:port` or `[v6]:port`; raises `ValueError` when it is neither."""
+    """Splits the address of a worker, `host:port` or `[v6]:port`; raises `ValueError` when it is neither."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit()):
         raise ValueError(f"{address!r} is not an address: expected host:port")
@@ -99,7 +99,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Join names for a message; of many, name the first and say how many more there are."""
+    """Joins names for a message; of many, names the first and says how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{', '.join(names[:NAMES_SHOWN])}{more}"
 
@@ -290,7 +290,7 @@ class NodeDoc:
 
     @property
     def draining(self) -> bool:
-        """Return whether all its workers are to leave."""
+        """Returns whether all its workers are to leave."""
         return self.departure.draining
 
 
@@ -366,26 +366,26 @@ class Generation:
 
     @property
     def plan(self) -> str:
-        """Return the text of the plan that was asked for last in this attempt; empty before one was."""
+        """Returns the text of the plan that was asked for last in this attempt; empty before one was."""
         return self.requested_plan.text
 
     @property
     def plan_request(self) -> str:
-        """Return the id of the request for that plan; empty before one."""
+        """Returns the id of the request for that plan; empty before one."""
         return self.requested_plan.request
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return the identities of its workers, by rank."""
+        """Returns the identities of its workers, by rank."""
         return tuple(worker.id for worker in self.workers)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Return the names of the nodes that hold its workers, in order of first appearance."""
+        """Returns the names of the nodes that hold its workers, in order of first appearance."""
         return tuple(dict.fromkeys(worker.node for worker in self.workers))
 
     def rank(self, worker: str) -> int:
-        """Return the rank of a worker; raises `ValueError` where it is no member."""
+        """Returns the rank of a worker; raises `ValueError` where it is no member."""
         return self.ids.index(worker)
 
 
@@ -439,5 +439,5 @@ class Result:
 
 
 def with_order(doc: NodeDoc, created: int) -> NodeDoc:
-    """Attach the revision at which the node joined, which orders nodes."""
+    """Attaches the revision at which the node joined, which orders nodes."""
     return replace(doc, order=created)

@@ -73,16 +73,16 @@ class Hooks(Protocol):
     """What a training runtime offers, so that it can be recovered, re-planned and moved. All run in its own thread."""
 
     def vote(self) -> Vote:
-        """Say how far it is."""
+        """Says how far it is."""
 
     def pause(self) -> None:
-        """Stop all communication of the generation left behind; nothing of it runs when this returns."""
+        """Stops all communication of the generation left behind; nothing of it runs when this returns."""
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        """Take note of the agreement; the sequence may be interrupted after it, and then there is another one."""
+        """Takes note of the agreement; the sequence may be interrupted after it, and then there is another one."""
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
-        """Choose how the members go on, all alike; return the fields of the `decision` event, if there is one.
+        """Chooses how the members go on, all alike; returns the fields of the `decision` event, if there is one.
 
         Those in `verdict.leaving` are members still, and are to have nothing after this.
 
@@ -90,10 +90,14 @@ class Hooks(Protocol):
         """
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
-        """Move the state to where the plan wants it; return the bytes that this member received.
+        """Moves the state to where the plan wants it; returns the bytes that this member received.
 
         Until `resume` it may be interrupted and begun again, with other members: what this member has must stay whole.
         """
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        """Go on with the next step after `verdict.step` as a member of this generation."""
+        """Goes on with the next step after `verdict.step` as a member of this generation.
+
+        Where this member was interrupted after its transfer, and another one has resumed, it comes after the `pause`
+        and `vote` of the next sequence.
+        """

@@ -31,7 +31,7 @@ PROBE_TIMEOUT_S = 0.5
 
 
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
-    """Settle the step in flight.
+    """Settles the step in flight.
 
     Args:
         votes: of the members, in their order.
@@ -179,7 +179,7 @@ class Recovery:
     # -- the sequence -------------------------------------------------------------------------------------------
 
     def agree(self, error: StepInterrupted | None = None) -> Verdict:
-        """Enter the newest generation and settle the step in flight with its members.
+        """Enters the newest generation and settles the step in flight with its members.
 
         Args:
             error: what interrupted the step; None when the change is planned.
@@ -230,7 +230,7 @@ class Recovery:
         return True
 
     def settle(self) -> None:
-        """Plan, move the state and activate the generation; agree again as often as that is interrupted."""
+        """Plans, moves the state and activates the generation; agrees again as often as that is interrupted."""
         while self._entering:
             if self._verdict is None:
                 self.agree()
@@ -321,7 +321,7 @@ class Recovery:
             self._client.send(Report("decision", {"generation": generation.number, **decision}))
 
     def committed(self) -> float | None:
-        """Tell that a step has committed: the transition before it, if any, is over.
+        """Tells that a step has committed: the transition before it, if any, is over.
 
         Returns:
             The seconds of the transition that do not depend on what moves: detection, links and the plan.
@@ -411,7 +411,7 @@ class Recovery:
         return active is None or not broke or newest.aborts_step_before > active.number
 
     def _report(self, error: LinkLost, active: Generation | None) -> bool:
-        """Find out which lost peers are dead, and ask for a generation without them, or with new links to them.
+        """Finds out which lost peers are dead, and asks for a generation without them, or with new links to them.
 
         Of one whose machine does not answer, this node's agent finds out more.
 

@@ -109,7 +109,7 @@ class Agent:
         )
 
     def run(self) -> int:
-        """Run the node's part of the job.
+        """Runs the node's part of the job.
 
         Returns:
             torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1.
@@ -175,14 +175,14 @@ class Agent:
         self._publish()
 
     def _publish(self) -> None:
-        """Report this node as it is now; with the report that it is ready for an attempt goes a port for that."""
+        """Reports this node as it is now; with the report that it is ready for an attempt goes a port for that."""
         if self._life.attempt != self._attempt:
             self._attempt = self._life.attempt
             self._life.port = free_port(self._life.settings.host)
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
-        """Take what one descriptor brings. Lines for the event log, which come with every step, change nothing else."""
+        """Takes what one descriptor brings. Lines for the event log come with every step and change nothing else."""
         if isinstance(source, Connection):
             if self._messages.serve(source, mask):
                 self._quiet = False
@@ -218,7 +218,7 @@ class Agent:
             act()
 
     def _on_forkserver(self, message: dict[str, Any]) -> Callable[[], None]:
-        """Take one message of the fork server; what is returned logs it and acts on it."""
+        """Takes one message of the fork server; what is returned logs it and acts on it."""
         if "started" in message:
             self._life.on_started(message["started"], message["pid"])
             return partial(self._log_worker, "worker_started", message["started"], message["pid"])
@@ -247,7 +247,7 @@ class Agent:
         return lambda: None
 
     def _on_signal(self, number: int) -> list[Action]:
-        """Act on a signal; those that announce an end are not those that make one, if the user did not say so."""
+        """Acts on a signal; those that announce an end are not those that make one, if the user did not say so."""
         if number in self._config.stop.signals:
             return self._life.on_signal(number, time.monotonic())
         if number == ALL_LEAVE:

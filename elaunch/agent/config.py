@@ -186,7 +186,7 @@ class AgentConfig:
 
 
 def parse_nproc(text: str) -> int:
-    """Read a number of workers, or cpu, gpu, npu, xpu or auto (devices where there are some, else cpu).
+    """Reads a number of workers, or cpu, gpu, npu, xpu or auto (devices where there are some, else cpu).
 
     Raises:
         UsageError: it is none of these, or there is no device of the kind.
@@ -227,7 +227,7 @@ def _listdir(folder: str) -> list[str]:
 
 
 def parse_health(policy: str, interval: str) -> HealthSettings:
-    """Read `--health-policy` and `--health-interval`; empty ones were not given.
+    """Reads `--health-policy` and `--health-interval`; empty ones were not given.
 
     Raises:
         UsageError: a value cannot be used.
@@ -244,7 +244,7 @@ def parse_health(policy: str, interval: str) -> HealthSettings:
 
 
 def parse_signals(text: str) -> tuple[int, ...]:
-    """Read `--signals-to-handle`: names, separated by commas.
+    """Reads `--signals-to-handle`: names, separated by commas.
 
     Raises:
         UsageError: one of them is no signal, or one that cannot be handled.

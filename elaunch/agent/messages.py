@@ -99,7 +99,7 @@ class WorkerMessages:
         Raises:
             ProtocolError: no worker sends this, or not now.
         """
-        life, worker = self._life, connection.worker
+        worker = connection.worker
         if isinstance(message, Attach) == bool(worker):
             raise ProtocolError(f"{type(message).__name__}, but the first message, and no other, is Attach")
         match message:
@@ -107,29 +107,12 @@ class WorkerMessages:
                 self._journal.forward(message)
             case Attach():
                 return self._attach(connection, message.worker)
-            case Ready():
-                life.on_ready(worker, _checked_address(message.address), message.takes_plans)
-            case Joined():
-                newest = life.generation.number if life.generation is not None else 0
-                if message.generation > newest:
-                    raise ProtocolError(
-                        f"it is a member of generation {message.generation}, but the newest is {newest}"
-                    )
-                life.on_joined(worker, message.generation)
-            case Progress():
-                life.on_progress(worker, message.generation)
-            case Saved():
-                life.on_saved(message.step)
             case Profiled():
                 self._participant.leave_profile(message.profile)
             case Unreachable():
                 self._on_unreachable(worker, message)
-            case Finished():
-                life.on_finished(worker)
-            case Evict():
-                return life.evict(worker, message.replace, " ".join(message.why.split())[:MAX_WHY])
-            case Leaving():
-                life.on_leaving(worker)
+            case _:
+                return react(self._life, worker, message)
         return []
 
     def _on_unreachable(self, worker: str, found: Unreachable) -> None:
@@ -163,6 +146,33 @@ class WorkerMessages:
         settings = self._life.settings
         connection.send(Welcome(self._job.token, settings.host, settings.node, slot.local_rank, settings.min_nodes))
         return self._life.on_attach(worker)
+
+
+def react(life: Lifecycle, worker: str, message: Message) -> list[Action]:
+    """Lets the lifecycle react to what a worker says of itself; what is for others changes nothing.
+
+    Raises:
+        ProtocolError: no worker sends this, or not now.
+    """
+    match message:
+        case Ready():
+            life.on_ready(worker, _checked_address(message.address), message.takes_plans)
+        case Joined():
+            newest = life.generation.number if life.generation is not None else 0
+            if message.generation > newest:
+                raise ProtocolError(f"it is a member of generation {message.generation}, but the newest is {newest}")
+            life.on_joined(worker, message.generation)
+        case Progress():
+            life.on_progress(worker, message.generation)
+        case Saved():
+            life.on_saved(message.step)
+        case Finished():
+            life.on_finished(worker)
+        case Evict():
+            return life.evict(worker, message.replace, " ".join(message.why.split())[:MAX_WHY])
+        case Leaving():
+            life.on_leaving(worker)
+    return []
 
 
 def note_lost_link(life: Lifecycle, worker: str, found: Unreachable, now_s: float) -> bool:

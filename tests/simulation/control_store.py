@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
-from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, node_of, with_order
 from tests.simulation.transcript import Announced, Reported
 
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
 
 
 Document = TypeVar("Document")
-
-
-def through_json(document: Document) -> Document:
-    """Returns a document as the store gives it back."""
-    return from_json(type(document), to_json(document))
 
 
 class Store:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import Settings
 from elaunch.rendezvous.membership import Generation, node_of, slot_of
 from tests.simulation.control_node import Node
-from tests.simulation.control_store import Store, through_json
+from tests.simulation.control_store import Document, Store
 from tests.simulation.control_worker import Op, Worker
 from tests.simulation.transcript import Committed, Event, Said, generation_text
 
@@ -57,7 +58,6 @@ class World:
             attach_s=3.0,
             ready_s=5.0,
         )
-        self.through_json: Callable[[Any], Any] = through_json
         self.store = Store(self)
         self.nodes: dict[str, Node] = {}
         self.all_nodes: list[Node] = []
@@ -70,7 +70,7 @@ class World:
         self.deaf: set[str] = set()  # live workers that refuse each connection; the links that they have stay
         self.linked: set[frozenset[str]] = set()
         self.cursed: set[frozenset[str]] = set()  # pairs of slots between whose workers no link lasts
-        self.parted: set[frozenset[str]] = set()  # pairs of nodes between which nothing passes
+        self.parted: dict[frozenset[str], float] = {}  # since when nothing passes between two nodes
 
     # -- time and delays ----------------------------------------------------------------------------------------
 
@@ -115,6 +115,10 @@ class World:
 
     def over(self) -> bool:
         return bool(self.nodes) and all(node.ended for node in self.nodes.values())
+
+    def through_json(self, document: Document) -> Document:
+        """Returns a document as the store gives it back."""
+        return from_json(type(document), to_json(document))
 
     def make_worker(self, node: Node, id: str) -> Worker:
         """A process that an agent starts."""
@@ -230,13 +234,13 @@ class World:
     def part(self, one: str, other: str) -> None:
         """Nothing passes between two nodes from now on; each of them reaches the store and all other nodes."""
         self.note("FAULT:", f"nothing passes between {one} and {other} any more")
-        self.parted.add(frozenset((one, other)))
+        self.parted[frozenset((one, other))] = self.now_s
         self.look_around_all()
 
     def heal(self, one: str, other: str) -> None:
         """Two nodes between which nothing passed reach each other again."""
         self.note("FAULT ENDS:", f"{one} and {other} reach each other again")
-        self.parted.discard(frozenset((one, other)))
+        self.parted.pop(frozenset((one, other)), None)
         for name in (one, other):
             self.at(WELL_S, self.nodes[name].ask_again)
 

@@ -13,10 +13,8 @@ from typing import Any, Literal, Protocol
 from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.workers.comm.link import Destination
 from elaunch.workers.comm.transport import Transport
+from tests.simulation.control_world import SILENT_S
 from tests.simulation.processes import Process
-
-SILENT_S = 5.0
-"""So long nothing comes from a machine before a worker that waits for it takes the link for broken."""
 
 REDIAL_S = 0.1
 
@@ -249,9 +247,6 @@ class _Dialler:
             if world.fails(transport.worker, peer):
                 for end in (here, there):
                     world.at(world.delay_s(end.peer), end.lose)
-
-    def close(self) -> None:
-        pass
 
 
 class SimulatedTransport(Transport):

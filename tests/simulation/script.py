@@ -1,4 +1,4 @@
-"""The training script of simulated workers: two frameworks over the real runtime, whose state shows each mistake.
+"""The training script of simulated workers: a framework over the real runtime, whose state shows each mistake.
 
 The value of each part of the state is a chain over all steps: one that was applied twice, left out or applied with
 another gradient gives another value for ever.
@@ -6,7 +6,6 @@ another gradient gives another value for ever.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elaunch.errors import StateLost
@@ -53,13 +52,6 @@ class Expected:
 
 
 EXPECTED = Expected()
-
-
-@dataclass(frozen=True)
-class Times:
-    """How long a worker takes for what it does, in seconds, drawn anew each time."""
-
-    step_s: float
 
 
 class Framework:

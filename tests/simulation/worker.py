@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.messages import note_lost_link
+from elaunch.agent.messages import note_lost_link, react
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.membership import Generation, Stage, node_of
-from elaunch.wire import Finished, Joined, Leaving, Message, Progress, Report, Unreachable
+from elaunch.wire import Finished, Leaving, Message, Ready, Report, Unreachable
 from elaunch.workers.runtime import Member
 from tests.simulation.network import SimulatedTransport
 from tests.simulation.processes import Process
@@ -50,9 +50,7 @@ class Channel:
         return self._newest
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
-        of = self._of
-        of.registered = True
-        of.send_up(lambda: of.node.life.on_ready(of.id, address, takes_plans))
+        self.send(Ready(address, takes_plans))
 
     def send(self, message: Message) -> None:
         self._of.tell_agent(message)
@@ -74,8 +72,6 @@ class Worker:
     def __init__(self, world: JobWorld, node: Node, id: str) -> None:
         self.world, self.node, self.id = world, node, id
         self.alive = True
-        self.on_a_lost_machine = False
-        self.registered = False
         self.process = Process(world, self._main, lambda code: self.end(code, None))
         self.channel = Channel(self)
         self.member: Member | None = None
@@ -114,24 +110,21 @@ class Worker:
         self.channel.hear(generation)
 
     def tell_agent(self, message: Message) -> None:
-        """Sends what the agent's `_on_message` takes."""
-        life, world = self.node.life, self.world
-        if isinstance(message, Joined):
-            self.send_up(lambda: life.on_joined(self.id, message.generation))
-        elif isinstance(message, Progress):
-            self.send_up(lambda: life.on_progress(self.id, message.generation))
-        elif isinstance(message, Unreachable):
-            what = "dead" if message.refused else "on a silent machine" if message.silent else "alive"
-            self.note(f"finds {message.peer} {what}")
-            self.send_up(lambda: self._lost_peer(message))
-        elif isinstance(message, Finished):
-            self.note("has finished")
-            self.send_up(lambda: life.on_finished(self.id))
-        elif isinstance(message, Leaving):
-            self.note(f"leaves after {message.step} steps")
-            self.send_up(lambda: life.on_leaving(self.id))
-        elif isinstance(message, Report) and message.kind == "step":
-            self.send_up(lambda: world.logged(self.id, message.fields))
+        """Sends a message, of which the agent makes what `WorkerMessages` does."""
+        match message:
+            case Unreachable():
+                what = "dead" if message.refused else "on a silent machine" if message.silent else "alive"
+                self.note(f"finds {message.peer} {what}")
+                self.send_up(lambda: self._lost_peer(message))
+            case Report():
+                if message.kind == "step":
+                    self.send_up(lambda: self.world.logged(self.id, message.fields))
+            case _:
+                if isinstance(message, Finished):
+                    self.note("has finished")
+                elif isinstance(message, Leaving):
+                    self.note(f"leaves after {message.step} steps")
+                self.send_up(lambda: react(self.node.life, self.id, message))
 
     def _lost_peer(self, message: Unreachable) -> None:
         if note_lost_link(self.node.life, self.id, message, self.world.now_s):
@@ -159,7 +152,7 @@ class Worker:
 
     def vanish(self) -> None:
         """Its machine is lost: nobody is told."""
-        self.alive, self.on_a_lost_machine = False, True
+        self.alive = False
         self.world.lost_s[self.id] = self.world.now_s
         self.process.kill()
         self.world.network.look()

@@ -139,7 +139,7 @@ class GradientBuckets:
             self._launch_next()
 
     def zero(self) -> None:
-        """Start a step: all gradients are zero, nothing was handed over."""
+        """Starts a step: all gradients are zero, nothing was handed over."""
         self.disarm()
         self._next = 0
         for bucket in self._buckets:
@@ -291,7 +291,7 @@ def _gradient_node(parameter: nn.Parameter) -> Any:
 
 
 def _take_back(slot: _Slot) -> None:
-    """Make `.grad` the view again; if somebody put a tensor in its place, the value of that counts."""
+    """Makes `.grad` the view again; if somebody put a tensor in its place, the value of that counts."""
     grad = slot.parameter.grad
     if grad is not None:
         with torch.no_grad():

@@ -32,7 +32,7 @@ class Reducer:
         self._failure: BaseException | None = None
 
     def begin(self, group: Group, scale: float) -> None:
-        """Start a step: sums of this group, each multiplied by `scale`."""
+        """Starts a step: sums of this group, each multiplied by `scale`."""
         assert not self._waiting, "a step begins while all-reduces of another are under way"
         self._group, self._scale, self.error = group, scale, None
 
@@ -47,13 +47,13 @@ class Reducer:
             self._arrived.notify()
 
     def wait(self) -> None:
-        """Return when nothing is under way any more."""
+        """Returns when nothing is under way any more."""
         with heartbeat.waiting():
             while self._run_next():
                 pass
 
     def raise_error(self) -> None:
-        """Raise what went wrong in this step.
+        """Raises what went wrong in this step.
 
         Raises:
             StepInterrupted: a link broke, or the generation changed.
@@ -77,7 +77,7 @@ class Reducer:
             self.error = None
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
@@ -97,7 +97,7 @@ class Reducer:
             self._run_next()
 
     def _run_next(self) -> bool:
-        """Run the next all-reduce after those under way; tell whether there was one."""
+        """Runs the next all-reduce after those under way; tells whether there was one."""
         with self._running:
             try:
                 flat, group = self._waiting.popleft(), self._group
