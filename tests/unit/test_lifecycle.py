@@ -356,6 +356,12 @@ class TestReplacement:
         starts = only(Start, node.train("b/0#0", generation=9))
         assert [(one.worker, one.warm) for one in starts] == [("a/0#8", True), ("a/1#8", True)]
 
+    def test_with_a_warm_start_these_are_forks_of_the_warm_parent_too(self) -> None:
+        node = Node(slots=2, warm_start=True)
+        actions = node.train("b/0#0", generation=9)
+        assert [type(action) for action in actions if isinstance(action, (Warm, Start))] == [Warm, Start, Start]
+        assert only(Warm, node.train("b/0#0", generation=10)) == []
+
     def test_unless_the_job_has_all_its_nodes(self) -> None:
         node = Node()
         assert started(node.train("b/0#0", "c/0#0")) == []

@@ -171,7 +171,8 @@ class Lifecycle:
             )
         elif generation.cause != "start" and generation.workers:
             actions.append(Say(f"{generation.cause}; {_go_on(len(generation.workers))}"))
-        if not self.warmed and self.workers.admitted:
+        joins = self.settings.warm_start and self._has_place(generation)
+        if not self.warmed and (self.workers.admitted or joins):
             self.warmed = True
             actions.append(Warm())
         draining, here = self.ending.draining, self.settings.node in generation.nodes
