@@ -34,7 +34,7 @@ from benchmarks.crew import Rank, crew
 from benchmarks.emulation import Words, emulated_layers, loss_fn
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
-from elaunch.plan import Layout, Plan, Stage, stages, symmetric
+from elaunch.plan import OptimizerLayout, Plan, Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
@@ -42,21 +42,21 @@ from elaunch.workers.layers.settings import EngineSettings
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 LAYERS, REPLICAS, UNITS = 16, 2, 16
 MOVED = (1, 2, 4)
-LAYOUTS: tuple[Layout, ...] = ("contiguous", "interleaved")
+LAYOUTS: tuple[OptimizerLayout, ...] = ("contiguous", "interleaved")
 LEAST_SAVED = 0.51
 
-Way = tuple[bool, Layout]
+Way = tuple[bool, OptimizerLayout]
 """Whether it pauses, and the layout."""
 
 
-def plan_of(first: int, layers: int, zero: Layout) -> Plan:
+def plan_of(first: int, layers: int, zero: OptimizerLayout) -> Plan:
     """Two stages, the first of `first` layers."""
     names = [(worker,) for worker in WORKERS]
     cut = [Stage(range(first), tuple(names[:2])), Stage(range(first, layers), tuple(names[2:]))]
     return stages(layers, UNITS, 1, cut, zero=zero)
 
 
-def both(moved: int, zero: Layout) -> tuple[Plan, Plan]:
+def both(moved: int, zero: OptimizerLayout) -> tuple[Plan, Plan]:
     """Before and after `moved` layers go from the first stage to the second; none: before and after replicas join."""
     if not moved:
         alone = symmetric(WORKERS[::2], LAYERS, UNITS, 1, pp=2, zero=zero)
@@ -71,7 +71,7 @@ class MigrationRank(Rank):
 
     engine: Engine | None = None
 
-    def begin(self, pausing: bool, zero: Layout, moved: int, width: int, layer_s: float) -> None:
+    def begin(self, pausing: bool, zero: OptimizerLayout, moved: int, width: int, layer_s: float) -> None:
         """Make an engine, and do its first steps, which warm up."""
         torch.manual_seed(0)
         self.plans = both(moved, zero)

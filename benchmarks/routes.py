@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.report import Report, add_arguments, spread
-from elaunch.plan import Layout, Plan, symmetric
+from elaunch.plan import OptimizerLayout, Plan, symmetric
 from elaunch.workers.random.trace import RandomTrace
 from elaunch.workers.state.layout import LayerSpec
 from elaunch.workers.state.routes import Router, n_bytes
@@ -40,7 +40,7 @@ class Degrees:
     dp: int
     pp: int
     tp: int
-    zero: Layout = "interleaved"
+    zero: OptimizerLayout = "interleaved"
 
     def plan(self) -> Plan:
         workers = WORKERS[: self.dp * self.pp * self.tp]

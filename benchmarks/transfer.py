@@ -56,10 +56,10 @@ from benchmarks.crew import PATIENCE_S, Rank, crew
 from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.routes import Parameters, described
-from elaunch.plan import Layout, Plan, symmetric
+from elaunch.plan import OptimizerLayout, Plan, symmetric
 from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec
-from elaunch.workers.state.regions import Region
 from elaunch.workers.state.reshard import plan_stages, reshard
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
@@ -68,7 +68,7 @@ WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
 WIDTH, INNER, WORDS = 1024, 2816, 8192
 BOUND_BYTES = 64 << 20
 
-Regions = dict[str, list[Region]]
+Chunks = dict[str, list[Chunk]]
 
 
 class Pieces:
@@ -139,7 +139,7 @@ class Degrees:
     dp: int = 1
     pp: int = 1
     tp: int = 1
-    zero: Layout = "interleaved"
+    zero: OptimizerLayout = "interleaved"
 
     def plan(self, n_layers: int) -> Plan:
         used = self.dp * self.pp * self.tp
@@ -219,7 +219,7 @@ class TransferRank(Rank):
         dist.init_process_group(
             "gloo", store=gloo, rank=place, world_size=len(workers), timeout=timedelta(seconds=PATIENCE_S)
         )
-        self.state: Regions = {}
+        self.state: Chunks = {}
 
     def begin(self, change: Change) -> None:
         """Make the state that the old plan gives."""
@@ -227,7 +227,7 @@ class TransferRank(Rank):
         self.router, self.straight = change.routers
         numbers = {name: number for number, name in enumerate(change.items)}
         self.state = {
-            name: [Region(box, value_of(change.items[name], numbers[name], box)) for box in boxes]
+            name: [Chunk(box, value_of(change.items[name], numbers[name], box)) for box in boxes]
             for name, boxes in change.before[self.worker].items()
         }
 
@@ -238,7 +238,7 @@ class TransferRank(Rank):
     def run(self, way: str, folder: str) -> float:
         """Do the change once; the seconds from a barrier to this process's end."""
         with contextlib.ExitStack() as after:
-            work: Callable[[], Regions | None] = getattr(self, "_" + way.replace(" ", "_"))(folder, after)
+            work: Callable[[], Chunks | None] = getattr(self, "_" + way.replace(" ", "_"))(folder, after)
             self.group.barrier()
             start_s = time.perf_counter()
             found = work()
@@ -248,31 +248,31 @@ class TransferRank(Rank):
                 self._check(found, way)
         return seconds
 
-    def _check(self, found: Regions, way: str) -> None:
+    def _check(self, found: Chunks, way: str) -> None:
         numbers = {name: number for number, name in enumerate(self.change.items)}
         needed = self.change.after[self.worker]
         assert set(found) == {name for name, boxes in needed.items() if boxes}
-        for name, regions in found.items():
-            assert {region.box for region in regions} == set(needed[name])
-            for region in regions:
-                expected = value_of(self.change.items[name], numbers[name], region.box)
-                assert all(map(torch.equal, region.tensors, expected)), f"{way}: {name} {region.box} is wrong"
+        for name, chunks in found.items():
+            assert {chunk.box for chunk in chunks} == set(needed[name])
+            for chunk in chunks:
+                expected = value_of(self.change.items[name], numbers[name], chunk.box)
+                assert all(map(torch.equal, chunk.tensors, expected)), f"{way}: {name} {chunk.box} is wrong"
 
     # -- the ways; each gives what is to be timed -----------------------------------------------------------------
 
-    def _elaunch(self, _: str, __: contextlib.ExitStack, **settings: Any) -> Callable[[], Regions]:
+    def _elaunch(self, _: str, __: contextlib.ExitStack, **settings: Any) -> Callable[[], Chunks]:
         return lambda: reshard(self.group, self.router, dict(self.state), self.allocate, **settings)[0]
 
-    def _straight(self, _: str, __: contextlib.ExitStack) -> Callable[[], Regions]:
+    def _straight(self, _: str, __: contextlib.ExitStack) -> Callable[[], Chunks]:
         return lambda: reshard(self.group, self.straight, dict(self.state), self.allocate)[0]
 
-    def _checked(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+    def _checked(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Chunks]:
         return self._elaunch(folder, after, checksum=True)
 
-    def _bounded(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+    def _bounded(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Chunks]:
         return self._elaunch(folder, after, max_extra_bytes=BOUND_BYTES)
 
-    def _buffered(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Regions]:
+    def _buffered(self, folder: str, after: contextlib.ExitStack) -> Callable[[], Chunks]:
         """Both directions of a pair one after the other, one pair of a worker at a time."""
         stream = self.group.stream
 
@@ -290,12 +290,12 @@ class TransferRank(Rank):
         after.callback(lambda: self.group.__dict__.pop("stream"))
         return self._elaunch(folder, after)
 
-    def _naive(self, _: str, __: contextlib.ExitStack) -> Callable[[], Regions]:
+    def _naive(self, _: str, __: contextlib.ExitStack) -> Callable[[], Chunks]:
         routes = self.straight.of(self.worker)
 
-        def work() -> Regions:
+        def work() -> Chunks:
             found = {
-                name: [Region(box, self.allocate(name, box)) for box in boxes]
+                name: [Chunk(box, self.allocate(name, box)) for box in boxes]
                 for name, boxes in self.change.after[self.worker].items()
             }
             for piece in routes.retain:
@@ -362,12 +362,12 @@ class TransferRank(Rank):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return links
 
-    def _checkpoint(self, folder: str, _: contextlib.ExitStack) -> Callable[[], Regions]:
-        def work() -> Regions:
+    def _checkpoint(self, folder: str, _: contextlib.ExitStack) -> Callable[[], Chunks]:
+        def work() -> Chunks:
             writer = dcp.FileSystemWriter(folder, sync_files=True)
             dcp.save(self._as_pieces(self.state), storage_writer=writer, planner=SavePlanner())
             found = {
-                name: [Region(box, self.allocate(name, box)) for box in boxes]
+                name: [Chunk(box, self.allocate(name, box)) for box in boxes]
                 for name, boxes in self.change.after[self.worker].items()
             }
             pieces = self._as_pieces(found)
@@ -377,20 +377,20 @@ class TransferRank(Rank):
 
         return work
 
-    def _as_pieces(self, state: Regions) -> dict[str, Any]:
+    def _as_pieces(self, state: Chunks) -> dict[str, Any]:
         return {
             f"{name}.{which}": Pieces(
-                self.change.items[name].shape, [(region.box, region.tensors[which]) for region in regions]
+                self.change.items[name].shape, [(chunk.box, chunk.tensors[which]) for chunk in chunks]
             )
-            for name, regions in state.items()
+            for name, chunks in state.items()
             for which in range(len(self.change.items[name].dtypes))
         }
 
 
-def _part(state: Regions, piece: Any) -> tuple[Tensor, ...]:
-    for region in state[piece.item]:
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(region.box, piece.box, strict=True)):
-            return region.part(piece.box)
+def _part(state: Chunks, piece: Any) -> tuple[Tensor, ...]:
+    for chunk in state[piece.item]:
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(chunk.box, piece.box, strict=True)):
+            return chunk.part(piece.box)
     raise AssertionError(piece)
 
 

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.rendezvous.membership import Generation, Master, NodeDoc, Restarts, Result, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import (
+    Generation,
+    GenerationStage,
+    Master,
+    NodeDoc,
+    Restarts,
+    Result,
+    Worker,
+    WorkerState,
+)
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, takes_part, too_few
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
-    Decision,
-    Settings,
+    LeaderDecision,
+    MembershipSettings,
     View,
     absence_in_doubt,
     first_failure,
@@ -21,10 +30,10 @@ from elaunch.rendezvous.view import (
     ready_workers,
 )
 
-__all__ = ["Decision", "Settings", "View", "decide", "surplus"]
+__all__ = ["LeaderDecision", "MembershipSettings", "View", "decide", "surplus"]
 
 
-def decide(view: View, now_s: float, settings: Settings) -> Decision:
+def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:
     """Applies the rule once.
 
     Args:
@@ -33,16 +42,16 @@ def decide(view: View, now_s: float, settings: Settings) -> Decision:
         settings: numbers of nodes and time limits.
     """
     if view.result is not None:
-        return Decision("the job is over")
+        return LeaderDecision("the job is over")
     nodes = tuple(sorted(view.nodes, key=lambda doc: (doc.rank, doc.order, doc.node)))
     generation = view.generation
-    if generation is None or generation.stage is Stage.ASSEMBLE:
+    if generation is None or generation.stage is GenerationStage.ASSEMBLE:
         return _assemble(view, nodes, now_s, settings)
     if generation.nodes and all(_finished(nodes, name) for name in generation.nodes):
-        return Decision("all nodes have finished", result=Result(True, "all workers have finished"))
+        return LeaderDecision("all nodes have finished", result=Result(True, "all workers have finished"))
     if nodes and generation.nodes and not any(takes_part(doc, generation) for doc in nodes):
         return begin_again(view, generation, nodes, now_s, settings)
-    if generation.stage is Stage.TRAIN:
+    if generation.stage is GenerationStage.TRAIN:
         return train(view, generation, nodes, now_s, settings)
     if any(doc.summary.elastic for doc in nodes):
         return _first_step(view, generation, nodes, now_s, settings)
@@ -63,7 +72,7 @@ def _finished(nodes: tuple[NodeDoc, ...], name: str) -> bool:
     return any(doc.node == name and doc.summary.finished for doc in nodes)
 
 
-def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings) -> Decision:
+def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings) -> LeaderDecision:
     """Waits for the nodes, then lets each start its workers."""
     former = view.generation
     attempt = former.attempt if former else 0
@@ -73,11 +82,11 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
     if len(present) < settings.min_nodes:
         return too_few(len(present), opened_s, now_s, settings)
     if len(clear) < min(len(present), settings.max_nodes):
-        return Decision(f"{len(present) - len(clear)} nodes still stop workers of the former attempt")
+        return LeaderDecision(f"{len(present) - len(clear)} nodes still stop workers of the former attempt")
     if former is None and len(present) < settings.max_nodes:
         call_s = view.changed_s + settings.last_call_s
         if now_s < call_s:
-            return Decision(f"last call: {len(present)} of {settings.max_nodes} nodes are here", wake_s=call_s)
+            return LeaderDecision(f"last call: {len(present)} of {settings.max_nodes} nodes are here", wake_s=call_s)
     chosen = clear[: settings.max_nodes]
     workers = tuple(
         Worker(id=f"{doc.node}/{local_rank}", node=doc.node, local_rank=local_rank)
@@ -86,7 +95,7 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
     )
     start = Generation(
         number=next_generation(view),
-        stage=Stage.START,
+        stage=GenerationStage.START,
         workers=workers,
         attempt=attempt,
         restarts=former.restarts if former else Restarts(),
@@ -95,12 +104,12 @@ def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: Se
         master=Master(chosen[0].host, chosen[0].port),
         roles=() if len({doc.role for doc in chosen}) == 1 else tuple((doc.node, doc.role) for doc in chosen),
     )
-    return Decision(f"{len(chosen)} nodes are here", generation=start)
+    return LeaderDecision(f"{len(chosen)} nodes are here", generation=start)
 
 
 def _plain(
-    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
-) -> Decision:
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
+) -> LeaderDecision:
     """Restarts the script as a whole, as torchrun would do it: no worker has attached."""
     present = {doc.node: doc for doc in nodes}
     failed = [
@@ -114,32 +123,32 @@ def _plain(
         cause = first.summary.failed if first else f"node {', '.join(sorted(absent))} was lost"
         if generation.restarts.count < (settings.max_restarts or 0):
             cause_t = first.cause_t if first else 0.0
-            return Decision(cause, generation=again(view, generation, cause, cause_t, failure=True))
+            return LeaderDecision(cause, generation=again(view, generation, cause, cause_t, failure=True))
         used = f"after {generation.restarts.count} of {settings.max_restarts or 0} restarts"
-        return Decision(cause, result=Result(False, f"{cause} ({used})"))
+        return LeaderDecision(cause, result=Result(False, f"{cause} ({used})"))
     draining = [doc.node for doc in nodes if doc.draining and doc.node in generation.nodes]
     if len(draining) == len(generation.nodes):
-        return Decision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
+        return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
     if draining:
         cause = f"node {', '.join(draining)} leaves"
-        return Decision(cause, generation=again(view, generation, cause, 0.0, failure=False))
+        return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False))
     waiting = [doc.node for doc in nodes if doc.node not in generation.nodes and not doc.draining]
     if waiting and len(generation.nodes) < settings.max_nodes and not any(doc.summary.finished for doc in nodes):
         grace_s = view.generation_s + settings.attach_s
         if now_s < grace_s:
-            return Decision(f"node {waiting[0]} waits; the script may still import elaunch", wake_s=grace_s)
+            return LeaderDecision(f"node {waiting[0]} waits; the script may still import elaunch", wake_s=grace_s)
         cause = f"node {', '.join(waiting)} joins"
-        return Decision(cause, generation=again(view, generation, cause, 0.0, failure=False))
-    return Decision("the workers run")
+        return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False))
+    return LeaderDecision("the workers run")
 
 
 def _first_step(
-    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
-) -> Decision:
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
+) -> LeaderDecision:
     """Waits until the workers of a script that uses elaunch have registered, then lets them train."""
     present = [doc for doc in nodes if not doc.draining]
     if not present:
-        return Decision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
+        return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
     able = [doc for doc in present if ready_workers(doc, generation.attempt)][: settings.max_nodes]
     if len(present) < settings.min_nodes:
         return too_few(len(present), view.changed_s, now_s, settings)
@@ -158,26 +167,31 @@ def _first_step(
     if starting:
         end_s = view.changed_s + settings.ready_s
         if len(able) < settings.min_nodes or now_s < end_s:
-            return Decision(f"still starting: {', '.join(starting)}", wake_s=end_s if now_s < end_s else None)
+            return LeaderDecision(f"still starting: {', '.join(starting)}", wake_s=end_s if now_s < end_s else None)
     workers = tuple(worker for doc in able for worker in ready_workers(doc, generation.attempt))
     number = next_generation(view)
     first = replace(
-        generation, number=number, stage=Stage.TRAIN, workers=workers, cause="start", aborts_step_before=number
+        generation,
+        number=number,
+        stage=GenerationStage.TRAIN,
+        workers=workers,
+        cause="start",
+        aborts_step_before=number,
     )
-    return Decision("all workers are ready", generation=first)
+    return LeaderDecision("all workers are ready", generation=first)
 
 
 def _too_few_ready(
-    view: View, generation: Generation, present: list[NodeDoc], able: int, now_s: float, settings: Settings
-) -> Decision:
+    view: View, generation: Generation, present: list[NodeDoc], able: int, now_s: float, settings: MembershipSettings
+) -> LeaderDecision:
     """Starts again with a node that came later, if there is one: nothing has trained yet, so nothing is lost."""
     failed = first_failure(present)
     if failed:
         count = sum(bool(doc.summary.failed) for doc in present)
         which = "every worker" if not able else f"workers of {count} nodes"
-        return Decision(failed, result=Result(False, f"{which} failed before the first step: {failed}"))
+        return LeaderDecision(failed, result=Result(False, f"{which} failed before the first step: {failed}"))
     late = [doc.node for doc in present if doc.node not in generation.nodes]
     if late and len(present) - len(late) < settings.max_nodes:
         cause = f"node {', '.join(late)} joins"
-        return Decision(cause, generation=again(view, generation, cause, 0.0, failure=False))
+        return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False))
     return too_few(able, view.changed_s, now_s, settings)

@@ -19,7 +19,7 @@ from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify
-from elaunch.rendezvous.store import Entry, Event, LeaseGone
+from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 
 _Metadata = tuple[tuple[str, str], ...]
 
@@ -166,7 +166,7 @@ class EtcdStore:
         self,
         prefix: str,
         from_revision: int,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> _EtcdWatch:
         """Delivers every event under `prefix` from `from_revision` on, from a thread of the watch's own.
@@ -328,7 +328,7 @@ class _EtcdWatch:
         store: EtcdStore,
         prefix: str,
         from_revision: int,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> None:
         self._store = store
@@ -431,10 +431,12 @@ def _entry(kv: Any) -> Entry:
     return Entry(_key(kv.key), kv.value, kv.mod_revision, kv.create_revision)
 
 
-def _event(event: Any) -> Event:
+def _event(event: Any) -> WatchEvent:
     kv = event.kv
     deleted = event.type == event.DELETE
-    return Event(_key(kv.key), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision)
+    return WatchEvent(
+        _key(kv.key), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision
+    )
 
 
 def _key(key: bytes) -> str:

@@ -34,7 +34,7 @@ def job_prefix(job: str) -> str:
     return f"/elaunch/{quote(job, safe='')}/"
 
 
-class Stage(enum.StrEnum):
+class GenerationStage(enum.StrEnum):
     """What the workers of a generation do."""
 
     ASSEMBLE = "assemble"  # nodes stop the workers of the former attempt and meet again
@@ -349,7 +349,7 @@ class Generation:
     """
 
     number: int
-    stage: Stage
+    stage: GenerationStage
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
     restarts: Restarts = Restarts()

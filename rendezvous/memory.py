@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.store import Entry, Event, LeaseGone
+from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Watch:
         session: MemoryStore,
         prefix: str,
         from_revision: int,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> None:
         self.session = session
@@ -37,7 +37,7 @@ class _Watch:
         self._on_events = on_events
         self._on_error = on_error
 
-    def deliver(self, batch: Iterable[Event]) -> None:
+    def deliver(self, batch: Iterable[WatchEvent]) -> None:
         events = [e for e in batch if e.revision >= self._next_revision and e.key.startswith(self._prefix)]
         if self.active and events:
             self._next_revision = events[-1].revision + 1
@@ -67,9 +67,9 @@ class _Data:
         self.bound: dict[str, int] = {}
         self.leases: dict[int, _Lease] = {}
         self.last_lease = 0
-        self.history: list[Event] = []
+        self.history: list[WatchEvent] = []
         self.watches: list[_Watch] = []
-        self._undelivered: deque[list[Event]] = deque()
+        self._undelivered: deque[list[WatchEvent]] = deque()
         self._delivering = False
 
     def write(self, key: str, value: bytes, lease: int | None) -> int:
@@ -82,7 +82,7 @@ class _Data:
         self.bound.pop(key, None)
         if lease is not None:
             self.bound[key] = lease
-        self._publish([Event(key, value, entry.revision, entry.created)])
+        self._publish([WatchEvent(key, value, entry.revision, entry.created)])
         return entry.revision
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class _Data:
         for key in present:
             del self.entries[key]
             self.bound.pop(key, None)
-        self._publish([Event(key, None, self.revision, 0) for key in present])
+        self._publish([WatchEvent(key, None, self.revision, 0) for key in present])
 
     def end_lease(self, lease: int) -> None:
         if self.leases.pop(lease, None) is not None:
@@ -105,7 +105,7 @@ class _Data:
         for lease in [number for number, state in self.leases.items() if state.ends_s <= now_s]:
             self.end_lease(lease)
 
-    def _publish(self, batch: list[Event]) -> None:
+    def _publish(self, batch: list[WatchEvent]) -> None:
         self.history += batch
         self._undelivered.append(batch)
         if self._delivering:
@@ -237,7 +237,7 @@ class MemoryStore:
         self,
         prefix: str,
         from_revision: int,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> _Watch:
         """Delivers every event under `prefix` from `from_revision` on: past ones at once, later ones with the change.

@@ -21,7 +21,7 @@ from elaunch.rendezvous.membership import (
     Result,
     job_prefix,
 )
-from elaunch.rendezvous.store import Event, Store
+from elaunch.rendezvous.store import Store, WatchEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Observer:
         self._nodes: dict[str, NodeDoc] = {}
         self._documents = Documents()
         self._unreadable: dict[str, str] = {}
-        self._news: queue.SimpleQueue[list[Event] | StoreUnavailable] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[list[WatchEvent] | StoreUnavailable] = queue.SimpleQueue()
         entries, revision = store.range(self._prefix)
-        self._take([Event(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
+        self._take([WatchEvent(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
         self._watch = store.watch(self._prefix, revision + 1, self._news.put, self._news.put)
 
     @property
@@ -114,7 +114,7 @@ class Observer:
         """Ends the watch; the store stays open."""
         self._watch.cancel()
 
-    def _take(self, events: list[Event]) -> None:
+    def _take(self, events: list[WatchEvent]) -> None:
         for event in events:
             name = event.key.removeprefix(self._prefix)
             self._unreadable.pop(name, None)
@@ -127,7 +127,7 @@ class Observer:
             self._documents, nodes=tuple(nodes), unreadable=tuple(sorted(self._unreadable.items()))
         )
 
-    def _take_one(self, name: str, event: Event) -> None:
+    def _take_one(self, name: str, event: WatchEvent) -> None:
         value = event.value
         if name.startswith("nodes/"):
             if value is None:

@@ -15,17 +15,17 @@ from collections.abc import Callable
 
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.intake import read_text
-from elaunch.rendezvous.membership import DrainRequest, JobConfig, NodeDoc, Stage
+from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
-from elaunch.rendezvous.node.reporter import Listener, Reporter
+from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.node.waiting import Pace
 from elaunch.rendezvous.store import Store
-from elaunch.rendezvous.view import Settings
+from elaunch.rendezvous.view import MembershipSettings
 
 
 class Participant:
@@ -48,9 +48,9 @@ class Participant:
         open_store: Callable[[], Store],
         job: str,
         config: JobConfig,
-        settings: Settings,
+        settings: MembershipSettings,
         doc: NodeDoc,
-        listener: Listener,
+        listener: MembershipListener,
         connect_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         figures: str = "",
@@ -179,7 +179,7 @@ class Participant:
         The leader knows, and leaves it in the store; so this costs each node one read now and then.
         """
         generation = self._replica.view.generation
-        if generation is not None and generation.stage is not Stage.ASSEMBLE and not generation.hold:
+        if generation is not None and generation.stage is not GenerationStage.ASSEMBLE and not generation.hold:
             self._pace.reset(self._clock())
         elif self._leader.leads:
             self._leader.tell_waiting(self._pace.has_told, lambda: self._pace.is_due(self._clock()))

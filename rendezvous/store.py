@@ -23,13 +23,13 @@ class Entry:
     revision: int
     created: int
 
-    def as_event(self) -> Event:
+    def as_event(self) -> WatchEvent:
         """Returns the change by which the key came to stand so."""
-        return Event(self.key, self.value, self.revision, self.created)
+        return WatchEvent(self.key, self.value, self.revision, self.created)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event:
+class WatchEvent:
     """One change of one key: `value` None means that it was deleted or that its lease ended (`created` is 0 then)."""
 
     key: str
@@ -98,7 +98,7 @@ class Store(Protocol):
         self,
         prefix: str,
         from_revision: int,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> Watch:
         """Delivers every event under `prefix` from `from_revision` (>= 1) on, in order, in the batches of the server.

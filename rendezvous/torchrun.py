@@ -53,7 +53,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from elaunch.errors import LaunchError, StoreUnavailable, UsageError
 from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf, join_endpoint, parse_conf, parse_endpoints, route_to
-from elaunch.rendezvous.store import Event, Store
+from elaunch.rendezvous.store import Store, WatchEvent
 
 BACKEND = "etcd-v3"
 
@@ -301,7 +301,7 @@ class AgentStore(TorchStore):
         """Returns when the key is there, at the deadline, or when the watch breaks."""
         changed = threading.Event()
 
-        def on_events(events: list[Event]) -> None:
+        def on_events(events: list[WatchEvent]) -> None:
             if any(event.key == path for event in events):
                 changed.set()
 

@@ -9,7 +9,7 @@ from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Resu
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MembershipSettings:
     """Numbers of nodes and time limits of a job.
 
     Attributes:
@@ -63,7 +63,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LeaderDecision:
     """What the leader's rule says.
 
     Attributes:
@@ -89,7 +89,7 @@ def next_generation(view: View) -> int:
     return max(known, default=0) + 1
 
 
-def absence_in_doubt(view: View, now_s: float, settings: Settings) -> bool:
+def absence_in_doubt(view: View, now_s: float, settings: MembershipSettings) -> bool:
     """Returns whether nodes that are missing may be alive: after an outage their leases are not all renewed yet."""
     return view.outage_end_s is not None and now_s < view.outage_end_s + settings.lease_s
 

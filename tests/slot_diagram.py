@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elaunch.agent.decisions.slots import IGNORED, TRANSITIONS, Event, State, Transition
+from elaunch.agent.decisions.slots import IGNORED, TRANSITIONS, SlotEvent, SlotState, Transition
 from tests.helpers import ROOT
 
 DOCUMENT = ROOT / "docs" / "architecture.md"
@@ -12,7 +12,7 @@ BEGIN = "<!-- slots: made by python -m tests.slot_diagram -->"
 END = "<!-- slots: end -->"
 
 # They lead from each state of a process to EMPTY, LEFT or ENDED, and from there to EMPTY: in the table alone.
-NOT_DRAWN = (Event.EXIT_DRAINING, Event.EXIT_UNJUDGED, Event.RESET)
+NOT_DRAWN = (SlotEvent.EXIT_DRAINING, SlotEvent.EXIT_UNJUDGED, SlotEvent.RESET)
 
 
 def draw() -> str:
@@ -28,14 +28,14 @@ def drawn() -> str:
 
 def _states() -> str:
     lines = ["| state | of the worker or the slot | reported as |", "|---|---|---|"]
-    for state in State:
+    for state in SlotState:
         reported = f"`{state.reported.value}`" if state.reported else ""
         lines.append(f"| {state.name} | {state.value} | {reported} |")
     return "\n".join(lines)
 
 
 def _diagram() -> str:
-    edges: dict[tuple[State, State], list[str]] = {}
+    edges: dict[tuple[SlotState, SlotState], list[str]] = {}
     for state, event in _cells_in_order():
         for row in TRANSITIONS[state, event] if event not in NOT_DRAWN else ():
             names = edges.setdefault((state, row.state), [])
@@ -48,14 +48,14 @@ def _diagram() -> str:
     return "\n".join((*lines, "```"))
 
 
-def _cells_in_order() -> list[tuple[State, Event]]:
-    return [(state, event) for state in State for event in Event if (state, event) in TRANSITIONS]
+def _cells_in_order() -> list[tuple[SlotState, SlotEvent]]:
+    return [(state, event) for state in SlotState for event in SlotEvent if (state, event) in TRANSITIONS]
 
 
 def _rows() -> str:
     lines = ["| event | in | if | next | then |", "|---|---|---|---|---|"]
-    for event in Event:
-        found: dict[tuple[str, str, str], set[State]] = {}
+    for event in SlotEvent:
+        found: dict[tuple[str, str, str], set[SlotState]] = {}
         for state in (state for state, other in _cells_in_order() if other is event):
             for row in TRANSITIONS[state, event]:
                 found.setdefault(_cells(state, row), set()).add(state)
@@ -66,7 +66,7 @@ def _rows() -> str:
     return "\n".join(lines)
 
 
-def _cells(state: State, row: Transition) -> tuple[str, str, str]:
+def _cells(state: SlotState, row: Transition) -> tuple[str, str, str]:
     """Returns condition, next state and effects of a row."""
     after = "" if row.state is state else row.state.name
     return row.guard.value, after, ", ".join(effect.value for effect in row.effects)
@@ -75,14 +75,14 @@ def _cells(state: State, row: Transition) -> tuple[str, str, str]:
 def _ignored() -> str:
     lines = ["| ignored | in | because |", "|---|---|---|"]
     for group in IGNORED:
-        events = ", ".join(event.name for event in Event if event in group.events)
+        events = ", ".join(event.name for event in SlotEvent if event in group.events)
         lines.append(f"| {events} | {_names(group.states)} | {group.reason} |")
     return "\n".join(lines)
 
 
-def _names(states: Iterable[State]) -> str:
+def _names(states: Iterable[SlotState]) -> str:
     wanted = set(states)
-    return ", ".join(state.name for state in State if state in wanted)
+    return ", ".join(state.name for state in SlotState if state in wanted)
 
 
 if __name__ == "__main__":

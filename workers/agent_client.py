@@ -19,7 +19,7 @@ from elaunch.detect import hang
 from elaunch.errors import JobFailed
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
 from elaunch.wire import (
     Announce,
     Attach,
@@ -225,7 +225,7 @@ class AgentClient:
             if not isinstance(message, Announce):
                 continue
             generation = from_json(Generation, message.generation.encode())
-            if generation.stage is Stage.TRAIN and generation.number > self._generation():
+            if generation.stage is GenerationStage.TRAIN and generation.number > self._generation():
                 with self._changed:
                     self._newest = generation
                     self._changed.notify_all()
@@ -285,7 +285,7 @@ class StaticClient:
             self._store.set(f"address/{self.rank}", address)
             addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
         workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
-        self._generation = Generation(1, Stage.TRAIN, workers, cause="start", aborts_step_before=1)
+        self._generation = Generation(1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1)
 
     def send(self, message: Message) -> None:
         """Drops the message: no agent is there to take it."""

@@ -16,7 +16,7 @@ from elaunch.workers.runtime import Member
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part
+    from elaunch.workers.state.checkpoint import CheckpointShard
     from elaunch.workers.state.tensors import TensorSpace
 
 
@@ -38,7 +38,7 @@ class _SavableHooks:
         self._went_back_to: int | None = None
         self.member: Member  # set as soon as there is one, which needs these hooks
 
-    def durable(self) -> Part:
+    def durable(self) -> CheckpointShard:
         """Returns what this worker adds to a checkpoint; the tensors are the live ones."""
         from elaunch.workers.state.spaces import part_of
 

@@ -50,8 +50,7 @@ from elaunch.workers.comm.group import Group
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Read, Restored
-    from elaunch.workers.state.checkpoint import Saved as SavedState
+    from elaunch.workers.state.checkpoint import CheckpointShard, Read, Restored, SavedCheckpoint
 
 T = TypeVar("T")
 
@@ -122,7 +121,7 @@ class Checkpoints:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def boundary(self, group: Group, step: int, state: Callable[[], Part], due: bool = False) -> None:
+    def boundary(self, group: Group, step: int, state: Callable[[], CheckpointShard], due: bool = False) -> None:
         """Begins a checkpoint, if one is due at this step boundary. All members call it at every one.
 
         Args:
@@ -206,7 +205,7 @@ class Checkpoints:
                 _in_background(lambda: self._leave_out(attempt, attempt.reason))
         attempt.gone |= gone
 
-    def last(self, group: Group, step: int, state: Callable[[], Part]) -> None:
+    def last(self, group: Group, step: int, state: Callable[[], CheckpointShard]) -> None:
         """Does as `boundary` after the last step of the job, but waits until what has been begun is complete.
 
         Raises:
@@ -214,7 +213,7 @@ class Checkpoints:
         """
         self._end(group, step, state, due=False)
 
-    def leave(self, group: Group, step: int, state: Callable[[], Part]) -> None:
+    def leave(self, group: Group, step: int, state: Callable[[], CheckpointShard]) -> None:
         """Saves the state at the boundary where all members leave before the last step, and waits until it is complete.
 
         Raises:
@@ -222,7 +221,7 @@ class Checkpoints:
         """
         self._end(group, step, state, due=True)
 
-    def _end(self, group: Group, step: int, state: Callable[[], Part], due: bool) -> None:
+    def _end(self, group: Group, step: int, state: Callable[[], CheckpointShard], due: bool) -> None:
         if self._settings is not None:
             heartbeat.enter(Phase.SAVING)
             self._settle(group)
@@ -246,14 +245,14 @@ class Checkpoints:
             if self._attempt.thread is not None:
                 self._attempt.thread.join(CLOSE_S)
 
-    def _write(self, attempt: _Attempt, part: Part) -> None:
-        from elaunch.workers.state.checkpoint import write_part
+    def _write(self, attempt: _Attempt, part: CheckpointShard) -> None:
+        from elaunch.workers.state.checkpoint import write_shard
 
         try:
             if attempt.rank == 0:
                 # Nobody writes to these any more.
                 _discard_all(each for each in parts(attempt.folder.parent) if each != attempt.folder)
-            whole = write_part(attempt.folder, attempt.rank, part, attempt.is_wanted)
+            whole = write_shard(attempt.folder, attempt.rank, part, attempt.is_wanted)
             attempt.written.set()
             if not whole:
                 self._leave_out(attempt, attempt.reason)
@@ -393,14 +392,14 @@ class Checkpoints:
         }
         return dict(zip(group.members, group.all_gather_json(local), strict=True))
 
-    def _open(self, step: int, first: bool) -> SavedState:
+    def _open(self, step: int, first: bool) -> SavedCheckpoint:
         """The checkpoint of so many steps, which the first member has seen.
 
         Raises:
             CheckpointDamaged: it is not what was written.
             StateError: this worker does not see it, or cannot read it at present.
         """
-        from elaunch.workers.state.checkpoint import Saved as SavedState
+        from elaunch.workers.state.checkpoint import SavedCheckpoint
 
         if self._settings is None:
             raise StateError(
@@ -423,7 +422,7 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 os.listdir(self._settings.folder)
             time.sleep(LOOK_S)
-        return SavedState(path)
+        return SavedCheckpoint(path)
 
     def _pass_over(self, group: Group, step: int, problem: str, older: int) -> None:
         """As the first member: take a damaged checkpoint out of the way, and say so."""

@@ -51,7 +51,7 @@ from elaunch.workers.recovery import Left, Recovery
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from elaunch.workers.state.checkpoint import Part
+    from elaunch.workers.state.checkpoint import CheckpointShard
 
 NEVER = 1 << 62  # above every generation's number
 SPEEDS_CHANGED = "the speed of workers has changed"
@@ -80,7 +80,7 @@ class Member:
         self,
         client: agent_client.Client,
         hooks: Hooks,
-        durable: Callable[[], Part] | None = None,
+        durable: Callable[[], CheckpointShard] | None = None,
         step: Callable[[], int] | None = None,
         complete: Callable[[], None] | None = None,
         state_is_whole: bool = False,

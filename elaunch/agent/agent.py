@@ -12,7 +12,7 @@ from typing import Any
 
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.control import Connection, ControlServer
+from elaunch.agent.control import ControlConnection, ControlServer
 from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
@@ -183,7 +183,7 @@ class Agent:
 
     def _serve(self, source: object, mask: int) -> None:
         """Takes what one descriptor brings. Lines for the event log come with every step and change nothing else."""
-        if isinstance(source, Connection):
+        if isinstance(source, ControlConnection):
             if self._messages.serve(source, mask):
                 self._quiet = False
             return

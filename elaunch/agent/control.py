@@ -39,7 +39,7 @@ MAX_UNSENT_BYTES = 256 << 20
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Connection:
+class ControlConnection:
     """One worker's end. Sends never block: what the socket does not take waits.
 
     Attributes:
@@ -149,8 +149,8 @@ class ControlServer:
     def __init__(self, selector: selectors.BaseSelector, complain: Callable[[str], None]) -> None:
         self.selector = selector
         self.complain = complain
-        self.connections: dict[str, Connection] = {}
-        self._strangers: dict[Connection, None] = {}  # that have named no worker yet, the oldest first
+        self.connections: dict[str, ControlConnection] = {}
+        self._strangers: dict[ControlConnection, None] = {}  # that have named no worker yet, the oldest first
         self._complained = False
         folder = tempfile.gettempdir()
         if len(os.fsencode(folder)) > FOLDER_LIMIT_BYTES:
@@ -170,7 +170,7 @@ class ControlServer:
         try:
             link.setblocking(False)
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            connection = Connection(self, link, _CREDENTIALS.unpack(credentials)[0])
+            connection = ControlConnection(self, link, _CREDENTIALS.unpack(credentials)[0])
             self.selector.register(link, selectors.EVENT_READ, connection)
         except OSError as error:
             link.close()
@@ -183,7 +183,7 @@ class ControlServer:
                 self.complain(f"more than {MAX_STRANGERS} connections have named no worker; the oldest are closed")
             next(iter(self._strangers)).close()
 
-    def attach(self, connection: Connection, worker: str) -> None:
+    def attach(self, connection: ControlConnection, worker: str) -> None:
         """Gives a connection to this worker from now on, and closes the one that it had before."""
         former = self.connections.get(worker)
         if former is not None and former is not connection:
@@ -192,7 +192,7 @@ class ControlServer:
         connection.attached(worker)
         self.connections[worker] = connection
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ControlConnection) -> None:
         """Notes that a connection has been closed."""
         self._strangers.pop(connection, None)
         if self.connections.get(connection.worker) is connection:

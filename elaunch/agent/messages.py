@@ -7,7 +7,7 @@ import selectors
 import time
 from collections.abc import Callable
 
-from elaunch.agent.control import Connection, ControlServer
+from elaunch.agent.control import ControlConnection, ControlServer
 from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.output.journal import Journal
@@ -70,7 +70,7 @@ class WorkerMessages:
         self._journal = journal
         self._act = act
 
-    def serve(self, connection: Connection, mask: int) -> bool:
+    def serve(self, connection: ControlConnection, mask: int) -> bool:
         """Takes what a worker sends. Whatever is wrong with that ends its connection, and nothing else.
 
         Returns:
@@ -93,7 +93,7 @@ class WorkerMessages:
             connection.close()
         return has_news
 
-    def _take(self, connection: Connection, message: Message) -> list[Action]:
+    def _take(self, connection: ControlConnection, message: Message) -> list[Action]:
         """Takes one message.
 
         Raises:
@@ -122,7 +122,7 @@ class WorkerMessages:
             self._participant.publish(self._life.doc())
             self._participant.suspect_leader()
 
-    def _attach(self, connection: Connection, worker: str) -> list[Action]:
+    def _attach(self, connection: ControlConnection, worker: str) -> list[Action]:
         """Takes a process that says that it is a worker of this node.
 
         A worker has one connection at a time, and only its own processes may have it: those that descend from the one

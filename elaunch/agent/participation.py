@@ -10,9 +10,9 @@ from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.inbox import Inbox
 from elaunch.errors import ElaunchError
-from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, NodeDoc, Result
-from elaunch.rendezvous.node.reporter import Listener
+from elaunch.rendezvous.node.reporter import MembershipListener
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 
@@ -90,7 +90,7 @@ class JobListener:
 
 
 def make_participant(
-    config: AgentConfig, open_store: Callable[[], Store], doc: NodeDoc, listener: Listener, figures: str
+    config: AgentConfig, open_store: Callable[[], Store], doc: NodeDoc, listener: MembershipListener, figures: str
 ) -> Participant:
     """Returns this node's participant, not started yet.
 
@@ -111,7 +111,7 @@ def make_participant(
             config.max_restarts,
             checkpoint_every=checkpoints.every if checkpoints is not None else 0,
         ),
-        Settings(
+        MembershipSettings(
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
             max_restarts=config.max_restarts,

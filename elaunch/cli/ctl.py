@@ -22,9 +22,9 @@ from elaunch.ranges import parse_range
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.membership import (
     Generation,
+    GenerationStage,
     NodeDoc,
     NodeWorker,
-    Stage,
     WorkerState,
     job_prefix,
     names_text,
@@ -186,9 +186,9 @@ def describe(documents: Documents) -> str:
 def _state(documents: Documents, generation: Generation) -> str:
     if not documents.nodes:
         return "none of its nodes is here"
-    if generation.stage is Stage.TRAIN:
+    if generation.stage is GenerationStage.TRAIN:
         return "waits for nodes" if generation.hold else "trains"
-    if generation.stage is Stage.ASSEMBLE:
+    if generation.stage is GenerationStage.ASSEMBLE:
         return "its nodes meet again"
     if any(doc.summary.elastic for doc in documents.nodes):
         return "its workers start"

@@ -15,12 +15,12 @@ from elaunch.policy.candidates.reparallelize import Degrees
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import StepEstimate, estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
-from elaunch.policy.select import Choice, Settings, choose
+from elaunch.policy.select import Choice, SelectorSettings, choose
 from elaunch.policy.settings import CONSISTENCIES, POLICIES
 from elaunch.ranges import parse_numbers, parse_range
 from elaunch.rendezvous.membership import names_text, node_of, slot_of
 
-NEXT_S = Settings().next_s
+NEXT_S = SelectorSettings().next_s
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ def pictures(before: Plan, choice: Choice) -> str:
     return "\n".join([head, *body, "</svg>", ""])
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> SelectorSettings:
     if not args.next_s > 0:
         raise UsageError(f"--next={args.next_s:g}: expected a number of seconds above 0")
     given = {name: parse_range(text, f"--{name}") for name in ("dp", "pp") if (text := getattr(args, name))}
     widths = parse_numbers(args.tp, "--tp", "workers")
-    return Settings(args.policy, args.consistency, Degrees(**given), widths, next_s=args.next_s)
+    return SelectorSettings(args.policy, args.consistency, Degrees(**given), widths, next_s=args.next_s)
 
 
 def _names(text: str) -> list[str]:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from elaunch.errors import RequestRefused
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.membership import Generation, PlanRequest, RequestedPlan, Stage, WorkerState, names_text
+from elaunch.rendezvous.membership import (
+    Generation,
+    GenerationStage,
+    PlanRequest,
+    RequestedPlan,
+    WorkerState,
+    names_text,
+)
 from elaunch.rendezvous.observer import Documents, asking, check_runs
 from elaunch.rendezvous.store import Store
 
@@ -86,9 +93,9 @@ def able(job: str, documents: Documents) -> Generation:
     check_runs(job, documents)
     generation = documents.generation
     states = {worker.id: worker.state for doc in documents.nodes for worker in doc.workers}
-    if generation is None or generation.stage is not Stage.TRAIN:
+    if generation is None or generation.stage is not GenerationStage.TRAIN:
         elastic = any(doc.summary.elastic for doc in documents.nodes)
-        if generation is not None and generation.stage is Stage.START and not elastic:
+        if generation is not None and generation.stage is GenerationStage.START and not elastic:
             raise RequestRefused(
                 f"no worker of job {job!r} has called elaunch.hybrid(): a plain script takes no plan, and one that "
                 "still starts takes it when it trains"

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elaunch.detect.heartbeat import BEAT_S, Heartbeat, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 from elaunch.rendezvous.rules import deadlock
@@ -117,7 +117,7 @@ class Sight:
         children_work: processes that it has started have used processor time since the last look.
     """
 
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatReading
     training: str = "S"
     beating: str = "S"
     children_work: bool = False
@@ -285,7 +285,7 @@ class HangDetector:
 
     # -- limits -------------------------------------------------------------------------------------------------
 
-    def limits(self, heartbeat: Heartbeat) -> tuple[float, float]:
+    def limits(self, heartbeat: HeartbeatReading) -> tuple[float, float]:
         """Returns the short and the long limit, in seconds, for a worker that shows this; infinite if unknown."""
         fixed_s = self.setting.fixed_s
         if fixed_s is not None:
@@ -374,7 +374,7 @@ class HangDetector:
         )
 
 
-def _stalled(worker: str, heartbeat: Heartbeat) -> Stalled:
+def _stalled(worker: str, heartbeat: HeartbeatReading) -> Stalled:
     awaited = heartbeat.awaited
     return Stalled(
         worker,
@@ -387,7 +387,7 @@ def _stalled(worker: str, heartbeat: Heartbeat) -> Stalled:
     )
 
 
-def _shown_still(now_s: float, heartbeat: Heartbeat) -> float | None:
+def _shown_still(now_s: float, heartbeat: HeartbeatReading) -> float | None:
     """Since when a worker that does not wait has shown nothing, as it shows it itself; None: it moves.
 
     As long as this is the same it has not gone on: a thread that only tries to get the interpreter's lock, or wakes up
@@ -400,7 +400,7 @@ def _shown_still(now_s: float, heartbeat: Heartbeat) -> float | None:
     return max(heartbeat.beat_s, heartbeat.since_s) if now_s - heartbeat.beat_s > LATE_BEAT_S else None
 
 
-def _how(now_s: float, heartbeat: Heartbeat) -> str:
+def _how(now_s: float, heartbeat: HeartbeatReading) -> str:
     if now_s - heartbeat.beat_s > LATE_BEAT_S:
         return "in a call that keeps the interpreter's lock"
     return {
@@ -410,7 +410,7 @@ def _how(now_s: float, heartbeat: Heartbeat) -> str:
     }[heartbeat.still]
 
 
-def _doing(heartbeat: Heartbeat) -> str:
+def _doing(heartbeat: HeartbeatReading) -> str:
     return {
         Phase.LOADING: "loading",
         Phase.STEP: f"in step {heartbeat.step}",

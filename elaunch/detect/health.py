@@ -21,7 +21,7 @@ from typing import Any
 from elaunch.detect.devices import MemoryErrors, Reading, Xid
 
 
-class Verdict(enum.IntEnum):
+class HealthVerdict(enum.IntEnum):
     """How well something is, the worst last."""
 
     HEALTHY = 0
@@ -42,7 +42,7 @@ class Finding:
         local_rank: of the device or worker; None for the node.
     """
 
-    verdict: Verdict
+    verdict: HealthVerdict
     subject: str
     what: str
     text: str
@@ -65,7 +65,7 @@ class _HeldState:
     since_s: float
     seen_s: float
     looks: int = 0
-    told: Verdict = Verdict.HEALTHY
+    told: HealthVerdict = HealthVerdict.HEALTHY
 
     def take(self, now_s: float, condition: Condition) -> list[Finding]:
         self.condition, self.seen_s = condition, now_s
@@ -82,7 +82,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self._standing: dict[tuple[str, str], _HeldState] = {}
-        self._events: dict[tuple[str, str], tuple[float, Verdict]] = {}
+        self._events: dict[tuple[str, str], tuple[float, HealthVerdict]] = {}
 
     def take(self, now_s: float, conditions: Iterable[Condition], *, all_known: bool = True) -> list[Finding]:
         """Takes the conditions of one look.
@@ -106,14 +106,14 @@ class Tracker:
             del self._standing[key]
             if standing.told:
                 news.append(
-                    Finding(Verdict.HEALTHY, was.subject, was.what, f"no longer: {was.text}", {}, was.local_rank)
+                    Finding(HealthVerdict.HEALTHY, was.subject, was.what, f"no longer: {was.text}", {}, was.local_rank)
                 )
         return news
 
     def event(self, now_s: float, finding: Finding, again_s: float) -> list[Finding]:
         """Returns the news of an event: none if the same one, and no milder, was told in the `again_s` before."""
         key = finding.subject, finding.what
-        told_s, told = self._events.get(key, (now_s, Verdict.HEALTHY))
+        told_s, told = self._events.get(key, (now_s, HealthVerdict.HEALTHY))
         if finding.verdict <= told and now_s - told_s <= again_s:
             return []
         self._events[key] = now_s, finding.verdict
@@ -188,21 +188,21 @@ REPEATS_S = 3600.0
 AGAIN_S = 60.0  # the same XID within this time is not told again
 
 
-def xid_meaning(number: int) -> tuple[Verdict, str]:
+def xid_meaning(number: int) -> tuple[HealthVerdict, str]:
     """Returns what NVIDIA's catalogue says of an XID. HEALTHY: the application's fault, or one that ended with it."""
     for verdict, table in (
-        (Verdict.HEALTHY, _APPLICATION),
-        (Verdict.WATCH, _WATCH),
-        (Verdict.DRAIN, _DRAIN),
-        (Verdict.LOST, _LOST),
+        (HealthVerdict.HEALTHY, _APPLICATION),
+        (HealthVerdict.WATCH, _WATCH),
+        (HealthVerdict.DRAIN, _DRAIN),
+        (HealthVerdict.LOST, _LOST),
     ):
         if number in table:
             return verdict, table[number]
     if number in _NVLINK5:
-        return Verdict.WATCH, "NVLink error"
+        return HealthVerdict.WATCH, "NVLink error"
     if number in (*range(82, 90), *range(96, 106), *range(126, 136), 139):
-        return Verdict.HEALTHY, "engine exception"
-    return Verdict.WATCH, "not in the catalogue that this version knows"
+        return HealthVerdict.HEALTHY, "engine exception"
+    return HealthVerdict.WATCH, "not in the catalogue that this version knows"
 
 
 # -- one device -------------------------------------------------------------------------------------------------------
@@ -214,12 +214,12 @@ FAILING_S = 15.0
 STATE_S = 10.0
 CORRECTABLE_PER_S = 1.0
 CORRECTABLE_S = 60.0  # over which correctable errors are counted
-_STATES = {"warning": Verdict.WATCH, "alarm": Verdict.DRAIN, "critical": Verdict.DRAIN}
+_STATES = {"warning": HealthVerdict.WATCH, "alarm": HealthVerdict.DRAIN, "critical": HealthVerdict.DRAIN}
 _RECOVERIES = {
-    "reset": Verdict.DRAIN,
-    "reboot": Verdict.DRAIN,
-    "drain p2p": Verdict.DRAIN,
-    "drain and reset": Verdict.WATCH,  # rows to be remapped: at the next occasion
+    "reset": HealthVerdict.DRAIN,
+    "reboot": HealthVerdict.DRAIN,
+    "drain p2p": HealthVerdict.DRAIN,
+    "drain and reset": HealthVerdict.WATCH,  # rows to be remapped: at the next occasion
 }
 
 
@@ -245,12 +245,12 @@ class DeviceHealth:
         self._xids.append((now_s, xid.number))
         verdict, meaning = xid_meaning(xid.number)
         count = sum(number == xid.number for _, number in self._xids)
-        fault = ", the fault of the application or confined to it" if verdict is Verdict.HEALTHY else ""
+        fault = ", the fault of the application or confined to it" if verdict is HealthVerdict.HEALTHY else ""
         often = f", {count} times in {REPEATS_S / 60:.0f} min" if count > 1 else ""
-        if verdict is Verdict.WATCH and count >= REPEATS.get(xid.number, count + 1):
-            verdict = Verdict.DRAIN
+        if verdict is HealthVerdict.WATCH and count >= REPEATS.get(xid.number, count + 1):
+            verdict = HealthVerdict.DRAIN
         finding = self._finding(
-            max(verdict, Verdict.WATCH),
+            max(verdict, HealthVerdict.WATCH),
             f"xid {xid.number}",
             f"XID {xid.number} ({meaning}{fault}){often}",
             xid=xid.number,
@@ -270,18 +270,18 @@ class DeviceHealth:
     def _conditions(self, now_s: float, reading: Reading) -> list[Condition]:
         if reading.lost:
             text = f"it cannot be reached any more: {reading.lost}"
-            return [Condition(self._finding(Verdict.LOST, "lost", text))]
+            return [Condition(self._finding(HealthVerdict.LOST, "lost", text))]
         found = [*self._memory(now_s, reading.memory_errors), *self._heat(reading)]
         if reading.fails:
             text = f"it does not answer: {reading.fails}"
-            found.append(Condition(self._finding(Verdict.WATCH, "fails", text), FAILING_S))
+            found.append(Condition(self._finding(HealthVerdict.WATCH, "fails", text), FAILING_S))
         if reading.state:
             text = f"it reports the state {reading.state!r}"
-            verdict = _STATES.get(reading.state, Verdict.WATCH)
+            verdict = _STATES.get(reading.state, HealthVerdict.WATCH)
             found.append(Condition(self._finding(verdict, "state", text, state=reading.state), STATE_S))
         if reading.recovery:
             text = f"the driver asks for: {reading.recovery}"
-            verdict = _RECOVERIES.get(reading.recovery, Verdict.DRAIN)
+            verdict = _RECOVERIES.get(reading.recovery, HealthVerdict.DRAIN)
             found.append(Condition(self._finding(verdict, "recovery", text, recovery=reading.recovery)))
         return found
 
@@ -293,10 +293,10 @@ class DeviceHealth:
             new = errors.uncorrectable - before
             if new > 0:
                 text = f"{new} uncorrectable ECC errors since the job began, {errors.uncorrectable} in all"
-                verdict = Verdict.DRAIN
+                verdict = HealthVerdict.DRAIN
             else:
                 text = f"{before} uncorrectable ECC errors before the job began"
-                verdict = Verdict.WATCH
+                verdict = HealthVerdict.WATCH
             found.append(
                 Condition(
                     self._finding(verdict, "ecc uncorrectable", text, new=max(new, 0), total=errors.uncorrectable)
@@ -306,10 +306,10 @@ class DeviceHealth:
             found.extend(self._correctable_rate(now_s, errors.correctable))
         if errors.remap_failed:
             text = "a faulty row of its memory could not be replaced"
-            found.append(Condition(self._finding(Verdict.DRAIN, "remap failed", text)))
+            found.append(Condition(self._finding(HealthVerdict.DRAIN, "remap failed", text)))
         if errors.remap_pending:
             text = "faulty rows of its memory are replaced at its next reset"
-            found.append(Condition(self._finding(Verdict.WATCH, "remap pending", text)))
+            found.append(Condition(self._finding(HealthVerdict.WATCH, "remap pending", text)))
         return found
 
     def _correctable_rate(self, now_s: float, count: int) -> list[Condition]:
@@ -323,7 +323,7 @@ class DeviceHealth:
             return []
         rate = (count - before) / (now_s - since_s)
         text = f"{count - before} correctable ECC errors in {now_s - since_s:.0f} s, {count} in all"
-        finding = self._finding(Verdict.WATCH, "ecc correctable", text, per_s=round(rate, 3), total=count)
+        finding = self._finding(HealthVerdict.WATCH, "ecc correctable", text, per_s=round(rate, 3), total=count)
         return [Condition(finding, CORRECTABLE_S)]
 
     def _heat(self, reading: Reading) -> list[Condition]:
@@ -335,7 +335,7 @@ class DeviceHealth:
             why = "heat" if reason == "thermal" else f"the {reason}"
             at = "" if reading.temperature_c is None else f" at {reading.temperature_c} °C"
             finding = self._finding(
-                Verdict.WATCH,
+                HealthVerdict.WATCH,
                 f"slowdown {reason}",
                 f"{why} holds its clock down{clock}{at} for {SLOWDOWN_S:.0f} s and more",
                 clock_mhz=reading.clock_mhz,
@@ -347,9 +347,9 @@ class DeviceHealth:
         now_c, off_c = reading.temperature_c, reading.shutdown_c
         if now_c is not None and off_c and now_c >= off_c - HOT_MARGIN_C:
             text = f"{now_c} °C; it turns itself off at {off_c} °C"
-            finding = self._finding(Verdict.DRAIN, "heat", text, temperature_c=now_c, shutdown_c=off_c)
+            finding = self._finding(HealthVerdict.DRAIN, "heat", text, temperature_c=now_c, shutdown_c=off_c)
             found.append(Condition(finding, HOT_S))
         return found
 
-    def _finding(self, verdict: Verdict, what: str, text: str, **evidence: Any) -> Finding:
+    def _finding(self, verdict: HealthVerdict, what: str, text: str, **evidence: Any) -> Finding:
         return Finding(verdict, self._name, what, text, evidence, self._local_rank)

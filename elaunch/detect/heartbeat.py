@@ -81,7 +81,7 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class HeartbeatReading:
     """What a worker showed when it was looked at. Times in seconds of `time.monotonic`.
 
     Attributes:
@@ -125,9 +125,9 @@ class Reader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._last: Heartbeat | None = None
+        self._last: HeartbeatReading | None = None
 
-    def read(self) -> Heartbeat | None:
+    def read(self) -> HeartbeatReading | None:
         """Returns the heartbeat, or the last one while it is being written. None: it has never been whole."""
         for _ in range(TRIES):
             data = os.pread(self._fd, FILE_BYTES, 0)
@@ -142,7 +142,7 @@ class Reader:
         os.close(self._fd)
 
 
-def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
+def parse(data: bytes, sequence: bytes) -> HeartbeatReading | None:
     """Reads what was copied from the file, and the sequence that was found there afterwards.
 
     None where it was being written (the sequence is odd, or was another one), or is of another version.
@@ -160,7 +160,7 @@ def parse(data: bytes, sequence: bytes) -> Heartbeat | None:
     except ValueError:
         return None
     waits, since = bool(numbers[AT_WAITS]), numbers[AT_SINCE]
-    return Heartbeat(
+    return HeartbeatReading(
         pid=numbers[AT_PID],
         thread=numbers[AT_THREAD],
         training_tid=numbers[AT_TRAINING_TID],

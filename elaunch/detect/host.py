@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from elaunch.detect.health import Condition, Finding, Tracker, Verdict
+from elaunch.detect.health import Condition, Finding, HealthVerdict, Tracker
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -220,7 +220,7 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-class History:
+class GrowthHistory:
     """The newest values of something that may run full."""
 
     def __init__(self) -> None:
@@ -244,17 +244,17 @@ class HostHealth:
         self._memory = Tracker()
         self._disks = Tracker()
         self._files = Tracker()
-        self._used = History()
+        self._used = GrowthHistory()
         self._last: tuple[float, float] | None = None
         self.hurries = False
         """Whether memory may be full so soon that it is to be looked at more often."""
-        self._of_worker: dict[str, History] = {}
-        self._of_disk: dict[str, History] = {}
+        self._of_worker: dict[str, GrowthHistory] = {}
+        self._of_disk: dict[str, GrowthHistory] = {}
 
     def on_memory(self, now_s: float, memory: Memory, workers: Mapping[str, int]) -> list[Finding]:
         """Returns what is news after a reading of the memory, and of how many bytes each worker has."""
         per_s = self._used.add(now_s, memory.used_bytes)
-        self._of_worker = {worker: self._of_worker.get(worker, History()) for worker in workers}
+        self._of_worker = {worker: self._of_worker.get(worker, GrowthHistory()) for worker in workers}
         grows = {worker: self._of_worker[worker].add(now_s, used) for worker, used in workers.items()}
         conditions = []
         left = memory.left_bytes
@@ -284,12 +284,12 @@ class HostHealth:
                 "worker_bytes": workers.get(worker),
                 "worker_grows_bytes_per_s": round(its) if worker else None,
             }
-            finding = Finding(Verdict.WATCH, f"node {self._node}", "memory", text, evidence)
+            finding = Finding(HealthVerdict.WATCH, f"node {self._node}", "memory", text, evidence)
             conditions.append(Condition(finding, CONFIRM_S, looks=2))
         if memory.stalled is not None and memory.stalled >= STALLED:
             text = f"everybody waits for memory, {memory.stalled:.0f} % of the last 10 s ({memory.where})"
             finding = Finding(
-                Verdict.WATCH, f"node {self._node}", "memory stall", text, {"stalled_percent": memory.stalled}
+                HealthVerdict.WATCH, f"node {self._node}", "memory stall", text, {"stalled_percent": memory.stalled}
             )
             conditions.append(Condition(finding, STALLED_S))
         return self._memory.take(now_s, conditions)
@@ -297,7 +297,7 @@ class HostHealth:
     def on_disks(self, now_s: float, disks: Mapping[str, Disk]) -> list[Finding]:
         """Returns what is news after a reading of the disks that this job writes to, by folder."""
         conditions = []
-        self._of_disk = {folder: self._of_disk.get(folder, History()) for folder in disks}
+        self._of_disk = {folder: self._of_disk.get(folder, GrowthHistory()) for folder in disks}
         for folder, disk in disks.items():
             per_s = self._of_disk[folder].add(now_s, -disk.free_bytes)
             full_s = disk.free_bytes / per_s if per_s > 0 else float("inf")
@@ -314,7 +314,7 @@ class HostHealth:
                     "full_in_s": round(full_s, 1) if per_s > 0 else None,
                     "free_inodes": disk.free_inodes,
                 }
-                finding = Finding(Verdict.WATCH, f"disk of {folder}", "disk", "; ".join(texts), evidence)
+                finding = Finding(HealthVerdict.WATCH, f"disk of {folder}", "disk", "; ".join(texts), evidence)
                 conditions.append(Condition(finding, CONFIRM_S, looks=2))
         return self._disks.take(now_s, conditions)
 
@@ -325,7 +325,7 @@ class HostHealth:
             if files.used >= OPEN * files.limit:
                 text = f"{files.used} of {files.limit} file descriptors are in use; raise `ulimit -n`, or close some"
                 finding = Finding(
-                    Verdict.WATCH, who, "file descriptors", text, {"used": files.used, "limit": files.limit}
+                    HealthVerdict.WATCH, who, "file descriptors", text, {"used": files.used, "limit": files.limit}
                 )
                 conditions.append(Condition(finding, CONFIRM_S, looks=2))
         return self._files.take(now_s, conditions)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from elaunch.plan.build import Pipeline, Stage, data_parallel, pipelines, stages, symmetric
 from elaunch.plan.picture import draw, to_svg
 from elaunch.plan.shares import even_shares, share
-from elaunch.plan.tiling import Layout, MicroBatch, Plan, PlanError, Tile, n_rows
+from elaunch.plan.tiling import MicroBatch, OptimizerLayout, Plan, PlanError, Tile, n_rows
 from elaunch.plan.views import (
     Feed,
     Feeds,
     GradientGroup,
-    Shard,
+    ShardRange,
     gradient_groups,
     holders,
     inputs,
@@ -33,12 +33,12 @@ __all__ = [
     "Feed",
     "Feeds",
     "GradientGroup",
-    "Layout",
     "MicroBatch",
+    "OptimizerLayout",
     "Pipeline",
     "Plan",
     "PlanError",
-    "Shard",
+    "ShardRange",
     "Stage",
     "Tile",
     "data_parallel",

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 
 from elaunch.plan.shares import share
 from elaunch.plan.tiling import (
-    Layout,
     MicroBatch,
+    OptimizerLayout,
     Plan,
     PlanError,
     Tile,
@@ -90,7 +90,7 @@ def symmetric(
     dp: int = 1,
     pp: int = 1,
     tp: int = 1,
-    zero: Layout = "interleaved",
+    zero: OptimizerLayout = "interleaved",
 ) -> Plan:
     """Returns the plan of a job that has lost nobody: `dp` equal pipelines of `pp` stages of `tp` workers each.
 
@@ -121,7 +121,7 @@ def pipelines(
     micro_batch_size: int,
     pipelines: Sequence[Pipeline],
     *,
-    zero: Layout = "interleaved",
+    zero: OptimizerLayout = "interleaved",
     idle: Sequence[str] = (),
 ) -> Plan:
     """Returns a plan of pipelines that may differ in depth, in where they cut the layers and in their share of the
@@ -147,7 +147,7 @@ def stages(
     micro_batch_size: int,
     stages: Sequence[Stage],
     *,
-    zero: Layout = "interleaved",
+    zero: OptimizerLayout = "interleaved",
     idle: Sequence[str] = (),
 ) -> Plan:
     """Returns a plan of stages that may differ in their number of replicas; all do the batch in the same turns.

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from elaunch.plan.parts import parts
+from elaunch.plan.components import components
 from elaunch.plan.tiling import Order, Plan
 from elaunch.plan.views import once_per_plan, rows_of, sources, takers
 
@@ -254,14 +254,14 @@ def _lanes(plan: Plan) -> list[int]:
 def schedule(plan: Plan) -> Schedule:
     """Orders the actions of a step, alike on every worker. O(actions x log actions) for few tiles per worker.
 
-    Each part of the plan by itself; those that are alike have the same order.
+    Each component of the plan by itself; those that are alike have the same order.
     """
     known: dict[Hashable, tuple[Action, ...]] = {}
     sequence: list[Action] = []
-    for part in parts(plan):
-        if part.shape not in known:
-            known[part.shape] = _sequence(part.plan)
-        sequence += (Action(kind, part.tiles[tile], number) for kind, tile, number in known[part.shape])
+    for component in components(plan):
+        if component.shape not in known:
+            known[component.shape] = _sequence(component.plan)
+        sequence += (Action(kind, component.tiles[tile], number) for kind, tile, number in known[component.shape])
     return by_workers(plan, sequence)
 
 
@@ -279,32 +279,32 @@ def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
     return Schedule(tuple(sequence), by_worker)
 
 
-def sequences(part: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
-    """Returns, for each order, the actions of a part of a plan, on clocks with these costs."""
-    backward_end, backward = _played(part, "B", costs)
-    forward_end, forward = _played(part, "F", costs) if _differ(part, costs) else (backward_end, backward)
+def sequences(component: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
+    """Returns, for each order, the actions of a component of a plan, on clocks with these costs."""
+    backward_end, backward = _played(component, "B", costs)
+    forward_end, forward = _played(component, "F", costs) if _differ(component, costs) else (backward_end, backward)
     return {"auto": forward if forward_end < backward_end else backward, "backward": backward, "forward": forward}
 
 
-def _sequence(part: Plan) -> tuple[Action, ...]:
-    """Returns the actions of a part in the order that the plan asks for; no other order is played then."""
-    if part.order == "auto" or not _differ(part, part.costs):
-        return sequences(part, part.costs)[part.order]
-    return _played(part, "F" if part.order == "forward" else "B", part.costs)[1]
+def _sequence(component: Plan) -> tuple[Action, ...]:
+    """Returns the actions of a component in the order that the plan asks for; no other order is played then."""
+    if component.order == "auto" or not _differ(component, component.costs):
+        return sequences(component, component.costs)[component.order]
+    return _played(component, "F" if component.order == "forward" else "B", component.costs)[1]
 
 
-def _played(part: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[Action, ...]]:
-    """Returns what `_Run.play` does, played once for each part."""
-    known = _known_runs(part)
+def _played(component: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[Action, ...]]:
+    """Returns what `_Run.play` does, played once for each component."""
+    known = _known_runs(component)
     key = first, tuple(costs)
     if key not in known:
-        known[key] = _Run(part, first, costs).play()
+        known[key] = _Run(component, first, costs).play()
     return known[key]
 
 
 @once_per_plan
-def _known_runs(part: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tuple[Action, ...]]]:
-    """Returns the runs of a part that were played so far, by first kind and costs."""
+def _known_runs(component: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tuple[Action, ...]]]:
+    """Returns the runs of a component that were played so far, by first kind and costs."""
     return {}
 
 

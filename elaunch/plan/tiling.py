@@ -29,7 +29,7 @@ from typing import Literal, get_args
 from elaunch.plan.coverage import bands
 from elaunch.plan.picture import draw, to_svg
 
-Layout = Literal["interleaved", "contiguous"]
+OptimizerLayout = Literal["interleaved", "contiguous"]
 """How the optimizer state of a layer is shared out over the replicas that hold it (ElasWave 6.3)."""
 
 Order = Literal["auto", "backward", "forward"]
@@ -94,7 +94,7 @@ class Plan:
     global_batch_size: int
     micro_batch_size: int
     tiles: tuple[Tile, ...]
-    zero: Layout = "interleaved"
+    zero: OptimizerLayout = "interleaved"
     idle: tuple[str, ...] = ()
     order: Order = "auto"
     costs: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class Plan:
                     "'layers LO:HI samples START:STOP ... workers ID,ID', 'costs COST N*COST ...' or 'idle ID,ID'"
                 )
                 raise _unreadable(number, line, expected)
-        zero: Layout = "interleaved" if header[4] == "interleaved" else "contiguous"
+        zero: OptimizerLayout = "interleaved" if header[4] == "interleaved" else "contiguous"
         order = next(one for one in ORDERS if one == (header[5] or "auto"))
         sizes = int(header[1]), int(header[2]), int(header[3])
         return cls(*sizes, tuple(tiles), zero, tuple(idle), order, tuple(costs))
@@ -179,8 +179,8 @@ class Plan:
             PlanError: says all that is wrong and shows the rectangle.
         """
         wrong = size_findings(self.n_layers, self.global_batch_size, self.micro_batch_size)
-        if self.zero not in get_args(Layout):
-            wrong.append(f"zero must be {_either(get_args(Layout))}, got {self.zero!r}")
+        if self.zero not in get_args(OptimizerLayout):
+            wrong.append(f"zero must be {_either(get_args(OptimizerLayout))}, got {self.zero!r}")
         wrong += self._bad_order()
         wrong += [*self._bad_tiles(), *self._bad_workers(), *self._bad_membership(members), *self._bad_coverage()]
         if wrong:

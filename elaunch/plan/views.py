@@ -59,7 +59,7 @@ class GradientGroup:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardRange:
     """Elements [start, stop) of a layer's flat vector, owned by replica `replica` of the holders of that layer."""
 
     replica: int
@@ -183,7 +183,7 @@ def rounds(groups: Sequence[GradientGroup]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tuple[tuple[Shard, ...], ...]:
+def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tuple[tuple[ShardRange, ...], ...]:
     """Returns, for each layer, who owns which optimizer state: disjoint, non-empty shards of its flat vector,
     ascending.
 
@@ -204,7 +204,7 @@ def optimizer_shards(plan: Plan, elements: Sequence[int], align: int = 64) -> tu
             f"expected {plan.n_layers} lengths of 0 or more, one per layer, and an align of 1 or more; "
             f"got the lengths {list(elements)} and align {align}"
         )
-    found: list[tuple[Shard, ...]] = [()] * plan.n_layers
+    found: list[tuple[ShardRange, ...]] = [()] * plan.n_layers
     for group in gradient_groups(plan):
         together = [group.layers] if plan.zero == "contiguous" else [(layer,) for layer in group.layers]
         for layers in together:
@@ -308,10 +308,10 @@ def _by_source_row(feed: Feed) -> tuple[int, int, int]:
     return min(run[0] for run in feed.runs), feed.tile, feed.micro_batch
 
 
-def _cut(lengths: Sequence[int], n_replicas: int, align: int) -> Iterator[tuple[Shard, ...]]:
+def _cut(lengths: Sequence[int], n_replicas: int, align: int) -> Iterator[tuple[ShardRange, ...]]:
     """Yields the shards of each of these vectors, padded to `align` and joined, under an even cut of the whole."""
     ends = list(accumulate((-(-length // align) for length in lengths), initial=0))
     cuts = [replica * ends[-1] // n_replicas for replica in range(n_replicas + 1)]
     for length, (first, last) in zip(lengths, pairwise(ends)):
         edges = [min(length, (min(max(cut, first), last) - first) * align) for cut in cuts]
-        yield tuple(Shard(replica, *ends) for replica, ends in enumerate(pairwise(edges)) if ends[0] < ends[1])
+        yield tuple(ShardRange(replica, *ends) for replica, ends in enumerate(pairwise(edges)) if ends[0] < ends[1])

@@ -24,15 +24,15 @@ from typing import NamedTuple, Protocol
 
 from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan, PlanError
-from elaunch.policy.ahead_process import Answer, Event, Job, Process
+from elaunch.policy.ahead_process import Answer, MembershipChange, PlanningRequest, Process
 from elaunch.policy.profile import Profile
-from elaunch.policy.select import Choice, Settings
+from elaunch.policy.select import Choice, SelectorSettings
 from elaunch.rendezvous.membership import by_node, incarnation, slot_of
 
 
 def events(
     members: Sequence[str], me: str, last_lost: Sequence[str] = (), again: bool = False, without: Sequence[str] = ()
-) -> list[Event]:
+) -> list[MembershipChange]:
     """Returns the events that are likely to come next and after which `me` is the first member, the likeliest first.
 
     Those who were lost last return, together or one of them: a replacement is started at once. Or somebody is lost, or
@@ -48,16 +48,16 @@ def events(
     assert not isinstance(last_lost, str), "a list of workers"
     slots = set(map(slot_of, members))
     back = [f"{slot_of(one)}#{incarnation(one) + 1}" for one in last_lost if slot_of(one) not in slots]
-    found = [Event()] if again else []
-    found += [Event(joined=tuple(back)), *(Event(joined=(one,)) for one in back)] if back else []
-    found += [Event(lost=(worker,)) for worker in members]
-    found += [Event(lost=tuple(some)) for some in by_node(members).values()]
-    wanted = [Event(lost=tuple(without))] if without else []
+    found = [MembershipChange()] if again else []
+    found += [MembershipChange(joined=tuple(back)), *(MembershipChange(joined=(one,)) for one in back)] if back else []
+    found += [MembershipChange(lost=(worker,)) for worker in members]
+    found += [MembershipChange(lost=tuple(some)) for some in by_node(members).values()]
+    wanted = [MembershipChange(lost=tuple(without))] if without else []
     likely = [event for event in dict.fromkeys(found) if _first(event, members) == me]
     return list(dict.fromkeys([*likely[: int(again)], *wanted, *likely[int(again) :]]))
 
 
-def _first(event: Event, members: Iterable[str]) -> str | None:
+def _first(event: MembershipChange, members: Iterable[str]) -> str | None:
     # Who joins does not decide.
     return next((worker for worker in members if worker not in event.lost), None)
 
@@ -80,7 +80,7 @@ class Key(NamedTuple):
     profile: str
 
 
-def key(now: Plan, preferred_plan: Plan, members: Sequence[str], settings: Settings, profile: str) -> Key:
+def key(now: Plan, preferred_plan: Plan, members: Sequence[str], settings: SelectorSettings, profile: str) -> Key:
     """Returns the key under which a plan is kept; `profile` is its digest."""
     known = {*now.workers, *preferred_plan.workers}
     slots = Counter(map(slot_of, members))
@@ -108,7 +108,7 @@ class Cache:
         settings: its settings.
     """
 
-    def __init__(self, job: Job, now: Plan, preferred_plan: Plan, settings: Settings) -> None:
+    def __init__(self, job: PlanningRequest, now: Plan, preferred_plan: Plan, settings: SelectorSettings) -> None:
         self.job = job
         self.profile = digest(job.profile)
         self._given = now, preferred_plan, settings
@@ -147,14 +147,14 @@ class Cache:
         return choice
 
 
-class Planner(Protocol):
+class PlanningProcess(Protocol):
     """Something that makes plans: a `Process`, or a substitute in tests."""
 
     @property
     def ended(self) -> bool:
         """Returns whether it was seen to end: then whatever it is sent is lost."""
 
-    def send(self, job: Job) -> None:
+    def send(self, job: PlanningRequest) -> None:
         """Gives it a job, in place of earlier ones that it has not begun."""
 
     def close(self) -> None:
@@ -175,12 +175,14 @@ class Ahead:
     """
 
     def __init__(
-        self, settings: Settings | None = None, start: Callable[[Callable[[bytes], None]], Planner] = Process
+        self,
+        settings: SelectorSettings | None = None,
+        start: Callable[[Callable[[bytes], None]], PlanningProcess] = Process,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settings or SelectorSettings()
         self._start = start
         self._lock = threading.Lock()
-        self._planner: Planner | None = None
+        self._planner: PlanningProcess | None = None
         # Replaced as a whole, so that who reads it needs no lock.
         self._cache: Cache | None = None
         self._number = 0
@@ -224,7 +226,7 @@ class Ahead:
                 return
             self._number += 1
             settings = self.settings
-            job = Job(
+            job = PlanningRequest(
                 self._number,
                 str(now),
                 str(preferred_plan),

@@ -26,7 +26,7 @@ from elaunch import threads
 from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import Profile
-from elaunch.policy.select import Settings, choose
+from elaunch.policy.select import SelectorSettings, choose
 
 NICE = 10
 """The lowest priority: training is never to wait for plans, however late they come."""
@@ -39,7 +39,7 @@ MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Event:
+class MembershipChange:
     """A change of membership.
 
     Attributes:
@@ -56,7 +56,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanningRequest:
     """A request to the process.
 
     Attributes:
@@ -75,17 +75,17 @@ class Job:
     members: tuple[str, ...]
     profile: str
     settings: str
-    events: tuple[Event, ...]
+    events: tuple[MembershipChange, ...]
 
     def to_json(self) -> str:
         """Returns the JSON form, on one line; `from_json` gives the same job."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Job:
+    def from_json(cls, text: str | bytes) -> PlanningRequest:
         """Reads the JSON form; on other text it raises whatever error results."""
         fields = json.loads(text)
-        events = [Event(tuple(one["lost"]), tuple(one["joined"])) for one in fields["events"]]
+        events = [MembershipChange(tuple(one["lost"]), tuple(one["joined"])) for one in fields["events"]]
         return cls(**fields | {"members": tuple(fields["members"]), "events": tuple(events)})
 
 
@@ -126,12 +126,12 @@ class Answer:
         return found
 
 
-def answers(job: Job) -> Iterator[Answer]:
+def answers(job: PlanningRequest) -> Iterator[Answer]:
     """Makes the plans for the events of a job, one after the other; an error becomes that event's answer."""
     for place, event in enumerate(job.events):
         try:
             now, preferred_plan = Plan.parse(job.now), Plan.parse(job.preferred_plan)
-            profile, settings = Profile.from_json(job.profile), Settings.from_json(job.settings)
+            profile, settings = Profile.from_json(job.profile), SelectorSettings.from_json(job.settings)
             choice = choose(now, preferred_plan, event.members(job.members), profile, settings)
         except Exception as error:
             yield Answer(job.number, place, refused=f"{type(error).__name__}: {error}")
@@ -155,7 +155,7 @@ class Process:
 
     def __init__(self, took: Callable[[bytes], None], nice: int = NICE) -> None:
         self._took = took
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[PlanningRequest | None] = SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "elaunch.policy.ahead_process", str(nice)],
             stdin=subprocess.PIPE,
@@ -185,7 +185,7 @@ class Process:
         """Returns whether it was seen to end: then whatever it is sent is lost."""
         return not self._threads[0].is_alive()
 
-    def send(self, job: Job) -> None:
+    def send(self, job: PlanningRequest) -> None:
         """Gives it a job, in place of earlier ones."""
         self._jobs.put(job)
 
@@ -254,7 +254,7 @@ def main(nice: int) -> None:
     lines: SimpleQueue[bytes] = SimpleQueue()
     threads.start("elaunch-ahead-listen", lambda: _listen(lines), lambda error: os._exit(1))
     while True:
-        job = Job.from_json(_newest(lines))
+        job = PlanningRequest.from_json(_newest(lines))
         n_bytes = 0
         for answer in answers(job):
             text = f"{answer.to_json()}\n"

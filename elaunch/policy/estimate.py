@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import TypeVar
 
-from elaunch.plan.parts import Part, parts
+from elaunch.plan.components import Component, components
 from elaunch.plan.schedule import Action, Schedule, by_workers, schedule, sequences, timeline
 from elaunch.plan.tiling import ORDERS, Plan
 from elaunch.plan.views import gradient_groups, holders, rows_of
@@ -51,8 +51,8 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
     """
     profile.check(plan)
 
-    def play(part: Plan) -> _Played:
-        return _play(part, schedule(part), profile)
+    def play(component: Plan) -> _Played:
+        return _play(component, schedule(component), profile)
 
     return _joined(_each(plan, profile, play), _Rest(plan, profile))
 
@@ -70,18 +70,18 @@ def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
     clocks = list(dict.fromkeys([(), profile.costs]))
     ways = list(product(clocks, ORDERS))
 
-    def play(part: Plan) -> list[_Played]:
+    def play(component: Plan) -> list[_Played]:
         known: dict[tuple[Action, ...], _Played] = {}
-        found = [by_order[order] for costs in clocks for by_order in [sequences(part, costs)] for order in ORDERS]
+        found = [by_order[order] for costs in clocks for by_order in [sequences(component, costs)] for order in ORDERS]
         for sequence in found:
             if sequence not in known:
-                known[sequence] = _play(part, by_workers(part, sequence), profile)
+                known[sequence] = _play(component, by_workers(component, sequence), profile)
         return [known[sequence] for sequence in found]
 
     each, rest = _each(plan, profile, play), _Rest(plan, profile)
     estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
     for number in range(len(ways)):
-        parts = [(part, played[number]) for part, played in each]
+        parts = [(component, played[number]) for component, played in each]
         same = tuple(id(played) for _, played in parts)
         if same not in estimates:
             estimates[same] = number, _joined(parts, rest)
@@ -160,12 +160,12 @@ def long_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: 
     return begin_s + (n - short) * (end_s - begin_s) / 2
 
 
-# -- the parts of a plan ------------------------------------------------------------------------------------------
+# -- the components of a plan ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Played:
-    """Figures of the workers of a part, in their order: end of their actions, length of the last, computing,
+    """Figures of the workers of a component, in their order: end of their actions, length of the last, computing,
     activations.
     """
 
@@ -178,25 +178,25 @@ class _Played:
 T = TypeVar("T")
 
 
-def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple[Part, T]]:
-    """Returns the parts of a plan with the result of playing each; parts that are alike are played once."""
+def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple[Component, T]]:
+    """Returns the components of a plan with the result of playing each; components that are alike are played once."""
     known: dict[Hashable, T] = {}
     found = []
-    for part in parts(plan):
-        key = _likeness(part, profile)
+    for component in components(plan):
+        key = _likeness(component, profile)
         if key not in known:
-            known[key] = play(part.plan)
-        found.append((part, known[key]))
+            known[key] = play(component.plan)
+        found.append((component, known[key]))
     return found
 
 
-def _joined(each: Sequence[tuple[Part, _Played]], rest: _Rest) -> StepEstimate:
+def _joined(each: Sequence[tuple[Component, _Played]], rest: _Rest) -> StepEstimate:
     ends_s: dict[str, float] = {}
     last_s: dict[str, float] = {}
     busy_s: dict[str, float] = {}
     kept: dict[str, int] = {}
-    for part, played in each:
-        workers = part.plan.workers
+    for component, played in each:
+        workers = component.plan.workers
         ends_s |= zip(workers, played.ends_s)
         last_s |= zip(workers, played.last_s)
         busy_s |= zip(workers, played.busy_s)
@@ -222,25 +222,25 @@ class _Rest:
         return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
 
 
-def _likeness(part: Part, profile: Profile) -> Hashable:
-    """Returns a key; parts with equal keys take equally long."""
+def _likeness(component: Component, profile: Profile) -> Hashable:
+    """Returns a key; components with equal keys take equally long."""
     if not profile.workers and not profile.links:
-        return part.shape
-    speeds = tuple(profile.tile_speed(tile) for tile in part.plan.tiles)
+        return component.shape
+    speeds = tuple(profile.tile_speed(tile) for tile in component.plan.tiles)
     links: tuple[LinkProfile, ...] = ()
     if profile.links:
-        heads = list(dict.fromkeys(tile.workers[0] for tile in part.plan.tiles))
+        heads = list(dict.fromkeys(tile.workers[0] for tile in component.plan.tiles))
         links = tuple(profile.link(one, other) for one in heads for other in heads if one != other)
-    return part.shape, speeds, links
+    return component.shape, speeds, links
 
 
-def _play(part: Plan, order: Schedule, profile: Profile) -> _Played:
-    workers, rows = part.workers, rows_of(part)
-    price = action_s(profile, part)
-    played = timeline(part, order, price, transfer_s(profile, part))
+def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
+    workers, rows = component.workers, rows_of(component)
+    price = action_s(profile, component)
+    played = timeline(component, order, price, transfer_s(profile, component))
     activations = list(accumulate((layer.activation_bytes_per_row for layer in profile.layers), initial=0))
     per_row = [
-        (activations[tile.layers.stop] - activations[tile.layers.start]) / len(tile.workers) for tile in part.tiles
+        (activations[tile.layers.stop] - activations[tile.layers.start]) / len(tile.workers) for tile in component.tiles
     ]
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:

@@ -47,7 +47,7 @@ Point = tuple[int, int, int]
 """A layer, a number of rows, and the workers of the tensor-parallel group that does them."""
 
 
-class Turn(Protocol):
+class MeasuredTurn(Protocol):
     """See `elaunch.workers.layers.timing.Turn`."""
 
     @property
@@ -159,7 +159,9 @@ class Recorder:
         self._fresh = False
         self._looked = True
 
-    def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
+    def add(
+        self, turns: Iterable[MeasuredTurn], kept_bytes: Mapping[int, float], update_s: float, elements: int
+    ) -> None:
         """Takes in what a step has shown.
 
         Args:

@@ -38,7 +38,7 @@ FREE = ("stay", "expand")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SelectorSettings:
     """The user's settings.
 
     Attributes:
@@ -66,7 +66,7 @@ class Settings:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> SelectorSettings:
         """Reads the JSON form.
 
         Raises:
@@ -233,7 +233,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def choose(
-    now: Plan, preferred_plan: Plan, members: Sequence[str], profile: Profile, settings: Settings | None = None
+    now: Plan, preferred_plan: Plan, members: Sequence[str], profile: Profile, settings: SelectorSettings | None = None
 ) -> Choice:
     """Returns the best plan for the members, or `preferred_plan` if each of its places has a worker and none is slow.
 
@@ -249,7 +249,7 @@ def choose(
         PlanError: the profile is of another model.
     """
     profile.check(now)
-    settings = settings or Settings()
+    settings = settings or SelectorSettings()
     here = set(members)
     lost = [worker for worker in now.workers if worker not in here]
     filled = fill(preferred_plan, members)
@@ -324,7 +324,7 @@ def _candidate(
     now: Plan,
     lost: Sequence[str],
     profile: Profile,
-    settings: Settings,
+    settings: SelectorSettings,
 ) -> Candidate:
     try:
         plan = make()

@@ -27,9 +27,9 @@ from elaunch.policy.candidates.reparallelize import Degrees
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import History
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
-from elaunch.policy.measure import Measured, Recorder, Sample, Turn
+from elaunch.policy.measure import Measured, MeasuredTurn, Recorder, Sample
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.select import Candidate, Choice, Settings, choose
+from elaunch.policy.select import Candidate, Choice, SelectorSettings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
 from elaunch.policy.stragglers.remedies import Eviction, Remedies
 from elaunch.policy.stragglers.slow_links import LinkWatch, Slower
@@ -65,7 +65,7 @@ class Selector:
         self,
         me: str,
         measured: Measured,
-        settings: Settings,
+        settings: SelectorSettings,
         file: Path | None = None,
         slow_policy: SlowPolicy = "rebalance",
         min_nodes: int = 1,
@@ -99,7 +99,9 @@ class Selector:
         """Returns whether to count the kept bytes, too, if the coming step is measured: once is enough."""
         return not self._cadence.metered
 
-    def add(self, turns: Iterable[Turn], kept_bytes: Mapping[int, float], update_s: float, elements: int) -> None:
+    def add(
+        self, turns: Iterable[MeasuredTurn], kept_bytes: Mapping[int, float], update_s: float, elements: int
+    ) -> None:
         """Takes in what this worker has measured in a step; see `Recorder.add`."""
         self._cadence.metered = self._cadence.metered or bool(kept_bytes)
         self._recorder.add(turns, kept_bytes, update_s, elements)
@@ -327,7 +329,7 @@ class Selector:
     def _is_first(self) -> bool:
         return self._here is not None and self._here.members[0] == self._me
 
-    def _now(self) -> Settings:
+    def _now(self) -> SelectorSettings:
         return replace(self._settings, next_s=self.history.next_s(time.time()))
 
     def _plan_ahead(self) -> None:
@@ -359,7 +361,7 @@ def make_selector(
     min_nodes: int = 1,
     plan_widths: Collection[int] = (),
 ) -> Selector:
-    """Returns a selector for a worker, with the settings of its environment; see `Measured` and `Settings`.
+    """Returns a selector for a worker, with the settings of its environment; see `Measured` and `SelectorSettings`.
 
     `plan_widths` are the widths of the tiles of the first plan. With `--tp` plans may have those and the plan's own.
 
@@ -381,7 +383,7 @@ def make_selector(
             )
     widths = tuple(sorted({*plan_widths, *policy_config.tp})) if plan_widths and policy_config.tp else ()
     degrees = Degrees(policy_config.dp, policy_config.pp or Degrees.pp)
-    settings = Settings(
+    settings = SelectorSettings(
         policy_config.policy, policy_config.consistency or "fast", degrees, widths, row_samples=row_samples
     )
     measured = Measured(name, layers, elements, prior)

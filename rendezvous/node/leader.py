@@ -19,8 +19,8 @@ from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RESULT_TTL_S, Session
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock
-from elaunch.rendezvous.store import Entry, Event, LeaseGone
-from elaunch.rendezvous.view import Settings
+from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
+from elaunch.rendezvous.view import MembershipSettings
 
 PROBE_S = 0.5
 FOLDERS_OF_LEADER = ("nodes/", "requests/")
@@ -60,7 +60,7 @@ class Leader:
         session: Session,
         replica: Replica,
         requests: Requests,
-        settings: Settings,
+        settings: MembershipSettings,
         node: str,
         reporter: Reporter,
         clock: Callable[[], float],
@@ -103,7 +103,7 @@ class Leader:
             if f"{self._replica.prefix}nodes/{name}" not in {entry.key for entry in entries}:
                 self._replica.damage("leader", leader.revision, _no_node_text(name))
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Iterable[WatchEvent]) -> None:
         """Takes changes of documents. One that meets a defect is passed over: training goes on."""
         for event in events:
             try:
@@ -140,7 +140,7 @@ class Leader:
     def _watches_all(self) -> bool:
         return all(map(self._session.watches, FOLDERS_OF_LEADER))
 
-    def _answer(self, duty: Duty, event: Event) -> None:
+    def _answer(self, duty: Duty, event: WatchEvent) -> None:
         """Does what an event calls for."""
         match duty:
             case Duty.OWN_REPORT:
@@ -275,7 +275,7 @@ class Leader:
         if is_due():
             self._reporter.listener.waits(self._put_waiting_text())
 
-    def _settings_now(self) -> Settings:
+    def _settings_now(self) -> MembershipSettings:
         """Returns the settings, with the size that was asked for."""
         size = self._replica.size
         if size is None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.membership import DrainRequest, NodeDoc
-from elaunch.rendezvous.store import Event
+from elaunch.rendezvous.store import WatchEvent
 
-News = list[Event] | StoreUnavailable
+News = list[WatchEvent] | StoreUnavailable
 """What a watch delivers: events, or at last why it has ended."""
 
 

@@ -33,7 +33,7 @@ from elaunch.rendezvous.membership import (
     job_prefix,
 )
 from elaunch.rendezvous.node.reporter import Reporter
-from elaunch.rendezvous.store import Event
+from elaunch.rendezvous.store import WatchEvent
 from elaunch.rendezvous.view import View
 
 T = TypeVar("T")
@@ -201,12 +201,12 @@ class Replica:
         self.nodes.pop(node, None)
         self.accept(f"nodes/{node}")
 
-    def _ignore(self, event: Event, why: str) -> None:
+    def _ignore(self, event: WatchEvent, why: str) -> None:
         self._reporter.warn(self.intake.ignore(event.key.removeprefix(self.prefix), event.revision, why))
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def take(self, event: Event) -> Duty | None:
+    def take(self, event: WatchEvent) -> Duty | None:
         """Takes one change of one document; returns what it calls for, if anything."""
         name = event.key.removeprefix(self.prefix)
         if name.startswith("nodes/"):
@@ -233,11 +233,11 @@ class Replica:
             self._ignore(event, "elaunch writes no such key")
         return None
 
-    def _is_old(self, name: str, event: Event) -> bool:
+    def _is_old(self, name: str, event: WatchEvent) -> bool:
         """Returns whether this was seen before: the leader reads all while older events are still on their way."""
         return _is_seen(self._revisions.since_connect, name, event.revision)
 
-    def _take_node(self, node: str, event: Event) -> Duty | None:
+    def _take_node(self, node: str, event: WatchEvent) -> Duty | None:
         name = f"nodes/{node}"
         if _is_seen(self._revisions.since_read, name, event.revision, self._revisions.all_read):
             return None  # from a watch of an earlier time as leader
@@ -259,7 +259,7 @@ class Replica:
         self.view = replace(self.view, nodes=tuple(self.nodes.values()), changed_s=self._clock())
         return duty
 
-    def _take_unreadable(self, name: str, event: Event, error: ProtocolError) -> None:
+    def _take_unreadable(self, name: str, event: WatchEvent, error: ProtocolError) -> None:
         """Keeps the last report of a node of the job that could be read; leaves out what a stranger has written."""
         if is_ours(name, self._node, self.nodes.keys() | self._former.keys(), self.view.generation):
             node = name.removeprefix("nodes/")
@@ -269,7 +269,7 @@ class Replica:
         else:
             self._ignore(event, str(error))
 
-    def _take_generation(self, event: Event) -> Duty | None:
+    def _take_generation(self, event: WatchEvent) -> Duty | None:
         if self._is_old("generation", event):
             return None
         self._has_generation = event.value is not None
@@ -287,7 +287,7 @@ class Replica:
             self._reporter.listener.announced(generation)
         return None
 
-    def _take_size(self, event: Event) -> Duty | None:
+    def _take_size(self, event: WatchEvent) -> Duty | None:
         """Takes the size that counts. It stays when its writer goes."""
         if self._is_old("size", event):
             return None
@@ -299,7 +299,7 @@ class Replica:
             self._keep_size(size)
         return None
 
-    def _take_size_request(self, event: Event) -> Duty | None:
+    def _take_size_request(self, event: WatchEvent) -> Duty | None:
         """Takes a size that was asked for; the leader makes it count."""
         if event.value is None:
             return None
@@ -318,18 +318,18 @@ class Replica:
         self._reporter.listener.resized(size.min_nodes, size.max_nodes)
         return True
 
-    def _take_plan_request(self, event: Event) -> None:
+    def _take_plan_request(self, event: WatchEvent) -> None:
         if _is_seen(self._revisions.since_read, "requests/plan", event.revision, self._revisions.all_read):
             return
         self.view = replace(self.view, request=self._parse_request(PlanRequest, event))
 
-    def _take_request_once(self, kind: type[Document], event: Event) -> Document | None:
+    def _take_request_once(self, kind: type[Document], event: WatchEvent) -> Document | None:
         """Returns what is asked of this node, once: who leads hears of it twice."""
         if _is_seen(self._revisions.asked, event.key, event.revision):
             return None
         return self._parse_request(kind, event)
 
-    def _parse_request(self, kind: type[Document], event: Event) -> Document | None:
+    def _parse_request(self, kind: type[Document], event: WatchEvent) -> Document | None:
         if event.value is None:
             return None
         try:
@@ -338,7 +338,7 @@ class Replica:
             self._ignore(event, str(error))
             return None
 
-    def _take_result(self, event: Event) -> Duty | None:
+    def _take_result(self, event: WatchEvent) -> Duty | None:
         if self._is_old("result", event):
             return None
         if event.value is None:
@@ -349,7 +349,7 @@ class Replica:
             self.end(result)
         return None
 
-    def _take_leader(self, event: Event) -> Duty | None:
+    def _take_leader(self, event: WatchEvent) -> Duty | None:
         if self._is_old("leader", event):
             return None
         if event.value is None:

@@ -10,7 +10,7 @@ from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, Jo
 from elaunch.rendezvous.node.setbacks import Setbacks
 
 
-class Listener(Protocol):
+class MembershipListener(Protocol):
     """What the agent wants to hear. Called from the participant's thread; must return at once."""
 
     def joined(self, config: JobConfig) -> None:
@@ -58,7 +58,7 @@ class Reporter:
         setbacks: says which failures were told already.
     """
 
-    def __init__(self, listener: Listener, setbacks: Setbacks) -> None:
+    def __init__(self, listener: MembershipListener, setbacks: Setbacks) -> None:
         self.listener = listener
         self._setbacks = setbacks
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Restarts, Result, Stage
-from elaunch.rendezvous.view import Decision, Settings, View, next_generation
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, Restarts, Result
+from elaunch.rendezvous.view import LeaderDecision, MembershipSettings, View, next_generation
 
 ALL_LEAVE = "every node left the job before it was done; start it again"
 RESUMES = 3
 """How often a job goes back to the same checkpoint, where --max-restarts is not given."""
 
 
-def too_few(present: int, since_s: float, now_s: float, settings: Settings) -> Decision:
+def too_few(present: int, since_s: float, now_s: float, settings: MembershipSettings) -> LeaderDecision:
     """Waits for more nodes, and fails when that has taken too long.
 
     Args:
@@ -25,9 +25,9 @@ def too_few(present: int, since_s: float, now_s: float, settings: Settings) -> D
     end_s = since_s + settings.join_s
     text = f"{present} of at least {settings.min_nodes} nodes are here"
     if now_s < end_s:
-        return Decision(text, wake_s=end_s)
+        return LeaderDecision(text, wake_s=end_s)
     message = f"only {text} after {settings.join_s:g} s; start more nodes, or raise --rdzv-conf join_timeout"
-    return Decision(message, result=Result(False, message))
+    return LeaderDecision(message, result=Result(False, message))
 
 
 def again(view: View, generation: Generation, cause: str, cause_t: float, failure: bool) -> Generation:
@@ -42,7 +42,7 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
     """
     return Generation(
         number=next_generation(view),
-        stage=Stage.ASSEMBLE,
+        stage=GenerationStage.ASSEMBLE,
         attempt=generation.attempt + 1,
         restarts=replace(generation.restarts, count=generation.restarts.count + (1 if failure else 0)),
         cause=cause,
@@ -51,8 +51,8 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
 
 
 def begin_again(
-    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
-) -> Decision:
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
+) -> LeaderDecision:
     """Starts the script on the nodes that are here now: none is left of those that ran the job.
 
     They are of an earlier run, or were lost all at once. Those that only lost the store come back within the time of a
@@ -60,11 +60,11 @@ def begin_again(
     """
     sure_s = max(view.led_s, -inf if view.outage_end_s is None else view.outage_end_s) + settings.lease_s
     if now_s < sure_s:
-        return Decision("no node of the present generation is here", wake_s=sure_s)
+        return LeaderDecision("no node of the present generation is here", wake_s=sure_s)
     here = ", ".join(doc.node for doc in nodes)
     cause = f"no node that ran the job is left, nor any state in memory; it begins again on {here}"
     after = again(view, generation, cause, 0.0, failure=False)
-    return Decision(cause, generation=replace(after, restarts=replace(after.restarts, count=0)))
+    return LeaderDecision(cause, generation=replace(after, restarts=replace(after.restarts, count=0)))
 
 
 def takes_part(doc: NodeDoc, generation: Generation) -> bool:
@@ -72,13 +72,13 @@ def takes_part(doc: NodeDoc, generation: Generation) -> bool:
     if doc.node not in generation.nodes:
         return False
     return (
-        generation.stage is Stage.START
+        generation.stage is GenerationStage.START
         or doc.summary.took_part
         or any(each.id in generation.ids for each in doc.workers)
     )
 
 
-def go_back(view: View, generation: Generation, text: str, saved: int, settings: Settings) -> Decision:
+def go_back(view: View, generation: Generation, text: str, saved: int, settings: MembershipSettings) -> LeaderDecision:
     """Starts again from a checkpoint, as often as that is allowed: the state in memory is lost.
 
     Args:
@@ -93,7 +93,7 @@ def go_back(view: View, generation: Generation, text: str, saved: int, settings:
     if resumes <= RESUMES if limit is None else generation.restarts.count < limit:
         cause = f"{text}; the job goes on from its checkpoint of {saved} steps"
         after = again(view, generation, cause, 0.0, failure=True)
-        return Decision(cause, generation=replace(after, restarts=Restarts(after.restarts.count, saved, resumes)))
+        return LeaderDecision(cause, generation=replace(after, restarts=Restarts(after.restarts.count, saved, resumes)))
     used = f"it has gone back there {RESUMES} times" if limit is None else f"--max-restarts {limit} is used up"
     message = f"{text}; there is a checkpoint of {saved} steps, but {used}: start the job again to go on from it"
-    return Decision(text, result=Result(False, message))
+    return LeaderDecision(text, result=Result(False, message))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elaunch.rendezvous.membership import Deadlock, Stage, Stalled
+from elaunch.rendezvous.membership import Deadlock, GenerationStage, Stalled
 from elaunch.rendezvous.view import View
 
 SHOWN = 32
@@ -25,7 +25,12 @@ def find(view: View) -> Deadlock | None:
         view: what the leader knows.
     """
     generation = view.generation
-    if view.result is not None or generation is None or generation.stage is not Stage.TRAIN or generation.hold:
+    if (
+        view.result is not None
+        or generation is None
+        or generation.stage is not GenerationStage.TRAIN
+        or generation.hold
+    ):
         return None
     # A node that has not heard of this generation may tell of the one before.
     here = [doc for doc in view.nodes if doc.progress.generation == generation.number]

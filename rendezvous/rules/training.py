@@ -21,8 +21,8 @@ from elaunch.rendezvous.rules import escalate
 from elaunch.rendezvous.rules.attempts import again, go_back, too_few
 from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
 from elaunch.rendezvous.view import (
-    Decision,
-    Settings,
+    LeaderDecision,
+    MembershipSettings,
     View,
     absence_in_doubt,
     first_failure,
@@ -179,7 +179,7 @@ def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -
 
 
 def _compare(
-    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
 ) -> _Change:
     """Finds what is to change about the members."""
     present = {doc.node: doc for doc in nodes}
@@ -232,7 +232,9 @@ def _compare(
     )
 
 
-def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: Settings) -> Decision:
+def train(
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
+) -> LeaderDecision:
     """Keeps the list of members true: drops the lost, lets the draining leave, takes in those that are ready."""
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
@@ -251,14 +253,14 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
         wake_s = None
         if view.outage_end_s is not None and absence_in_doubt(view, now_s, settings):
             wake_s = view.outage_end_s + settings.lease_s
-        return Decision("nothing has changed", wake_s=wake_s)
+        return LeaderDecision("nothing has changed", wake_s=wake_s)
     window_s = settings.reach_s if change.doubt else settings.window_s
     close_s = (now_s if view.pending_s is None else view.pending_s) + window_s
     if now_s < close_s:
-        return Decision("more changes may come", wake_s=close_s, pending=True)
+        return LeaderDecision("more changes may come", wake_s=close_s, pending=True)
     change, streak = _escalate(generation, change, nodes)
     if given_up := escalate.why_given_up(streak, newest_checkpoint(nodes)):
-        return Decision(given_up, result=Result(False, given_up))
+        return LeaderDecision(given_up, result=Result(False, given_up))
     dated = [t for t, _ in change.causes if t > 0]
     by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
     cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
@@ -277,10 +279,10 @@ def train(view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s:
         leaving=change.leaving,
         streak=streak,
     )
-    return Decision(cause, generation=after)
+    return LeaderDecision(cause, generation=after)
 
 
-def _too_small(change: _Change, settings: Settings) -> bool:
+def _too_small(change: _Change, settings: MembershipSettings) -> bool:
     """Returns whether the workers that go on have to wait for more nodes."""
     return len(change.nodes) < settings.min_nodes and not change.done
 
@@ -310,7 +312,7 @@ def _counts(request: PlanRequest, generation: Generation) -> bool:
     return request.generation == generation.number and request.id != generation.plan_request
 
 
-def _replan(view: View, generation: Generation, request: PlanRequest) -> Decision:
+def _replan(view: View, generation: Generation, request: PlanRequest) -> LeaderDecision:
     """Has the same workers go on by another plan: a planned change, like that of a joiner."""
     after = replace(
         generation,
@@ -320,29 +322,29 @@ def _replan(view: View, generation: Generation, request: PlanRequest) -> Decisio
         begun=generation.begun or view.begun,
         requested_plan=RequestedPlan(request.plan, request.id),
     )
-    return Decision(PLAN_ASKED, generation=after)
+    return LeaderDecision(PLAN_ASKED, generation=after)
 
 
-def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> Decision:
+def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> LeaderDecision:
     """Ends the job when each member has ended: one has finished, so all have committed the last step."""
     failed = first_failure(doc for doc in nodes if doc.node in generation.nodes)
     if failed:
-        return Decision(failed, result=Result(False, failed))
+        return LeaderDecision(failed, result=Result(False, failed))
     busy = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
     ending = [doc for doc in nodes if any(worker.id in change.done for worker in doc.workers)]
     if busy.isdisjoint(generation.ids) and all(doc.summary.finished for doc in ending):
         note = f"; lost after the last step: {', '.join(change.lost)}" if change.lost else ""
-        return Decision("all members have finished", result=Result(True, f"all workers have finished{note}"))
-    return Decision(f"{len(change.done)} workers have finished, {len(busy)} are about to")
+        return LeaderDecision("all members have finished", result=Result(True, f"all workers have finished{note}"))
+    return LeaderDecision(f"{len(change.done)} workers have finished, {len(busy)} are about to")
 
 
-def _all_lost(view: View, generation: Generation, change: _Change, settings: Settings) -> Decision:
+def _all_lost(view: View, generation: Generation, change: _Change, settings: MembershipSettings) -> LeaderDecision:
     """Goes back to a checkpoint, starts again or fails: nobody who holds the state is left."""
     if not change.lost:
         if any(doc.draining for doc in view.nodes):
-            return Decision("the last members leave")
+            return LeaderDecision("the last members leave")
         message = "every node left the job, and the state in memory with them; start it again from your last checkpoint"
-        return Decision(message, result=Result(False, message))
+        return LeaderDecision(message, result=Result(False, message))
     cause = "; ".join(dict.fromkeys(text for _, text in change.causes))
     failed = first_failure(view.nodes)
     count = len(change.lost)
@@ -352,6 +354,6 @@ def _all_lost(view: View, generation: Generation, change: _Change, settings: Set
     if saved is not None:
         return go_back(view, generation, text, saved, settings)
     if generation.restarts.count < (settings.max_restarts or 0):
-        return Decision(text, generation=again(view, generation, text, 0.0, failure=True))
+        return LeaderDecision(text, generation=again(view, generation, text, 0.0, failure=True))
     advice = "start the job again from your last checkpoint, or give --max-restarts to let elaunch start it again"
-    return Decision(text, result=Result(False, f"{text}; {advice}"))
+    return LeaderDecision(text, result=Result(False, f"{text}; {advice}"))

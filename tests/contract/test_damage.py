@@ -19,7 +19,7 @@ from elaunch.errors import LaunchError, ProtocolError, RequestRefused, StoreUnav
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.membership import JobConfig, JobSize, NodeDoc, Result, Stage
+from elaunch.rendezvous.membership import GenerationStage, JobConfig, JobSize, NodeDoc, Result
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.node.setbacks import FIRST_PAUSE_S
 from elaunch.rendezvous.observer import Observer
@@ -228,7 +228,7 @@ class TestDamage:
             node.hears(ids("a/0#0", "c/0#0"))
         assert from_json(NodeDoc, job.read("nodes/c") or b"").workers == c.doc.workers
         assert not a.refusals + b.refusals + c.refusals
-        assert [one.ids for one in a.generations if one.stage is Stage.TRAIN][-1] == ("a/0#0", "c/0#0")
+        assert [one.ids for one in a.generations if one.stage is GenerationStage.TRAIN][-1] == ("a/0#0", "c/0#0")
 
     def test_the_leader_writes_its_own_report_again_at_once(self, job: Job) -> None:
         nodes = trains(job)

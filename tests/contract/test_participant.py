@@ -19,13 +19,14 @@ from elaunch.cli.request_plan import change_plan
 from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import (
     Deadlock,
     DrainRequest,
     Generation,
+    GenerationStage,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -34,7 +35,6 @@ from elaunch.rendezvous.membership import (
     RequestedPlan,
     Restarts,
     Result,
-    Stage,
     Stalled,
     Worker,
     WorkerState,
@@ -49,7 +49,7 @@ from tests.unit.documents import changed_report
 
 LIMIT_S = 20.0
 CONFIG = JobConfig(1, 3, None)
-SETTINGS = Settings(min_nodes=1, max_nodes=3, last_call_s=30.0, lease_s=1.0, window_s=0.01)
+SETTINGS = MembershipSettings(min_nodes=1, max_nodes=3, last_call_s=30.0, lease_s=1.0, window_s=0.01)
 PATIENT = replace(SETTINGS, lease_s=LIMIT_S)
 """For tests in which nothing runs out: on a busy machine a node may be silent for a second."""
 
@@ -139,7 +139,12 @@ class Node:
     """A participant, and all that it was told."""
 
     def __init__(
-        self, open_store: Callable[[], Store], name: str, config: JobConfig, rules: Settings = SETTINGS, **settings: Any
+        self,
+        open_store: Callable[[], Store],
+        name: str,
+        config: JobConfig,
+        rules: MembershipSettings = SETTINGS,
+        **settings: Any,
     ) -> None:
         self.name = name
         self.doc = NodeDoc(name, f"host-{name}", 1)
@@ -216,7 +221,7 @@ class Node:
 class Job:
     """The nodes of one test."""
 
-    def __init__(self, site: Site, rules: Settings = SETTINGS) -> None:
+    def __init__(self, site: Site, rules: MembershipSettings = SETTINGS) -> None:
         self.site = site
         self.rules = rules
         self.admin = site.open()
@@ -237,10 +242,10 @@ class Job:
             wait_until(lambda: self.read("leader"), LIMIT_S, "a to lead")
             nodes.append(node)
         for node in nodes:
-            node.hears(lambda one: one.stage is Stage.START)
+            node.hears(lambda one: one.stage is GenerationStage.START)
             node.says(READY)
         for node in nodes:
-            node.hears(lambda one: one.stage is Stage.TRAIN)
+            node.hears(lambda one: one.stage is GenerationStage.TRAIN)
             node.says(MEMBER)
         a, b, c = nodes
         return a, b, c
@@ -281,14 +286,14 @@ def hasty_job(site: Site) -> Iterator[Job]:
 
 
 def ids(*expected: str) -> Callable[[Generation], bool]:
-    return lambda one: one.stage is Stage.TRAIN and one.ids == expected
+    return lambda one: one.stage is GenerationStage.TRAIN and one.ids == expected
 
 
 class TestJoining:
     def test_all_nodes_hear_the_same_generations_in_the_order_in_which_nodes_joined(self, job: Job) -> None:
         a, b, c = job.three()
         assert a.generations == b.generations == c.generations
-        assert [one.stage for one in a.generations] == [Stage.START, Stage.TRAIN]
+        assert [one.stage for one in a.generations] == [GenerationStage.START, GenerationStage.TRAIN]
         assert [one.ids for one in a.generations] == [("a/0", "b/0", "c/0"), ("a/0#0", "b/0#0", "c/0#0")]
         assert a.generations[0].master.addr == "host-a"
 
@@ -305,7 +310,7 @@ class TestJoining:
         job.node("a")
         assert job.leader().name == "a"
         for node in [job.node("b"), job.node("c")]:
-            node.hears(lambda one: one.stage is Stage.START)
+            node.hears(lambda one: one.stage is GenerationStage.START)
         assert job.leader().name == "a"
 
     def test_all_nodes_have_the_same_secret(self, job: Job) -> None:
@@ -434,7 +439,7 @@ class TestLeading:
         a.says(READY)
         # Whether a was missed or not, the job goes on and hears of what comes.
         c.says(draining=True)
-        a.hears(lambda one: "c/0#0" not in one.ids and one.stage is Stage.TRAIN)
+        a.hears(lambda one: "c/0#0" not in one.ids and one.stage is GenerationStage.TRAIN)
         assert not a.refusals
         (said,) = a.absences
         assert re.fullmatch(
@@ -450,13 +455,13 @@ class TestLeading:
         job = Job(site, replace(PATIENT, max_nodes=1))
         try:
             a = job.node("a", JobConfig(1, 1, None))
-            a.hears(lambda one: one.stage is Stage.START)
+            a.hears(lambda one: one.stage is GenerationStage.START)
             assert a.participant._session.lease.id is not None
             job.admin.revoke(a.participant._session.lease.id)
             for key in ("nodes/a", "leader"):
                 wait_until(lambda key=key: job.read(key), LIMIT_S, f"{key} to be back")  # type: ignore[misc]
             a.says(READY)
-            a.hears(lambda one: one.stage is Stage.TRAIN)
+            a.hears(lambda one: one.stage is GenerationStage.TRAIN)
             assert (len(a.absences), a.outages, a.refusals) == (1, [], [])
         finally:
             job.stop()
@@ -465,11 +470,11 @@ class TestLeading:
         job = Job(site, replace(PATIENT, max_nodes=1))
         try:
             a = job.node("a", JobConfig(1, 1, None))
-            a.hears(lambda one: one.stage is Stage.START)
+            a.hears(lambda one: one.stage is GenerationStage.START)
             assert job.admin.delete("/elaunch/job/nodes/a")
             wait_until(lambda: job.read("nodes/a"), LIMIT_S, "the report to be back")
             a.says(READY)
-            a.hears(lambda one: one.stage is Stage.TRAIN)
+            a.hears(lambda one: one.stage is GenerationStage.TRAIN)
             assert (a.absences, a.results, a.refusals) == ([], [], [])
         finally:
             job.stop()
@@ -492,7 +497,7 @@ class TestLeading:
         job = Job(site, replace(PATIENT, max_nodes=1))
         try:
             a = job.node("a", JobConfig(1, 1, None))
-            a.hears(lambda one: one.stage is Stage.START)
+            a.hears(lambda one: one.stage is GenerationStage.START)
             lease = a.participant._session.lease.id
             assert lease is not None
             with site._root._data.lock:
@@ -503,7 +508,7 @@ class TestLeading:
             assert not a.participant._leader.leads
             assert job.read("leader") == b"b"
             job.admin.delete("/elaunch/job/leader")
-            a.hears(lambda one: one.stage is Stage.TRAIN)
+            a.hears(lambda one: one.stage is GenerationStage.TRAIN)
             assert (len(a.absences), a.outages, a.refusals) == (1, [], [])
         finally:
             job.stop()
@@ -512,7 +517,7 @@ class TestLeading:
         job = Job(MemorySite(), replace(PATIENT, max_nodes=1))
         try:
             a = job.node("a", JobConfig(1, 1, None))
-            a.hears(lambda one: one.stage is Stage.START)
+            a.hears(lambda one: one.stage is GenerationStage.START)
             job.admin.put("/elaunch/job/nodes/b", to_json(NodeDoc("b", "host-b", 1)))
             job.admin.put("/elaunch/job/leader", b"b")
             wait_until(lambda: not a.participant._leader.leads, LIMIT_S, "a to give way")
@@ -682,10 +687,10 @@ class TestOutages:
             job.nodes.append(b)
             b.participant.start()
             for node in (a, b, c):
-                node.hears(lambda one: one.stage is Stage.START)
+                node.hears(lambda one: one.stage is GenerationStage.START)
                 node.says(READY)
             for node in (a, b, c):
-                node.hears(lambda one: one.stage is Stage.TRAIN)
+                node.hears(lambda one: one.stage is GenerationStage.TRAIN)
                 node.says(MEMBER)
             cut_off = True
             for session in own:
@@ -734,7 +739,7 @@ class TestOutages:
         b = job.node("b")
         c = job.node("c")
         for node in (a, b, c):
-            node.hears(lambda one: one.stage is Stage.START)
+            node.hears(lambda one: one.stage is GenerationStage.START)
         job.site.go_away()
         job.site.lose_data()
         job.site.come_back()
@@ -742,7 +747,7 @@ class TestOutages:
         job.admin = job.site.open()
         for name in "abc":
             wait_until(lambda name=name: job.read(f"nodes/{name}"), LIMIT_S, f"{name} to be back")  # type: ignore[misc]
-        assert job.node("d").hears(lambda one: one.stage is Stage.START).number == 1
+        assert job.node("d").hears(lambda one: one.stage is GenerationStage.START).number == 1
 
 
 class TestStrangers:
@@ -782,12 +787,12 @@ class TestStrangers:
         self, hasty_job: Job
     ) -> None:
         worker = Worker("x/0#0", "x", 0, "x:0")
-        old = Generation(7, Stage.TRAIN, (worker,), attempt=1, restarts=Restarts(3), begun=True)
+        old = Generation(7, GenerationStage.TRAIN, (worker,), attempt=1, restarts=Restarts(3), begun=True)
         hasty_job.admin.put("/elaunch/job/config", to_json(JobConfig(2, 4, 7, "old")))
         hasty_job.admin.put("/elaunch/job/generation", to_json(old))
         a, b = hasty_job.node("a"), hasty_job.node("b")
         for node in (a, b):
-            again = node.hears(lambda one: one.stage is Stage.ASSEMBLE)
+            again = node.hears(lambda one: one.stage is GenerationStage.ASSEMBLE)
             assert (again.number, again.attempt, again.restarts.count) == (8, 2, 0)
             assert not node.refusals
         wait_until(lambda: a.config == b.config is not None, LIMIT_S, "both to agree")

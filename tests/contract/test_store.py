@@ -21,7 +21,7 @@ from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.etcd_trouble import Trouble, classify
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.store import Entry, Event, LeaseGone, Store, Watch
+from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch, WatchEvent
 from tests.helpers import Spawner, find_free_port, wait_until
 from tests.jobs.plain_etcd import etcdctl
 
@@ -34,18 +34,18 @@ class Inbox:
     """Collects what a watch delivers."""
 
     def __init__(self) -> None:
-        self._batches: queue.Queue[list[Event]] = queue.Queue()
+        self._batches: queue.Queue[list[WatchEvent]] = queue.Queue()
         self.errors: list[StoreUnavailable] = []
-        self.events: list[Event] = []
+        self.events: list[WatchEvent] = []
 
     def watch(self, store: Store, prefix: str, from_revision: int) -> Watch:
         return store.watch(prefix, from_revision, self._batches.put, self.errors.append)
 
-    def batch(self) -> list[Event]:
+    def batch(self) -> list[WatchEvent]:
         """The next batch; waits for it."""
         return self._batches.get(timeout=LIMIT_S)
 
-    def take(self, count: int, between: Callable[[], object] = lambda: None) -> list[Event]:
+    def take(self, count: int, between: Callable[[], object] = lambda: None) -> list[WatchEvent]:
         """All events so far, at least `count`; calls `between` while it waits."""
 
         def enough() -> bool:
@@ -260,9 +260,9 @@ class TestWatches:
         store.put("/elsewhere" + prefix, b"not ours")
         store.delete(prefix + "a")
         assert inbox.take(3) == [
-            Event(prefix + "a", b"1", first, first),
-            Event(prefix + "a", b"2", second, first),
-            Event(prefix + "a", None, second + 2, 0),
+            WatchEvent(prefix + "a", b"1", first, first),
+            WatchEvent(prefix + "a", b"2", second, first),
+            WatchEvent(prefix + "a", None, second + 2, 0),
         ]
 
     def test_a_watch_from_an_old_revision_replays_what_happened_since(self, store: Store, prefix: str) -> None:
@@ -336,11 +336,11 @@ class TestWatches:
         assert cancelled.errors == []
 
     def test_a_watch_may_cancel_itself(self, store: Store, prefix: str) -> None:
-        seen: list[Event] = []
+        seen: list[WatchEvent] = []
         ready = threading.Event()
         watches: list[Watch] = []
 
-        def once(events: list[Event]) -> None:
+        def once(events: list[WatchEvent]) -> None:
             assert ready.wait(LIMIT_S)
             seen.extend(events)
             watches[0].cancel()
@@ -468,7 +468,7 @@ class TestEtcdAway:
             again = Inbox()
             again.watch(store, prefix, revision + 1)
             after = store.put(prefix + "a", b"2")
-            assert again.take(1) == [Event(prefix + "a", b"2", after, written)]
+            assert again.take(1) == [WatchEvent(prefix + "a", b"2", after, written)]
             assert impatient.get(prefix + "a") == store.get(prefix + "a")
             assert len(inbox.errors) == 1
             assert inbox.take(1) == inbox.events[:1]
@@ -590,7 +590,7 @@ class TestEtcdAway:
         store = EtcdStore(etcd.endpoint, timeout_s=LIMIT_S)
         errors: queue.Queue[StoreUnavailable] = queue.Queue()
 
-        def broken(events: list[Event]) -> None:
+        def broken(events: list[WatchEvent]) -> None:
             raise KeyError("bug")
 
         try:
@@ -673,7 +673,7 @@ class TestAuthentication:
             revision = store.put("/job/a", b"1", lease)
             inbox = Inbox()
             inbox.watch(store, "/job/", revision)
-            assert inbox.take(1) == [Event("/job/a", b"1", revision, revision)]
+            assert inbox.take(1) == [WatchEvent("/job/a", b"1", revision, revision)]
             assert store.keep_alive(lease)
             assert store.replace("/job/a", b"2", revision)
         finally:

@@ -152,7 +152,7 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
 
 def fill_disk(step: int) -> None:
     """While the checkpoint after so many steps is written, let files have few bytes."""
-    original = checkpoint.write_part
+    original = checkpoint.write_shard
 
     def write(folder: Path, *args: Any) -> bool:
         if not folder.name.startswith(f"step-{step:09d}."):
@@ -164,7 +164,7 @@ def fill_disk(step: int) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    setattr(checkpoint, "write_part", write)  # noqa: B010
+    setattr(checkpoint, "write_shard", write)  # noqa: B010
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, PlanRequest, Result, Stage, node_of, with_order
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PlanRequest, Result, node_of, with_order
 from tests.simulation.transcript import Announced, Reported
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Store:
         self.check_plan(generation)
         self.announced.append(generation)
         self.generations.append(generation.number)
-        if generation.stage is Stage.TRAIN:
+        if generation.stage is GenerationStage.TRAIN:
             world.members.update(generation.ids)
         self.revision += 1
         self.generation, self.generation_revision = world.through_json(generation), self.revision

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elaunch.rendezvous.membership import Generation, Stage, node_of
+from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
 from tests.simulation.transcript import generation_text
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Worker:
             self.look_for_a_generation()
 
     def hear(self, generation: Generation) -> None:
-        if generation.stage is not Stage.TRAIN or (self.newest and generation.number <= self.newest.number):
+        if generation.stage is not GenerationStage.TRAIN or (self.newest and generation.number <= self.newest.number):
             return
         self.newest = generation
         if self.waiting:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.decide import Settings
+from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.membership import Generation, node_of, slot_of
 from tests.simulation.control_node import Node
 from tests.simulation.control_store import Document, Store
@@ -49,7 +49,7 @@ class World:
         self.events: list[Event] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.settings = Settings(
+        self.settings = MembershipSettings(
             min_nodes=case.min_nodes,
             max_nodes=case.max_nodes,
             max_restarts=case.max_restarts,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from elaunch.rendezvous.membership import Generation, Result, Stage, slot_of
+from elaunch.rendezvous.membership import Generation, GenerationStage, Result, slot_of
 from tests.simulation.control_worker import STEP_S, Worker
 from tests.simulation.control_world import SILENT_S, START_S, Case, World
 from tests.simulation.transcript import Announced, Committed, Event, Reported, Said, render
@@ -200,7 +200,7 @@ class Played:
     @property
     def training(self) -> list[Generation]:
         """Those in which workers train, in order."""
-        return [one for one in self.generations if one.stage is Stage.TRAIN]
+        return [one for one in self.generations if one.stage is GenerationStage.TRAIN]
 
     @property
     def result(self) -> Result:
@@ -325,7 +325,7 @@ class Scenario:
 def _without_start_and_end(played: Played) -> list[Event]:
     """Leave out what comes before the first step commits, but the first members, and the last reports of the nodes."""
     events = played.world.events
-    members = next(event for event in played.announced if event.after.stage is Stage.TRAIN)
+    members = next(event for event in played.announced if event.after.stage is GenerationStage.TRAIN)
     first = next(index for index, event in enumerate(events) if isinstance(event, Committed))
     last = played.index("has finished")
     return [members, *events[first:last], *(event for event in events[last:] if not isinstance(event, Reported))]

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from elaunch.agent.decisions.slots import State
-from elaunch.rendezvous.membership import Stage
+from elaunch.agent.decisions.slots import SlotState
+from elaunch.rendezvous.membership import GenerationStage
 from tests.helpers import soak
 from tests.simulation.control_faults import random_fault
 from tests.simulation.control_worker import STEP_S
@@ -47,9 +47,9 @@ def check_that_it_goes_on(world: World) -> None:
     generation = store.generation
     assert generation is not None, "no generation was ever agreed on"
     if not case.elastic:
-        assert generation.stage is Stage.START
+        assert generation.stage is GenerationStage.START
         return
-    assert generation.stage is Stage.TRAIN, f"nobody trains: {generation_text(None, generation)}"
+    assert generation.stage is GenerationStage.TRAIN, f"nobody trains: {generation_text(None, generation)}"
     assert not generation.hold, "the job waits for nodes for ever"
     members = {one for one in generation.ids if world.workers[one].alive}
     assert members == set(generation.ids), f"dead members: {set(generation.ids) - members}"
@@ -62,7 +62,7 @@ def check_that_it_goes_on(world: World) -> None:
         said = node.life.doc().progress.plan_request
         assert said == (generation.plan_request if node.name in generation.nodes else ""), f"{node.name} says {said!r}"
     assert world.now_s - world.last_commit_s < 20 * STEP_S, "no step commits any more"
-    over = (State.GIVEN_UP, State.LEFT)
+    over = (SlotState.GIVEN_UP, SlotState.LEFT)
     for node in agents:
         in_place = node.name in generation.nodes or len(generation.nodes) < world.settings.max_nodes
         for slot in node.life.slots:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, PeerFaults, Stage, WorkerState
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PeerFaults, WorkerState
 
 TOGETHER_S = 0.05
 """What several workers do within this time may stand in one line."""
@@ -130,7 +130,7 @@ def _trouble(before: PeerFaults, after: PeerFaults) -> list[str]:
 def generation_text(before: Generation | None, after: Generation) -> str:
     """Returns a generation in two lines: what it is, and what led to it."""
     kind = [after.stage.value]
-    if after.stage is Stage.TRAIN:
+    if after.stage is GenerationStage.TRAIN:
         kind.append("urgent" if after.aborts_step_before == after.number else "planned")
     if after.hold:
         kind.append("hold")
@@ -139,7 +139,7 @@ def generation_text(before: Generation | None, after: Generation) -> str:
     if after.restarts.count:
         kind.append(f"restarts {after.restarts.count}")
     changes = list[str]()
-    if before is not None and before.stage is after.stage is Stage.TRAIN:
+    if before is not None and before.stage is after.stage is GenerationStage.TRAIN:
         lost = [one for one in before.ids if one not in (*after.ids, *after.leaving)]
         joiners = [one for one in after.ids if one not in before.ids]
         changes += [f"{what} {', '.join(ids)}" for what, ids in (("without", lost), ("joiners", joiners)) if ids]

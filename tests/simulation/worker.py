@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.messages import note_lost_link, react
 from elaunch.errors import ElaunchError
-from elaunch.rendezvous.membership import Generation, Stage, node_of
+from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
 from elaunch.wire import Finished, Leaving, Message, Ready, Report, Unreachable
 from elaunch.workers.runtime import Member
 from tests.simulation.network import SimulatedTransport
@@ -60,7 +60,9 @@ class Channel:
 
     def hear(self, generation: Generation) -> None:
         """The agent tells of a generation, in the thread of the channel."""
-        if generation.stage is Stage.TRAIN and (self._newest is None or generation.number > self._newest.number):
+        if generation.stage is GenerationStage.TRAIN and (
+            self._newest is None or generation.number > self._newest.number
+        ):
             self._newest = generation
             self._of.process.wake(self)
             self._on_generation(generation)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from elaunch.plan import (
-    Layout,
     MicroBatch,
+    OptimizerLayout,
     Pipeline,
     Plan,
     Stage,
@@ -24,7 +24,7 @@ from elaunch.plan import (
 )
 from elaunch.plan.tiling import ORDERS
 
-LAYOUTS: tuple[Layout, ...] = ("interleaved", "contiguous")
+LAYOUTS: tuple[OptimizerLayout, ...] = ("interleaved", "contiguous")
 
 
 class _Most(NamedTuple):
@@ -40,7 +40,7 @@ class _Sizes(NamedTuple):
     n_layers: int
     n_units: int
     unit_rows: int
-    zero: Layout
+    zero: OptimizerLayout
     short: int = 0
     """Rows that the last unit lacks."""
 

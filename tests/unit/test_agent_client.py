@@ -13,12 +13,12 @@ import pytest
 
 from elaunch.failures import ERROR_FILE, summary
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.membership import Generation, Stage
+from elaunch.rendezvous.membership import Generation, GenerationStage
 from elaunch.wire import Announce, Attach, LineBuffer, Progress, Welcome, decode, encode
 from tests.helpers import ROOT, child_environment
 
 LIMIT_S = 60.0
-TRAIN = encode(Announce(to_json(Generation(2, Stage.TRAIN)).decode()))
+TRAIN = encode(Announce(to_json(Generation(2, GenerationStage.TRAIN)).decode()))
 
 WORKER = """
 import sys, time

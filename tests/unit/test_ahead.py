@@ -22,11 +22,11 @@ from hypothesis.strategies import DataObject
 from elaunch.errors import ProtocolError
 from elaunch.plan import Plan, symmetric
 from elaunch.policy.ahead import Ahead, events
-from elaunch.policy.ahead_process import NICE, Answer, Event, Job, Process, answers
+from elaunch.policy.ahead_process import NICE, Answer, MembershipChange, PlanningRequest, Process, answers
 from elaunch.policy.candidates.reparallelize import Degrees
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.select import Choice, Settings, choose
+from elaunch.policy.select import Choice, SelectorSettings, choose
 from elaunch.rendezvous.membership import slot_of
 from tests.helpers import Spawner, is_running, scaled, wait_until
 from tests.unit.plan_strategies import valid_plans
@@ -47,9 +47,9 @@ class Inline:
 
     def __init__(self, took: Callable[[bytes], None]) -> None:
         self._took = took
-        self.jobs: list[Job] = []
+        self.jobs: list[PlanningRequest] = []
 
-    def send(self, job: Job) -> None:
+    def send(self, job: PlanningRequest) -> None:
         self.jobs.append(job)
         for answer in answers(job):
             self._took(answer.to_json().encode())
@@ -89,16 +89,16 @@ def ahead() -> Iterator[Ahead]:
 
 def test_the_first_member_expects_the_loss_of_every_other_and_of_every_other_node() -> None:
     assert events(WORKERS, WORKERS[0]) == [
-        Event(lost=("n0/1#0",)),
-        Event(lost=("n1/0#0",)),
-        Event(lost=("n1/1#0",)),
-        Event(lost=("n1/0#0", "n1/1#0")),
+        MembershipChange(lost=("n0/1#0",)),
+        MembershipChange(lost=("n1/0#0",)),
+        MembershipChange(lost=("n1/1#0",)),
+        MembershipChange(lost=("n1/0#0", "n1/1#0")),
     ]
 
 
 def test_the_others_expect_only_what_makes_them_the_first() -> None:
-    assert events(WORKERS, WORKERS[1]) == [Event(lost=(WORKERS[0],))]
-    assert events(WORKERS, WORKERS[2]) == [Event(lost=WORKERS[:2])]
+    assert events(WORKERS, WORKERS[1]) == [MembershipChange(lost=(WORKERS[0],))]
+    assert events(WORKERS, WORKERS[2]) == [MembershipChange(lost=WORKERS[:2])]
     assert events(WORKERS, WORKERS[3]) == []
     assert events(WORKERS, "n9/0#0") == []
     assert events(WORKERS[:1], WORKERS[0]) == []
@@ -107,18 +107,18 @@ def test_the_others_expect_only_what_makes_them_the_first() -> None:
 def test_who_may_be_told_to_leave_is_planned_without_right_after_the_present_members() -> None:
     me, first = WORKERS[0], WORKERS[1]
     found = events(WORKERS, me, again=True, without=[first])
-    assert found[:2] == [Event(), Event(lost=(first,))]
+    assert found[:2] == [MembershipChange(), MembershipChange(lost=(first,))]
     assert len(found) == len(set(found))
     # Also where somebody else is the first member then.
-    assert Event(lost=(me,)) in events(WORKERS, me, without=[me])
+    assert MembershipChange(lost=(me,)) in events(WORKERS, me, without=[me])
 
 
 def test_who_was_lost_last_returns_with_another_incarnation() -> None:
     found = events(WORKERS[:2], WORKERS[0], ["n1/0#3", "n1/1#0"])
     assert found[:3] == [
-        Event(joined=("n1/0#4", "n1/1#1")),
-        Event(joined=("n1/0#4",)),
-        Event(joined=("n1/1#1",)),
+        MembershipChange(joined=("n1/0#4", "n1/1#1")),
+        MembershipChange(joined=("n1/0#4",)),
+        MembershipChange(joined=("n1/1#1",)),
     ]
     assert events(WORKERS[1:], WORKERS[1], [WORKERS[0]])[0].members(WORKERS[1:]) == (*WORKERS[1:], "n0/0#1")
     assert not any(event.joined for event in events(WORKERS, WORKERS[0], ["n1/0#-1"])), "it is back"
@@ -158,9 +158,9 @@ def test_no_plan_is_found_for_what_it_was_not_made_of(inline: Ahead) -> None:
     other = replace(HOME, zero="contiguous")
     assert inline.find(other, HOME, members) is None
     assert inline.find(HOME, other, members) is None
-    inline.settings = Settings("reroute")
+    inline.settings = SelectorSettings("reroute")
     assert inline.find(HOME, HOME, members) is None
-    inline.settings = Settings()
+    inline.settings = SelectorSettings()
     assert inline.find(HOME, HOME, members) is not None
 
 
@@ -213,7 +213,7 @@ def test_what_is_no_answer_and_what_is_no_plan_for_the_members_is_a_miss() -> No
     sent: list[Callable[[bytes], None]] = []
 
     class Silent(Inline):
-        def send(self, job: Job) -> None:
+        def send(self, job: PlanningRequest) -> None:
             sent.append(self._took)
 
     other = choose(HOME, HOME, WORKERS[:2], PROFILE).to_json()
@@ -298,20 +298,32 @@ def test_what_is_no_choice_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="expected a choice of a plan, found "):
         Choice.from_json(text)
     with pytest.raises(ProtocolError, match="expected settings of the choice, found "):
-        Settings.from_json(text)
+        SelectorSettings.from_json(text)
 
 
 @pytest.mark.parametrize(
     "wanted",
-    [Settings(), Settings("resize", "bitwise", Degrees((1, 2), (3, 4)), (2, 4), 30.0), Settings(next_s=float("inf"))],
+    [
+        SelectorSettings(),
+        SelectorSettings("resize", "bitwise", Degrees((1, 2), (3, 4)), (2, 4), 30.0),
+        SelectorSettings(next_s=float("inf")),
+    ],
 )
-def test_settings_are_read_as_they_were_written(wanted: Settings) -> None:
-    assert Settings.from_json(wanted.to_json()) == wanted
+def test_settings_are_read_as_they_were_written(wanted: SelectorSettings) -> None:
+    assert SelectorSettings.from_json(wanted.to_json()) == wanted
 
 
 def test_jobs_and_answers_are_read_as_they_were_written() -> None:
-    job = Job(3, str(HOME), str(HOME), WORKERS, PROFILE.to_json(), Settings().to_json(), (Event(WORKERS[:1], ("a",)),))
-    assert Job.from_json(job.to_json()) == job
+    job = PlanningRequest(
+        3,
+        str(HOME),
+        str(HOME),
+        WORKERS,
+        PROFILE.to_json(),
+        SelectorSettings().to_json(),
+        (MembershipChange(WORKERS[:1], ("a",)),),
+    )
+    assert PlanningRequest.from_json(job.to_json()) == job
     assert "\n" not in job.to_json()
     for answer in (Answer(1, 2, "text"), Answer(1, 2, refused="no plan")):
         assert Answer.from_json(answer.to_json()) == answer
@@ -511,7 +523,7 @@ def test_a_process_whose_answers_cannot_be_taken_ends(capfd: pytest.CaptureFixtu
         raise ZeroDivisionError("a defect")
 
     process = Process(took)
-    job = Job(1, "", "", WORKERS, "", "", (Event(),))
+    job = PlanningRequest(1, "", "", WORKERS, "", "", (MembershipChange(),))
     process.send(job)
     wait_until(lambda: process.ended, 60, "its end")
     process.close()

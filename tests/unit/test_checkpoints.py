@@ -34,7 +34,15 @@ from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
-from elaunch.workers.state.checkpoint import Part, Pieces, Restored, Saved, complete, notes, write_part
+from elaunch.workers.state.checkpoint import (
+    CheckpointShard,
+    ChunkedTensor,
+    Restored,
+    SavedCheckpoint,
+    complete,
+    notes,
+    write_shard,
+)
 from elaunch.workers.state.checksums import seal, unseal
 from tests.helpers import scaled, wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
@@ -123,24 +131,24 @@ class TestFolder:
 # -- the format -----------------------------------------------------------------------------------------------------
 
 
-def spread(tensors: dict[str, Tensor], members: int, cuts: int) -> list[Part]:
+def spread(tensors: dict[str, Tensor], members: int, cuts: int) -> list[CheckpointShard]:
     """Parts of members that have slabs of each tensor in turn."""
-    found: list[dict[str, Pieces]] = [{} for _ in range(members)]
+    found: list[dict[str, ChunkedTensor]] = [{} for _ in range(members)]
     for number, (name, tensor) in enumerate(tensors.items()):
         boxes = slabs(whole(tensor.shape), cuts)
         for member in range(members):
             mine = [box for place, box in enumerate(boxes) if (place + number) % members == member]
             views = [(box, tensor[tuple(slice(*ends) for ends in box)]) for box in mine]
             if views:
-                found[member][name] = Pieces(tensor.shape, views)
-    return [Part("layers", {"seed": 1}, pieces, {"member": member}) for member, pieces in enumerate(found)]
+                found[member][name] = ChunkedTensor(tensor.shape, views)
+    return [CheckpointShard("layers", {"seed": 1}, pieces, {"member": member}) for member, pieces in enumerate(found)]
 
 
-def written(folder: Path, parts: Sequence[Part], step: int = 40) -> Path:
+def written(folder: Path, parts: Sequence[CheckpointShard], step: int = 40) -> Path:
     part = checkpoints.part_of(folder, step, "1-a")
     part.mkdir()
     for member, mine in enumerate(parts):
-        assert write_part(part, member, mine.copied())
+        assert write_shard(part, member, mine.copied())
     said = notes(part, len(parts))
     return complete(part, step, [said[member] for member in range(len(parts))])
 
@@ -158,7 +166,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     path = written(tmp_path, spread(TENSORS, members=3, cuts=4))
     assert path == tmp_path / "step-000000040"
     assert dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys() == TENSORS.keys()
-    assert Saved(path).shapes() == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+    assert SavedCheckpoint(path).shapes() == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(found, checkpoint_id=path, no_dist=True)
@@ -169,19 +177,19 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 
 def test_any_boxes_are_read(tmp_path: Path) -> None:
-    saved = Saved(written(tmp_path, spread(TENSORS, members=2, cuts=3)))
+    saved = SavedCheckpoint(written(tmp_path, spread(TENSORS, members=2, cuts=3)))
     assert (saved.step, [facts["member"] for facts in saved.facts]) == (40, [0, 1])
     name = "model.layers.0.weight"
     boxes = [((1, 4), (2, 7)), ((4, 5), (0, 1))]
     parts = [(box, torch.empty([stop - start for start, stop in box])) for box in boxes]
-    assert saved.read({name: Pieces((5, 7), parts)}) == 16 * 4
+    assert saved.read({name: ChunkedTensor((5, 7), parts)}) == 16 * 4
     for box, tensor in parts:
         assert torch.equal(tensor, TENSORS[name][tuple(slice(*ends) for ends in box)])
 
 
 def test_a_copy_does_not_follow_the_state() -> None:
     tensor = torch.ones(4)
-    part = Part("layers", {}, {"x": Pieces((4,), [(((0, 4),), tensor)])}, {}).copied()
+    part = CheckpointShard("layers", {}, {"x": ChunkedTensor((4,), [(((0, 4),), tensor)])}, {}).copied()
     tensor.zero_()
     ((_, copy),) = part.tensors["x"].parts
     assert torch.equal(copy, torch.ones(4))
@@ -200,7 +208,9 @@ def test_what_is_missing_is_found_out_before_it_counts(tmp_path: Path) -> None:
 def restored(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    Saved(path).read({name: Pieces(tensor.shape, [(whole(tensor.shape), tensor)]) for name, tensor in found.items()})
+    SavedCheckpoint(path).read(
+        {name: ChunkedTensor(tensor.shape, [(whole(tensor.shape), tensor)]) for name, tensor in found.items()}
+    )
     return found
 
 
@@ -255,7 +265,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], obje
 def test_checksums_are_of_what_was_to_be_written(tmp_path: Path) -> None:
     part = checkpoints.part_of(tmp_path, 40, "1-a")
     part.mkdir()
-    write_part(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
+    write_shard(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
     flip(part / DISTCP, 40_000)  # by the disk, before anybody has read it
     path = complete(part, 40, [notes(part, 1)[0]])
     with pytest.raises(CheckpointDamaged, match="have the checksum"):
@@ -264,14 +274,14 @@ def test_checksums_are_of_what_was_to_be_written(tmp_path: Path) -> None:
 
 def test_a_member_that_needs_nothing_of_what_is_damaged_finds_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, spread(LARGE, members=1, cuts=2))
-    saved = Saved(path)
+    saved = SavedCheckpoint(path)
     flip(path / DISTCP, 10_000, 1)
     half = torch.empty(50, 200)
     name = "model.layers.0.weight"
-    saved.read({name: Pieces((100, 200), [(((50, 100), (0, 200)), half)])})
+    saved.read({name: ChunkedTensor((100, 200), [(((50, 100), (0, 200)), half)])})
     assert torch.equal(half, LARGE[name][50:])
     with pytest.raises(CheckpointDamaged):
-        saved.read({name: Pieces((100, 200), [(((49, 100), (0, 200)), torch.empty(51, 200))])})
+        saved.read({name: ChunkedTensor((100, 200), [(((49, 100), (0, 200)), torch.empty(51, 200))])})
 
 
 @settings(max_examples=scaled(100, 300), deadline=None)
@@ -292,7 +302,7 @@ def test_no_flipped_byte_ever_reaches_a_tensor(tmp_path_factory: pytest.TempPath
         except CheckpointDamaged:
             return
         assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
-        assert (Saved(path).step, Saved(path).facts) == (40, [{"member": 0}, {"member": 1}])
+        assert (SavedCheckpoint(path).step, SavedCheckpoint(path).facts) == (40, [{"member": 0}, {"member": 1}])
     finally:
         file.write_bytes(whole_file)
 
@@ -324,7 +334,7 @@ def test_only_lasting_errors_of_the_disk_are_damage(
 
     monkeypatch.setattr(Path, "open", fails)
     with pytest.raises(StateError, match=text) as error:
-        Saved(path)
+        SavedCheckpoint(path)
     assert type(error.value) is kind
 
 
@@ -332,7 +342,7 @@ def test_a_newer_version_is_not_damage(tmp_path: Path) -> None:
     path = written(tmp_path, spread(LARGE, members=1, cuts=1))
     (path / checkpoints.ABOUT).write_bytes(seal({"version": 3, "else": "unknown"}))
     with pytest.raises(StateError, match="has version 3, and this elaunch reads versions up to 2") as error:
-        Saved(path)
+        SavedCheckpoint(path)
     assert type(error.value) is StateError
 
 
@@ -344,29 +354,29 @@ def as_version_1(path: Path) -> None:
 
 def test_the_version_before_is_read_without_checks(tmp_path: Path) -> None:
     path = written(tmp_path, spread(LARGE, members=1, cuts=1))
-    assert Saved(path).checked
+    assert SavedCheckpoint(path).checked
     as_version_1(path)
-    assert not Saved(path).checked
+    assert not SavedCheckpoint(path).checked
     assert torch.equal(restored(path, LARGE)["scalar"], LARGE["scalar"])
     (path / DISTCP).write_bytes(b"nothing")
     with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp cannot be read"):
         restored(path, LARGE)
     (path / checkpoints.METADATA).write_bytes(b"nothing")
     with pytest.raises(CheckpointDamaged, match=r"\.metadata cannot be read"):
-        Saved(path)
+        SavedCheckpoint(path)
 
 
 def test_a_note_that_the_disk_has_garbled_completes_nothing(tmp_path: Path) -> None:
     part = checkpoints.part_of(tmp_path, 40, "1-a")
     part.mkdir()
-    write_part(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
+    write_shard(part, 0, spread(LARGE, members=1, cuts=1)[0].copied())
     flip(part / "part-00000.json", 30, 1)
     with pytest.raises(ValueError, match=r"part-00000\.json: its checksum is"):
         notes(part, 1)
 
 
 def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
-    saved = Saved(written(tmp_path, spread(TENSORS, members=1, cuts=1)))
+    saved = SavedCheckpoint(written(tmp_path, spread(TENSORS, members=1, cuts=1)))
     saved.check("layers", {"seed": 1})
     with pytest.raises(StateError, match=r"seed is 1 there and 2 here\. Give another --checkpoint-dir"):
         saved.check("layers", {"seed": 2})
@@ -397,7 +407,7 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
                 engine = make(group=group)
             else:
                 engine = make(joining=True)
-                saved = Saved(checkpoints.path_of(folder, step))
+                saved = SavedCheckpoint(checkpoints.path_of(folder, step))
                 engine.restore(group, plan, lambda read: Restored(saved, *read(saved), 0.0))
                 engine.install()
                 assert engine.step == step
@@ -476,7 +486,7 @@ def test_any_plan_reads_what_any_plan_has_written(tmp_path_factory: pytest.TempP
 
 def test_names_are_those_of_the_model(tmp_path: Path) -> None:
     crew(symmetric(W[:2], 2, 8, 2, pp=2), 1, tmp_path, None, save=True)
-    shapes = Saved(checkpoints.path_of(tmp_path, 1)).shapes()
+    shapes = SavedCheckpoint(checkpoints.path_of(tmp_path, 1)).shapes()
     assert shapes["model.layers.0.embedding.weight"] == (24, 16)
     assert shapes["optimizer.layers.0.embedding.weight.exp_avg_sq"] == (24, 16)
     assert {name.partition(".")[0] for name in shapes} == {"model", "optimizer"}
@@ -515,7 +525,7 @@ def test_registered_objects_come_back_as_they_were(tmp_path: Path, members: int)
     there, here = trained(1, 3), trained(2, 0)
     parts = [objects.part_of(there, {"seed": 1}, rank, members) for rank in range(members)]
     assert all(part.tensors for part in parts)
-    saved = Saved(written(tmp_path, parts))
+    saved = SavedCheckpoint(written(tmp_path, parts))
     assert "model.0.weight" in saved.shapes()
     state, read_bytes = objects.read(saved)
     assert read_bytes > 0
@@ -533,7 +543,7 @@ def test_registered_objects_come_back_as_they_were(tmp_path: Path, members: int)
 
 
 def test_other_objects_are_refused(tmp_path: Path) -> None:
-    saved = Saved(written(tmp_path, [objects.part_of(trained(1, 1), {}, 0, 1)]))
+    saved = SavedCheckpoint(written(tmp_path, [objects.part_of(trained(1, 1), {}, 0, 1)]))
     other = {**trained(1, 0), "model": nn.Linear(5, 7)}
     with pytest.raises(StateError, match=r"step-000000040 is of another job: model is not what the checkpoint has"):
         objects.fill(other, saved, objects.read(saved)[0])
@@ -542,7 +552,7 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
 # -- members --------------------------------------------------------------------------------------------------------
 
 
-def same(part: Part) -> Part:
+def same(part: CheckpointShard) -> CheckpointShard:
     return part
 
 
@@ -597,9 +607,9 @@ class Members:
     def restore(self, step: int, tensors: dict[str, Tensor]) -> list[Restored[dict[str, Tensor]]]:
         """All read all tensors."""
 
-        def read(saved: Saved) -> tuple[dict[str, Tensor], int]:
+        def read(saved: SavedCheckpoint) -> tuple[dict[str, Tensor], int]:
             found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            wanted = {name: Pieces(each.shape, [(whole(each.shape), each)]) for name, each in found.items()}
+            wanted = {name: ChunkedTensor(each.shape, [(whole(each.shape), each)]) for name, each in found.items()}
             return found, saved.read(wanted)
 
         return together(
@@ -793,7 +803,7 @@ class TestFailedSaves:
     def test_a_member_that_comes_late_does_not_make_the_folder_again(
         self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        late, original = threading.Event(), write_part
+        late, original = threading.Event(), write_shard
 
         def write(folder: Path, member: int, *rest: Any) -> bool:
             if member == 1:
@@ -802,7 +812,7 @@ class TestFailedSaves:
                 (folder / "__0_0.distcp").symlink_to("/dev/full")
             return original(folder, member, *rest)
 
-        monkeypatch.setattr("elaunch.workers.state.checkpoint.write_part", write)
+        monkeypatch.setattr("elaunch.workers.state.checkpoint.write_shard", write)
         members.begin(1, LARGE)
         wait_until(lambda: names(tmp_path) == set(), 10, "the end of what was written")
         late.set()

@@ -21,10 +21,10 @@ from elaunch.agent import control
 from elaunch.agent.agent import Agent
 from elaunch.agent.config import AgentConfig, OutputSettings, RendezvousSettings, WorkerProgram
 from elaunch.agent.decisions.lifecycle import Lifecycle
-from elaunch.agent.decisions.slots import State
+from elaunch.agent.decisions.slots import SlotState
 from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
-from elaunch.rendezvous.membership import Generation, Stage
+from elaunch.rendezvous.membership import Generation, GenerationStage
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.wire import Attach, Evict, Joined, Message, Progress, Ready, Report, Saved, Unreachable, decode, encode
 from tests.helpers import ROOT, child_environment
@@ -67,8 +67,8 @@ class Node:
         self._forkserver = NoForkServer()
         self.agent = Agent(config, MemoryStore, cast(Supervisor, self._forkserver), "127.0.0.1")
         for slot in self.agent._life.slots:
-            slot.worker, slot.state, slot.pid = f"a/{slot.local_rank}#0", State.STARTING, os.getpid()
-        self.agent._life.generation = Generation(3, Stage.START)
+            slot.worker, slot.state, slot.pid = f"a/{slot.local_rank}#0", SlotState.STARTING, os.getpid()
+        self.agent._life.generation = Generation(3, GenerationStage.START)
         self.control = self.agent._control
         self._links: list[socket.socket] = []
 
@@ -192,7 +192,7 @@ def test_what_no_worker_sends_ends_its_connection_and_no_other(
     assert not node.send(worker, message)
     assert f"worker {WORKER}: " in capfd.readouterr().err
     assert node.send(other, Ready("127.0.0.1:1"))
-    assert [slot.state for slot in node.agent._life.slots] == [State.ATTACHED, State.READY]
+    assert [slot.state for slot in node.agent._life.slots] == [SlotState.ATTACHED, SlotState.READY]
     assert list(node.control.connections) == ["a/1#0"]
 
 

@@ -22,26 +22,26 @@ from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
+    GenerationStage,
     JobConfig,
     NodeDoc,
     NodeWorker,
     PlanRequest,
     RequestedPlan,
     Result,
-    Stage,
     Stalled,
     Worker,
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Documents
-from elaunch.rendezvous.store import Event
+from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 
 STARTING, READY, MEMBER, DONE = WorkerState
 GENERATION = Generation(
     5,
-    Stage.TRAIN,
+    GenerationStage.TRAIN,
     (Worker("a/0#0", "a", 0, "a:1"), Worker("b/0#3", "b", 0, "b:1")),
     cause="b/0#3 joins",
 )
@@ -260,7 +260,7 @@ class TestStatus:
         assert "rank 1  b/0#3  not here  b:1" in describe(Documents((A,), GENERATION))
 
     def test_before_training_the_workers_of_the_slots_are_shown(self) -> None:
-        start = Generation(1, Stage.START, (Worker("a/0", "a", 0), Worker("b/0", "b", 0)), cause="start")
+        start = Generation(1, GenerationStage.START, (Worker("a/0", "a", 0), Worker("b/0", "b", 0)), cause="start")
         docs = node("a", 0, STARTING, elastic=False), NodeDoc("b", "b", 1)
         assert describe(Documents(docs, start)).splitlines() == [
             "runs, but no worker has called elaunch.init() or elaunch.hybrid()",
@@ -275,7 +275,7 @@ class TestStatus:
         ("documents", "first"),
         [
             (Documents((A,), replace(GENERATION, hold=True)), "waits for nodes"),
-            (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "its nodes meet again"),
+            (Documents((A,), Generation(6, GenerationStage.ASSEMBLE, attempt=1)), "its nodes meet again"),
             (Documents((A,)), "its nodes meet"),
             (Documents((), GENERATION), "none of its nodes is here"),
             (Documents((A,), None, Result(True, "all have finished")), "ended well: all have finished"),
@@ -346,14 +346,14 @@ class TestWhetherTheJobCan:
             (Documents((A,), None, Result(True, "all have finished")), "job 'x' has ended: all have finished"),
             (Documents(), "no node of job 'x' is here: check --rdzv-endpoint and --rdzv-id"),
             (Documents((A,)), "job 'x' has not begun to train"),
-            (Documents((A,), Generation(6, Stage.ASSEMBLE, attempt=1)), "job 'x' has not begun to train"),
-            (Documents((node("a", 0, READY),), Generation(1, Stage.START)), "job 'x' has not begun to train"),
+            (Documents((A,), Generation(6, GenerationStage.ASSEMBLE, attempt=1)), "job 'x' has not begun to train"),
+            (Documents((node("a", 0, READY),), Generation(1, GenerationStage.START)), "job 'x' has not begun to train"),
             (
                 Documents((changed_report(A, takes_plans=False), changed_report(B, takes_plans=False)), GENERATION),
                 "job 'x' takes no plan: its workers call elaunch.init(), not elaunch.hybrid()",
             ),
             (
-                Documents((node("a", 0, STARTING, elastic=False),), Generation(1, Stage.START)),
+                Documents((node("a", 0, STARTING, elastic=False),), Generation(1, GenerationStage.START)),
                 "no worker of job 'x' has called elaunch.hybrid(): a plain script takes no plan",
             ),
             (Documents((A, B), replace(GENERATION, hold=True)), "job 'x' waits for nodes"),
@@ -409,7 +409,7 @@ class Leader:
     def put(self, name: str, document: Any) -> None:
         self.store.put(f"/elaunch/x/{name}", to_json(document))
 
-    def heard(self, events: list[Event]) -> None:
+    def heard(self, events: list[WatchEvent]) -> None:
         for event in events:
             if event.value is not None:
                 self.requests.append(from_json(PlanRequest, event.value))
@@ -490,7 +490,10 @@ class TestAsking:
                 {"requested_plan": RequestedPlan(request="r9")},
                 "another plan was asked for before the members of job 'x' had gone over",
             ),
-            ({"attempt": 1, "stage": Stage.ASSEMBLE}, "job 'x' was started again from the top, which drops the plan"),
+            (
+                {"attempt": 1, "stage": GenerationStage.ASSEMBLE},
+                "job 'x' was started again from the top, which drops the plan",
+            ),
         ],
     )
     def test_what_takes_its_place_is_told(self, store: MemoryStore, after: dict[str, Any], why: str) -> None:

@@ -12,9 +12,9 @@ from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
     Deadlock,
     Generation,
+    GenerationStage,
     NodeDoc,
     Result,
-    Stage,
     Stalled,
     Worker,
     by_node,
@@ -39,7 +39,7 @@ def job(*members: Stalled) -> View:
         for name, some in by_node(stalled).items()
     )
     workers = tuple(Worker(worker, node_of(worker), slot) for slot, worker in enumerate(stalled))
-    return View(nodes=nodes, generation=Generation(NUMBER, Stage.TRAIN, workers))
+    return View(nodes=nodes, generation=Generation(NUMBER, GenerationStage.TRAIN, workers))
 
 
 CIRCLE = (waits("a/0#0", "a/1#0"), waits("a/1#0", "b/0#0"), waits("b/0#0", "a/0#0"))
@@ -77,7 +77,7 @@ def test_others_that_are_not_named_are_counted() -> None:
             id="they wait for nodes",
         ),
         pytest.param(
-            replace(job(*CIRCLE), generation=replace(job(*CIRCLE).generation, stage=Stage.START)),  # type: ignore[type-var]
+            replace(job(*CIRCLE), generation=replace(job(*CIRCLE).generation, stage=GenerationStage.START)),  # type: ignore[type-var]
             id="they start",
         ),
     ],

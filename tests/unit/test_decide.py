@@ -10,10 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import Decision, Settings, View, decide, surplus
+from elaunch.rendezvous.decide import LeaderDecision, MembershipSettings, View, decide, surplus
 from elaunch.rendezvous.membership import (
     Cut,
     Generation,
+    GenerationStage,
     Master,
     NodeDoc,
     NodeWorker,
@@ -21,7 +22,6 @@ from elaunch.rendezvous.membership import (
     RequestedPlan,
     Restarts,
     Result,
-    Stage,
     Worker,
     WorkerState,
 )
@@ -33,7 +33,7 @@ from tests.unit.documents import changed_report
 
 STARTING, READY, MEMBER, DONE = WorkerState
 NOW_S = 1000.0
-SETTINGS = Settings(
+SETTINGS = MembershipSettings(
     min_nodes=1, max_nodes=2, last_call_s=2.0, join_s=600.0, window_s=0.02, attach_s=10.0, ready_s=30.0, lease_s=5.0
 )
 
@@ -66,12 +66,12 @@ def member(identity: str) -> Worker:
 
 def train(*ids: str, **fields: Any) -> Generation:
     values: dict[str, Any] = {"number": 5, "aborts_step_before": 3, "begun": True, **fields}
-    return Generation(stage=Stage.TRAIN, workers=tuple(member(identity) for identity in ids), **values)
+    return Generation(stage=GenerationStage.TRAIN, workers=tuple(member(identity) for identity in ids), **values)
 
 
 def start(*nodes: str, **fields: Any) -> Generation:
     workers = tuple(Worker(f"{name}/0", name, 0) for name in nodes)
-    return Generation(**{"number": 1, "stage": Stage.START, "workers": workers, **fields})
+    return Generation(**{"number": 1, "stage": GenerationStage.START, "workers": workers, **fields})
 
 
 def view(generation: Generation | None, *nodes: NodeDoc, **fields: Any) -> View:
@@ -79,23 +79,25 @@ def view(generation: Generation | None, *nodes: NodeDoc, **fields: Any) -> View:
     return View(**{"nodes": nodes, "generation": generation, "pending_s": NOW_S - 1, **fields})
 
 
-def ask(generation: Generation | None, *nodes: NodeDoc, settings: Settings = SETTINGS, **fields: Any) -> Decision:
+def ask(
+    generation: Generation | None, *nodes: NodeDoc, settings: MembershipSettings = SETTINGS, **fields: Any
+) -> LeaderDecision:
     return decide(view(generation, *nodes, **fields), NOW_S, settings)
 
 
-def announced(decision: Decision) -> Generation:
+def announced(decision: LeaderDecision) -> Generation:
     assert decision.generation is not None, decision.reason
     assert decision.result is None
     return decision.generation
 
 
-def ended(decision: Decision) -> Result:
+def ended(decision: LeaderDecision) -> Result:
     assert decision.result is not None, decision.reason
     assert decision.generation is None
     return decision.result
 
 
-def assert_waits(decision: Decision, until_s: float | None = None) -> None:
+def assert_waits(decision: LeaderDecision, until_s: float | None = None) -> None:
     assert decision.generation is None
     assert decision.result is None
     assert decision.wake_s == until_s
@@ -104,7 +106,7 @@ def assert_waits(decision: Decision, until_s: float | None = None) -> None:
 class TestAssembly:
     def test_the_maximum_of_nodes_starts_at_once(self) -> None:
         first = announced(ask(None, node("a", generation=0), node("b", generation=0), changed_s=NOW_S))
-        assert (first.number, first.stage, first.cause, first.attempt) == (1, Stage.START, "start", 0)
+        assert (first.number, first.stage, first.cause, first.attempt) == (1, GenerationStage.START, "start", 0)
         assert first.ids == ("a/0", "b/0")
         assert first.master == Master("host-a", 7)
 
@@ -137,22 +139,24 @@ class TestAssembly:
         assert announced(ask(None, node("a", draining=True), node("b"))).nodes == ("b",)
 
     def test_a_new_attempt_waits_until_each_node_has_ended_its_workers(self) -> None:
-        again = Generation(4, Stage.ASSEMBLE, attempt=2, restarts=Restarts(1), cause="worker x died", cause_t=8.0)
+        again = Generation(
+            4, GenerationStage.ASSEMBLE, attempt=2, restarts=Restarts(1), cause="worker x died", cause_t=8.0
+        )
         assert_waits(ask(again, node("a", attempt=2), node("b", attempt=1)))
         restarted = announced(ask(again, node("a", attempt=2), node("b", attempt=2)))
-        assert (restarted.number, restarted.stage, restarted.attempt) == (5, Stage.START, 2)
+        assert (restarted.number, restarted.stage, restarted.attempt) == (5, GenerationStage.START, 2)
         assert restarted.restarts == Restarts(1)
         assert (restarted.cause, restarted.cause_t) == ("worker x died", 8.0)
 
     def test_a_new_attempt_has_no_last_call(self) -> None:
-        again = Generation(4, Stage.ASSEMBLE, attempt=1)
+        again = Generation(4, GenerationStage.ASSEMBLE, attempt=1)
         assert announced(ask(again, node("a", attempt=1), changed_s=NOW_S)).nodes == ("a",)
 
 
 class TestPlainScripts:
     """No worker has called elaunch.init()."""
 
-    def fail(self, restarts: int, max_restarts: int | None, **fields: Any) -> Decision:
+    def fail(self, restarts: int, max_restarts: int | None, **fields: Any) -> LeaderDecision:
         docs = node("a"), node("b", failed="worker b/0#0 exited with code 3", cause_t=9.0, **fields)
         settings = replace(SETTINGS, max_restarts=max_restarts)
         return ask(start("a", "b", restarts=Restarts(restarts)), *docs, settings=settings)
@@ -162,7 +166,7 @@ class TestPlainScripts:
 
     def test_a_failure_restarts_the_whole_and_is_counted(self) -> None:
         again = announced(self.fail(restarts=1, max_restarts=2))
-        assert (again.number, again.stage, again.attempt, again.restarts.count) == (2, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts.count) == (2, GenerationStage.ASSEMBLE, 1, 2)
         assert (again.cause, again.cause_t) == ("worker b/0#0 exited with code 3", 9.0)
 
     def test_when_restarts_are_used_up_the_job_fails_and_says_how_many_there_were(self) -> None:
@@ -179,13 +183,13 @@ class TestPlainScripts:
 
     def test_a_lost_node_restarts_the_whole(self) -> None:
         again = announced(ask(start("a", "b"), node("a"), settings=replace(SETTINGS, max_restarts=1)))
-        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, "node b was lost")
+        assert (again.stage, again.restarts.count, again.cause) == (GenerationStage.ASSEMBLE, 1, "node b was lost")
 
     def test_a_new_node_restarts_the_whole_for_free_once_the_script_had_time_to_attach(self) -> None:
         docs = node("a"), node("b")
         assert_waits(ask(start("a"), *docs, generation_s=NOW_S - 9), until_s=NOW_S + 1)
         again = announced(ask(start("a", restarts=Restarts(1)), *docs, generation_s=NOW_S - 10))
-        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, "node b joins")
+        assert (again.stage, again.restarts.count, again.cause) == (GenerationStage.ASSEMBLE, 1, "node b joins")
 
     def test_a_new_node_waits_where_the_job_is_full_or_some_node_has_finished(self) -> None:
         assert_waits(ask(start("a"), node("a"), node("b"), settings=replace(SETTINGS, max_nodes=1)))
@@ -195,7 +199,7 @@ class TestPlainScripts:
 
     def test_a_draining_node_makes_the_others_start_again_without_it(self) -> None:
         again = announced(ask(start("a", "b"), node("a"), node("b", draining=True)))
-        assert (again.stage, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 0, "node b leaves")
+        assert (again.stage, again.restarts.count, again.cause) == (GenerationStage.ASSEMBLE, 0, "node b leaves")
 
     def test_the_job_has_succeeded_when_each_node_has_finished(self) -> None:
         assert_waits(ask(start("a", "b"), node("a", finished=True), node("b")))
@@ -203,13 +207,18 @@ class TestPlainScripts:
 
     def test_nothing_is_decided_after_the_result(self) -> None:
         over = ask(start("a"), node("a", failed="x"), result=Result(True))
-        assert over == Decision("the job is over")
+        assert over == LeaderDecision("the job is over")
 
 
 class TestFirstStep:
     def test_all_workers_ready_begin_to_train_and_everybody_enters_at_once(self) -> None:
         first = announced(ask(start("a", "b"), node("a", READY), node("b", READY)))
-        assert (first.number, first.stage, first.aborts_step_before, first.begun) == (2, Stage.TRAIN, 2, False)
+        assert (first.number, first.stage, first.aborts_step_before, first.begun) == (
+            2,
+            GenerationStage.TRAIN,
+            2,
+            False,
+        )
         assert first.workers == (member("a/0#0"), member("b/0#0"))
 
     def test_ready_workers_wait_for_those_that_start(self) -> None:
@@ -250,7 +259,12 @@ class TestFirstStep:
     def test_a_node_that_came_late_replaces_a_lost_one_by_a_free_restart(self) -> None:
         two = replace(SETTINGS, min_nodes=2)
         again = announced(ask(start("a", "b"), node("a", READY), node("c"), settings=two))
-        assert (again.stage, again.attempt, again.restarts.count, again.cause) == (Stage.ASSEMBLE, 1, 0, "node c joins")
+        assert (again.stage, again.attempt, again.restarts.count, again.cause) == (
+            GenerationStage.ASSEMBLE,
+            1,
+            0,
+            "node c joins",
+        )
 
     def test_too_few_nodes_fail_after_the_join_time(self) -> None:
         two = replace(SETTINGS, min_nodes=2)
@@ -524,12 +538,12 @@ class TestRequestsForAPlan:
     def test_a_restart_of_the_whole_drops_it(self) -> None:
         carrying = replace(self.MEMBERS, requested_plan=RequestedPlan("plan layers 4", "r1"))
         again = announced(ask(carrying, node("a", None), node("b", None), settings=replace(SETTINGS, max_restarts=1)))
-        assert (again.stage, again.plan, again.plan_request) == (Stage.ASSEMBLE, "", "")
+        assert (again.stage, again.plan, again.plan_request) == (GenerationStage.ASSEMBLE, "", "")
         started = announced(ask(again, node("a", attempt=1), node("b", attempt=1)))
-        assert (started.stage, started.plan, started.plan_request) == (Stage.START, "", "")
+        assert (started.stage, started.plan, started.plan_request) == (GenerationStage.START, "", "")
 
-    @pytest.mark.parametrize("stage", [Stage.START, Stage.ASSEMBLE])
-    def test_a_job_that_does_not_train_takes_none(self, stage: Stage) -> None:
+    @pytest.mark.parametrize("stage", [GenerationStage.START, GenerationStage.ASSEMBLE])
+    def test_a_job_that_does_not_train_takes_none(self, stage: GenerationStage) -> None:
         decision = ask(replace(self.MEMBERS, stage=stage), node("a", STARTING), request=self.REQUEST)
         assert decision == ask(replace(self.MEMBERS, stage=stage), node("a", STARTING))
 
@@ -554,17 +568,17 @@ class TestAllLost:
         docs = node("a", None), node("b", None)
         lost = train("a/0#0", "b/0#0", restarts=Restarts(1))
         again = announced(ask(lost, *docs, settings=settings))
-        assert (again.number, again.stage, again.attempt, again.restarts.count) == (6, Stage.ASSEMBLE, 1, 2)
+        assert (again.number, again.stage, again.attempt, again.restarts.count) == (6, GenerationStage.ASSEMBLE, 1, 2)
         assert not again.begun
         assert not ended(ask(replace(lost, restarts=Restarts(2)), *docs, settings=settings)).succeeded
 
     def test_with_a_checkpoint_it_starts_again_without_being_asked(self) -> None:
         docs = node("a", None, saved=200), node("b", None, saved=100)
         again = announced(ask(train("a/0#0", "b/0#0"), *docs))
-        assert (again.stage, again.attempt, again.restarts) == (Stage.ASSEMBLE, 1, Restarts(1, 200, 1))
+        assert (again.stage, again.attempt, again.restarts) == (GenerationStage.ASSEMBLE, 1, Restarts(1, 200, 1))
         assert again.cause.endswith("the job goes on from its checkpoint of 200 steps")
         begun = announced(ask(again, node("a", attempt=1)))
-        assert (begun.stage, begun.restarts) == (Stage.START, Restarts(1, 200, 1))
+        assert (begun.stage, begun.restarts) == (GenerationStage.START, Restarts(1, 200, 1))
 
     def test_but_not_for_ever_from_the_same_one(self) -> None:
         lost = train("a/0#0", restarts=Restarts(saved=200, resumes=RESUMES))
@@ -585,12 +599,17 @@ class TestAllLost:
             start("a", "b", number=5, restarts=Restarts(2), attempt=3),
         ):
             again = announced(ask(former, node("c", took_part=False)))
-            assert (again.number, again.stage, again.attempt, again.restarts.count) == (6, Stage.ASSEMBLE, 4, 0)
+            assert (again.number, again.stage, again.attempt, again.restarts.count) == (
+                6,
+                GenerationStage.ASSEMBLE,
+                4,
+                0,
+            )
             assert again.cause.endswith("it begins again on c")
 
     def test_a_new_agent_under_the_name_of_a_lost_one_is_another_node(self) -> None:
         again = announced(ask(train("a/0#0"), node("a", took_part=False)))
-        assert (again.stage, again.attempt) == (Stage.ASSEMBLE, 1)
+        assert (again.stage, again.attempt) == (GenerationStage.ASSEMBLE, 1)
         # Before it has started the workers that a start asks for, it is the one that was asked.
         assert_waits(ask(start("a"), node("a", took_part=False)))
 
@@ -698,7 +717,7 @@ class TestNodesThatLoseEachOther:
     three = train("a/0#0", "b/0#0", "c/0#0", aborts_step_before=5)
     settings = replace(SETTINGS, max_nodes=3, reach_s=3.0)
 
-    def ask(self, generation: Generation, *nodes: NodeDoc, **fields: Any) -> Decision:
+    def ask(self, generation: Generation, *nodes: NodeDoc, **fields: Any) -> LeaderDecision:
         return ask(generation, *nodes, settings=self.settings, **fields)
 
     def nodes(self, **cuts: str) -> list[NodeDoc]:
@@ -819,7 +838,7 @@ generations = st.none() | st.builds(
     lambda ids, leaving, hold, stage, plan_request: replace(
         train(
             *ids,
-            leaving=tuple(set(leaving) - set(ids)) if stage is Stage.TRAIN else (),
+            leaving=tuple(set(leaving) - set(ids)) if stage is GenerationStage.TRAIN else (),
             hold=hold,
             requested_plan=RequestedPlan(request=plan_request),
         ),
@@ -828,7 +847,7 @@ generations = st.none() | st.builds(
     st.lists(identities, unique=True, max_size=5),
     st.lists(identities, unique=True, max_size=2),
     st.booleans(),
-    st.sampled_from(Stage),
+    st.sampled_from(GenerationStage),
     st.sampled_from(["", "r1"]),
 )
 
@@ -853,7 +872,7 @@ def test_whatever_the_documents_say_a_generation_is_sound(
     request: PlanRequest | None,
 ) -> None:
     nodes = tuple(node(name, *states, **fields) for name, (states, fields) in zip("abcd", reports))
-    settings = Settings(min_nodes=low, max_nodes=low + more, max_restarts=max_restarts)
+    settings = MembershipSettings(min_nodes=low, max_nodes=low + more, max_restarts=max_restarts)
     seen = view(generation, *nodes, pending_s=since_s, outage_end_s=since_s, request=request)
     decision = decide(seen, NOW_S, settings)
     assert decision == decide(seen, NOW_S, settings)
@@ -872,8 +891,8 @@ def test_whatever_the_documents_say_a_generation_is_sound(
     assert after.aborts_step_before <= after.number
     if generation is None:
         return
-    assert after.aborts_step_before >= generation.aborts_step_before or after.stage is not Stage.TRAIN
-    if generation.stage is after.stage is Stage.TRAIN:
+    assert after.aborts_step_before >= generation.aborts_step_before or after.stage is not GenerationStage.TRAIN
+    if generation.stage is after.stage is GenerationStage.TRAIN:
         kept = [identity for identity in after.ids if identity in generation.ids]
         assert kept == [identity for identity in generation.ids if identity in kept], "survivors keep their order"
         new = set(after.ids) - set(generation.ids)

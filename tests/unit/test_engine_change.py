@@ -22,7 +22,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import reshard as reshard_module
-from elaunch.workers.state.regions import Region
+from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.routes import Router
 from tests.helpers import scaled, soak
 from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, switching_often, together
@@ -237,7 +237,7 @@ def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.
     gone: list[bool] = []
     original = reshard_module._let_go
 
-    def let_go(router: Router, name: str, worker: str, state: dict[str, list[Region]], *rest: Any) -> None:
+    def let_go(router: Router, name: str, worker: str, state: dict[str, list[Chunk]], *rest: Any) -> None:
         moments = [weakref.ref(old.tensors[-1]) for old in state.get(name, ()) if old.tensors[-1]._base is None]
         flats = [weakref.ref(old.tensors[-1]._base) for old in state.get(name, ()) if old.tensors[-1]._base is not None]
         guarded = router.lonely(name, worker)

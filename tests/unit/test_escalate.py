@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import Decision, Settings, View, decide
+from elaunch.rendezvous.decide import LeaderDecision, MembershipSettings, View, decide
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Generation,
+    GenerationStage,
     NodeDoc,
     NodeWorker,
-    Stage,
     Streak,
     Worker,
     WorkerState,
@@ -39,7 +39,7 @@ MEMBERS = ("a/0#0", "a/1#0", "b/0#0", "b/1#0")
 
 def generation(*ids: str, **fields: object) -> Generation:
     workers = tuple(Worker(one, node_of(one), 0) for one in ids or MEMBERS)
-    return replace(Generation(5, Stage.TRAIN, workers, aborts_step_before=5, begun=True), **fields)  # type: ignore[arg-type]
+    return replace(Generation(5, GenerationStage.TRAIN, workers, aborts_step_before=5, begun=True), **fields)  # type: ignore[arg-type]
 
 
 def links(*pairs: str) -> tuple[BrokenLink, ...]:
@@ -52,8 +52,8 @@ def doc(name: str, *workers: str, state: WorkerState = WorkerState.MEMBER, **fie
     return changed_report(made, **{"elastic": True, "took_part": True, "generation": 5, **fields})
 
 
-def decided(present: Generation, *docs: NodeDoc, min_nodes: int = 1) -> Decision:
-    return decide(View(docs, present, pending_s=0.0), 100.0, Settings(min_nodes, 2))
+def decided(present: Generation, *docs: NodeDoc, min_nodes: int = 1) -> LeaderDecision:
+    return decide(View(docs, present, pending_s=0.0), 100.0, MembershipSettings(min_nodes, 2))
 
 
 class TestTheCount:

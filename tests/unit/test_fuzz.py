@@ -34,6 +34,7 @@ from elaunch.rendezvous.membership import (
     Deadlock,
     DrainRequest,
     Generation,
+    GenerationStage,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -42,7 +43,6 @@ from elaunch.rendezvous.membership import (
     PeerFaults,
     PlanRequest,
     Result,
-    Stage,
     Streak,
     Worker,
     WorkerState,
@@ -144,7 +144,7 @@ NODE = NodeDoc(
 )
 GENERATION = Generation(
     7,
-    Stage.TRAIN,
+    GenerationStage.TRAIN,
     (Worker("a/0#0", "a", 0, "10.0.0.1:4711"), Worker("b/0#0", "b", 0, "10.0.0.2:4712")),
     cause="start",
     cause_t=1.7e9,

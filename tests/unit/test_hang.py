@@ -24,7 +24,7 @@ from elaunch.detect.hang import (
     Sight,
     parse,
 )
-from elaunch.detect.heartbeat import BEAT_S, Awaited, Heartbeat, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, Awaited, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
 from tests.helpers import scaled
@@ -66,7 +66,7 @@ class World:
     def work_s(self, step: int, worker: int) -> float:
         return NEVER if self.hangs is not None and self.hangs[:2] == (step, worker) else self.works_s[step][worker]
 
-    def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> Heartbeat:
+    def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> HeartbeatReading:
         end_s = start_s + self.work_s(step, worker)
         waits = now_s >= end_s
         still = Still.ASLEEP if self.is_still(step, worker) else Still.MOVES
@@ -79,7 +79,7 @@ class World:
         first_beat_s = start_s - start_s % BEAT_S + BEAT_S  # only then is the time since the last one seen to be still
         if now_s < first_beat_s + BEAT_S:
             still = Still.MOVES
-        return Heartbeat(
+        return HeartbeatReading(
             pid=100 + worker,
             thread=1,
             training_tid=1,
@@ -268,8 +268,8 @@ def test_in_the_same_step_the_next_one_has_four_times_as_long() -> None:
 # -- evidence ---------------------------------------------------------------------------------------------------------
 
 
-def a_heartbeat(now_s: float = 1000.0, **changes: object) -> Heartbeat:
-    base = Heartbeat(
+def a_heartbeat(now_s: float = 1000.0, **changes: object) -> HeartbeatReading:
+    base = HeartbeatReading(
         pid=1,
         thread=1,
         training_tid=1,

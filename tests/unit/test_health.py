@@ -18,8 +18,8 @@ from elaunch.detect.health import (
     Condition,
     DeviceHealth,
     Finding,
+    HealthVerdict,
     Tracker,
-    Verdict,
     xid_meaning,
 )
 
@@ -58,7 +58,7 @@ class Device:
         return self.health.on_xid(self.now_s, Xid(1, number))
 
 
-def told(findings: list[Finding]) -> list[tuple[Verdict, str]]:
+def told(findings: list[Finding]) -> list[tuple[HealthVerdict, str]]:
     return [(found.verdict, found.what) for found in findings]
 
 
@@ -75,7 +75,7 @@ def test_a_condition_is_told_once_it_has_lasted_and_when_it_is_over(
 ) -> None:
     """The twin counts: since when without a pause as long, and at how many looks, the condition was there."""
     tracker = Tracker()
-    condition = Condition(Finding(Verdict.WATCH, "GPU 3", "heat", "hot"), lasting_s, least)
+    condition = Condition(Finding(HealthVerdict.WATCH, "GPU 3", "heat", "hot"), lasting_s, least)
     now_s = since_s = seen_s = 0
     count, standing = 0, False
     for after_s, there in looks:
@@ -85,10 +85,10 @@ def test_a_condition_is_told_once_it_has_lasted_and_when_it_is_over(
             since_s = since_s if count else now_s
             count, seen_s = count + 1, now_s
             begins = not standing and (not lasting_s or (now_s - since_s >= lasting_s and count >= least))
-            assert found == ([(Verdict.WATCH, "heat")] if begins else [])
+            assert found == ([(HealthVerdict.WATCH, "heat")] if begins else [])
             standing |= begins
         elif count and now_s - seen_s >= lasting_s:
-            assert found == ([(Verdict.HEALTHY, "heat")] if standing else [])
+            assert found == ([(HealthVerdict.HEALTHY, "heat")] if standing else [])
             count, standing = 0, False
         else:
             assert found == []
@@ -96,9 +96,11 @@ def test_a_condition_is_told_once_it_has_lasted_and_when_it_is_over(
 
 def test_what_gets_worse_is_told_again_and_what_gets_milder_is_not() -> None:
     tracker = Tracker()
-    watch, drain = (Condition(Finding(verdict, "GPU 3", "ecc", "")) for verdict in (Verdict.WATCH, Verdict.DRAIN))
-    assert told(tracker.take(1, [watch])) == [(Verdict.WATCH, "ecc")]
-    assert told(tracker.take(2, [drain])) == [(Verdict.DRAIN, "ecc")]
+    watch, drain = (
+        Condition(Finding(verdict, "GPU 3", "ecc", "")) for verdict in (HealthVerdict.WATCH, HealthVerdict.DRAIN)
+    )
+    assert told(tracker.take(1, [watch])) == [(HealthVerdict.WATCH, "ecc")]
+    assert told(tracker.take(2, [drain])) == [(HealthVerdict.DRAIN, "ecc")]
     assert told(tracker.take(3, [watch])) == []
 
 
@@ -108,39 +110,39 @@ def test_what_gets_worse_is_told_again_and_what_gets_milder_is_not() -> None:
 @pytest.mark.parametrize(
     ("number", "verdict"),
     [
-        *[(number, Verdict.HEALTHY) for number in (13, 31, 32, 43, 45, 69, 94, 96, 101, 139)],
-        *[(number, Verdict.WATCH) for number in (63, 74, 92, 121, 137, 145, 154, 9999)],
-        *[(number, Verdict.DRAIN) for number in (46, 48, 62, 64, 95, 109, 119, 120, 136, 140, 143, 155, 158)],
-        (79, Verdict.LOST),
+        *[(number, HealthVerdict.HEALTHY) for number in (13, 31, 32, 43, 45, 69, 94, 96, 101, 139)],
+        *[(number, HealthVerdict.WATCH) for number in (63, 74, 92, 121, 137, 145, 154, 9999)],
+        *[(number, HealthVerdict.DRAIN) for number in (46, 48, 62, 64, 95, 109, 119, 120, 136, 140, 143, 155, 158)],
+        (79, HealthVerdict.LOST),
     ],
 )
-def test_an_xid_means_what_the_catalogue_says(number: int, verdict: Verdict) -> None:
+def test_an_xid_means_what_the_catalogue_says(number: int, verdict: HealthVerdict) -> None:
     assert xid_meaning(number)[0] is verdict
     (found,) = Device().xid(number)
-    assert found.verdict is max(verdict, Verdict.WATCH)
+    assert found.verdict is max(verdict, HealthVerdict.WATCH)
     assert (found.subject, found.what, found.local_rank) == ("GPU 3", f"xid {number}", 1)
-    assert found.evidence == {"xid": number, "count": 1, "application": verdict is Verdict.HEALTHY}
-    assert ("the fault of the application" in found.text) == (verdict is Verdict.HEALTHY)
+    assert found.evidence == {"xid": number, "count": 1, "application": verdict is HealthVerdict.HEALTHY}
+    assert ("the fault of the application" in found.text) == (verdict is HealthVerdict.HEALTHY)
 
 
 def test_the_same_xid_is_told_once_in_a_while() -> None:
     device = Device()
     assert [len(device.xid(31, after_s)) for after_s in (0, 1, AGAIN_S - 1, 2, 1)] == [1, 0, 0, 1, 0]
-    assert told(device.xid(13)) == [(Verdict.WATCH, "xid 13")]
+    assert told(device.xid(13)) == [(HealthVerdict.WATCH, "xid 13")]
 
 
 def test_nvlink_errors_that_repeat_mean_a_drain() -> None:
     device = Device()
-    assert told(device.xid(74)) == [(Verdict.WATCH, "xid 74")]
+    assert told(device.xid(74)) == [(HealthVerdict.WATCH, "xid 74")]
     assert device.xid(74, 1) == []
     (found,) = device.xid(74, 1)
-    assert found.verdict is Verdict.DRAIN
+    assert found.verdict is HealthVerdict.DRAIN
     assert found.text == "XID 74 (NVLink error), 3 times in 60 min"
 
 
 def test_nvlink_errors_now_and_then_do_not() -> None:
     device = Device()
-    assert {found.verdict for _ in range(20) for found in device.xid(74, 2000)} == {Verdict.WATCH}
+    assert {found.verdict for _ in range(20) for found in device.xid(74, 2000)} == {HealthVerdict.WATCH}
 
 
 # -- readings ---------------------------------------------------------------------------------------------------------
@@ -152,11 +154,11 @@ def test_a_device_that_is_well_is_not_spoken_of() -> None:
 
 
 def test_a_new_uncorrectable_error_is_a_drain_and_an_old_one_is_not() -> None:
-    assert told(Device().reads(with_errors(uncorrectable=4))) == [(Verdict.WATCH, "ecc uncorrectable")]
+    assert told(Device().reads(with_errors(uncorrectable=4))) == [(HealthVerdict.WATCH, "ecc uncorrectable")]
     device = Device()
     device.reads(with_errors(uncorrectable=4))
     (found,) = device.reads(with_errors(uncorrectable=5), 3)
-    assert found.verdict is Verdict.DRAIN
+    assert found.verdict is HealthVerdict.DRAIN
     assert found.text == "1 uncorrectable ECC errors since the job began, 5 in all"
     assert found.evidence == {"new": 1, "total": 5}
 
@@ -166,7 +168,7 @@ def test_correctable_errors_that_keep_growing_are_watched() -> None:
     for count in range(0, 10_000, 50):
         found += device.reads(with_errors(correctable=count))
     (one,) = found
-    assert (one.verdict, one.what, one.evidence["per_s"]) == (Verdict.WATCH, "ecc correctable", 10.0)
+    assert (one.verdict, one.what, one.evidence["per_s"]) == (HealthVerdict.WATCH, "ecc correctable", 10.0)
 
 
 def test_correctable_errors_in_a_burst_or_now_and_then_are_nothing() -> None:
@@ -180,9 +182,9 @@ def test_correctable_errors_in_a_burst_or_now_and_then_are_nothing() -> None:
 
 def test_rows_to_be_remapped_are_watched_and_a_remapping_that_failed_is_a_drain() -> None:
     device = Device()
-    assert told(device.reads(with_errors(remap_pending=True))) == [(Verdict.WATCH, "remap pending")]
+    assert told(device.reads(with_errors(remap_pending=True))) == [(HealthVerdict.WATCH, "remap pending")]
     both = with_errors(remap_pending=True, remap_failed=True)
-    assert told(device.reads(both, 2)) == [(Verdict.DRAIN, "remap failed")]
+    assert told(device.reads(both, 2)) == [(HealthVerdict.DRAIN, "remap failed")]
 
 
 def test_throttling_counts_when_it_lasts_and_its_end_is_told() -> None:
@@ -191,11 +193,11 @@ def test_throttling_counts_when_it_lasts_and_its_end_is_told() -> None:
         assert device.reads(THERMAL, 2) == []
         assert device.reads(WELL, int(SLOWDOWN_S / 5) + 1) == []
     (found,) = device.reads(THERMAL, 30)
-    assert (found.verdict, found.what) == (Verdict.WATCH, "slowdown thermal")
+    assert (found.verdict, found.what) == (HealthVerdict.WATCH, "slowdown thermal")
     assert found.text == "heat holds its clock down to 600 of 1980 MHz at 88 °C for 30 s and more"
     assert found.evidence["clock_mhz"] == 600
     assert device.reads(WELL, 3) == []
-    assert told(device.reads(WELL, 10)) == [(Verdict.HEALTHY, "slowdown thermal")]
+    assert told(device.reads(WELL, 10)) == [(HealthVerdict.HEALTHY, "slowdown thermal")]
 
 
 def test_heat_just_below_the_shutdown_is_a_drain_once_it_lasts() -> None:
@@ -203,21 +205,22 @@ def test_heat_just_below_the_shutdown_is_a_drain_once_it_lasts() -> None:
     assert device.reads(hot) == []
     assert device.reads(WELL, int(HOT_S) + 1) == []
     (found,) = device.reads(hot, 4)
-    assert (found.verdict, found.text) == (Verdict.DRAIN, "94 °C; it turns itself off at 95 °C")
+    assert (found.verdict, found.text) == (HealthVerdict.DRAIN, "94 °C; it turns itself off at 95 °C")
 
 
 @pytest.mark.parametrize(
     ("recovery", "verdict"),
-    [("reset", Verdict.DRAIN), ("reboot", Verdict.DRAIN), ("drain and reset", Verdict.WATCH)],
+    [("reset", HealthVerdict.DRAIN), ("reboot", HealthVerdict.DRAIN), ("drain and reset", HealthVerdict.WATCH)],
 )
-def test_what_the_driver_asks_for_is_believed(recovery: str, verdict: Verdict) -> None:
+def test_what_the_driver_asks_for_is_believed(recovery: str, verdict: HealthVerdict) -> None:
     assert told(Device().reads(replace(WELL, recovery=recovery))) == [(verdict, "recovery")]
 
 
 @pytest.mark.parametrize(
-    ("state", "verdict"), [("warning", Verdict.WATCH), ("alarm", Verdict.DRAIN), ("critical", Verdict.DRAIN)]
+    ("state", "verdict"),
+    [("warning", HealthVerdict.WATCH), ("alarm", HealthVerdict.DRAIN), ("critical", HealthVerdict.DRAIN)],
 )
-def test_the_state_that_a_device_reports_counts_when_it_lasts(state: str, verdict: Verdict) -> None:
+def test_the_state_that_a_device_reports_counts_when_it_lasts(state: str, verdict: HealthVerdict) -> None:
     device = Device()
     assert device.reads(Reading(state=state), 2) == []
     assert told(device.reads(Reading(state=state), 5)) == [(verdict, "state")]
@@ -227,10 +230,10 @@ def test_a_device_that_is_lost_is_told_of_at_once_and_nothing_else_is_taken_for_
     device = Device()
     device.reads(with_errors(remap_pending=True))
     (found,) = device.reads(Reading(lost="GPU is lost"), 5)
-    assert (found.verdict, found.text) == (Verdict.LOST, "it cannot be reached any more: GPU is lost")
+    assert (found.verdict, found.text) == (HealthVerdict.LOST, "it cannot be reached any more: GPU is lost")
 
 
 def test_a_device_that_fails_to_answer_once_is_nothing() -> None:
     device = Device()
     assert device.reads(Reading(fails="nvmlDeviceGetMemoryInfo: Timeout"), 2) == []
-    assert told(device.reads(Reading(fails="nvmlDeviceGetMemoryInfo: Timeout"), 5)) == [(Verdict.WATCH, "fails")]
+    assert told(device.reads(Reading(fails="nvmlDeviceGetMemoryInfo: Timeout"), 5)) == [(HealthVerdict.WATCH, "fails")]

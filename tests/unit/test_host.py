@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.detect.health import Finding, Verdict
+from elaunch.detect.health import Finding, HealthVerdict
 from elaunch.detect.host import (
     SOON_S,
     Disk,
@@ -174,7 +174,7 @@ def test_a_worker_that_fills_the_memory_is_named_before_it_is_full() -> None:
         if found:
             break
     (one,) = found
-    assert (one.verdict, one.subject, one.what) == (Verdict.WATCH, "node a", "memory")
+    assert (one.verdict, one.subject, one.what) == (HealthVerdict.WATCH, "node a", "memory")
     assert one.evidence["worker"] == "leaks"
     assert one.evidence["worker_grows_bytes_per_s"] == GB // 2
     left_s = (node.limit - used) / (0.5 * GB)
@@ -228,7 +228,7 @@ def test_almost_no_memory_is_told_of_however_steady_and_the_end_of_it() -> None:
         found += node.reads(15.9 * GB)
     for _ in range(30):
         found += node.reads(8 * GB)
-    assert [one.verdict for one in found] == [Verdict.WATCH, Verdict.HEALTHY]
+    assert [one.verdict for one in found] == [HealthVerdict.WATCH, HealthVerdict.HEALTHY]
     assert "the kernel is about to kill a process" in found[0].text
 
 

@@ -17,11 +17,11 @@ from elaunch.rendezvous.intake import (
     read_size,
     read_text,
 )
-from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, NodeWorker, Stage, Worker, WorkerState
+from elaunch.rendezvous.membership import Generation, GenerationStage, JobSize, NodeDoc, NodeWorker, Worker, WorkerState
 from elaunch.rendezvous.node.setbacks import Setbacks
 
-GENERATION = Generation(3, Stage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/1#2", "b", 1)))
-STARTS = Generation(1, Stage.START, (Worker("a/0", "a", 0),))
+GENERATION = Generation(3, GenerationStage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/1#2", "b", 1)))
+STARTS = Generation(1, GenerationStage.START, (Worker("a/0", "a", 0),))
 
 
 def report(*workers: tuple[str, int], node: str = "a") -> bytes:
@@ -44,7 +44,7 @@ class TestReading:
         with pytest.raises(ProtocolError, match="it names a worker twice"):
             read_node("a", report(("a/0#0", 0), ("a/0#0", 0)), 7)
         with pytest.raises(ProtocolError, match="it names a worker twice"):
-            read_generation(to_json(Generation(1, Stage.TRAIN, (GENERATION.workers[0],) * 2)))
+            read_generation(to_json(Generation(1, GenerationStage.TRAIN, (GENERATION.workers[0],) * 2)))
 
     @pytest.mark.parametrize("generation", [GENERATION, STARTS])
     def test_a_generation_names_slots_or_workers(self, generation: Generation) -> None:
@@ -53,7 +53,7 @@ class TestReading:
     @pytest.mark.parametrize("worker", [Worker("a/0#0", "b", 0), Worker("a/0#0", "a", 1), Worker("a/01", "a", 0)])
     def test_names_in_a_generation_agree(self, worker: Worker) -> None:
         with pytest.raises(ProtocolError, match="is no worker of"):
-            read_generation(to_json(Generation(1, Stage.TRAIN, (worker,))))
+            read_generation(to_json(Generation(1, GenerationStage.TRAIN, (worker,))))
 
     @pytest.mark.parametrize("name", [b"", b"\xff", b"a b", b"a/b", b"a\n", b"a" * 300])
     def test_the_name_of_a_node(self, name: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import GenerationChanged, LinkLost
-from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Left, Recovery
@@ -95,7 +95,13 @@ def _job(transport: Transport) -> SimpleNamespace:
         leaving = tuple(one.id for one in (here, OTHER) if one not in workers)
         agent.tells(
             Generation(
-                generation, Stage.TRAIN, workers, aborts_step_before=urgent, begun=True, leaving=leaving, hold=hold
+                generation,
+                GenerationStage.TRAIN,
+                workers,
+                aborts_step_before=urgent,
+                begun=True,
+                leaving=leaving,
+                hold=hold,
             )
         )
 

@@ -13,15 +13,15 @@ from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Te
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
-from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, State
+from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, SlotState
 from elaunch.agent.messages import note_lost_link
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
     Generation,
+    GenerationStage,
     RequestedPlan,
     Result,
-    Stage,
     Stalled,
     Streak,
     Worker,
@@ -46,7 +46,7 @@ class Node:
         self.actions: list[Action] = []
         self.now_s = NOW_S
 
-    def generation(self, stage: Stage, *ids: str, **fields: Any) -> list[Action]:
+    def generation(self, stage: GenerationStage, *ids: str, **fields: Any) -> list[Action]:
         self.number = fields.pop("generation", self.number + 1)
         workers = tuple(
             Worker(identity, identity.partition("/")[0], int(identity.partition("/")[2].partition("#")[0]))
@@ -59,10 +59,10 @@ class Node:
     def start(self, *places: str, **fields: Any) -> list[Action]:
         """The job starts on these slots; by default on all of this node."""
         mine = [f"a/{slot.local_rank}" for slot in self.life.slots]
-        return self.generation(Stage.START, *(places or mine), **fields)
+        return self.generation(GenerationStage.START, *(places or mine), **fields)
 
     def train(self, *ids: str, **fields: Any) -> list[Action]:
-        return self.generation(Stage.TRAIN, *ids, **fields)
+        return self.generation(GenerationStage.TRAIN, *ids, **fields)
 
     def does(self, actions: list[Action]) -> list[Action]:
         self.actions = actions
@@ -468,7 +468,7 @@ class TestAttempts:
         node = Node(slots=2, max_restarts=3)
         node.start()
         node.exits("a/0#0", 1)
-        actions = node.generation(Stage.ASSEMBLE, attempt=1, cause="worker a/0#0 exited with code 1")
+        actions = node.generation(GenerationStage.ASSEMBLE, attempt=1, cause="worker a/0#0 exited with code 1")
         assert signalled(actions) == [("a/1#0", signal.SIGTERM)]
         assert said(actions) == "worker a/0#0 exited with code 1: all workers are started again (attempt 1)"
         assert node.life.doc().progress.attempt == 0
@@ -480,14 +480,14 @@ class TestAttempts:
         node = Node(slots=2)
         node.start()
         node.exits("a/0#0", 1)
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         node.dies("a/1#0", signal.SIGTERM)
         assert started(node.start()) == ["a/0#1", "a/1#1"]
 
     def test_workers_that_ignore_sigterm_are_killed_after_the_shutdown_time(self) -> None:
         node = Node()
         node.start()
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         assert node.life.due_s() == NOW_S + 30
         assert signalled(node.later(30)) == [("a/0#0", signal.SIGKILL)]
         assert signalled(node.later(30)) == []
@@ -495,7 +495,7 @@ class TestAttempts:
     def test_workers_of_the_new_attempt_are_not_killed_for_those_of_the_old(self) -> None:
         node = Node()
         node.start()
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         node.dies("a/0#0", signal.SIGTERM)
         node.start()
         assert node.life.due_s() is None
@@ -504,7 +504,7 @@ class TestAttempts:
     def test_a_node_without_workers_is_at_once_ready_for_the_attempt(self) -> None:
         node = Node()
         # It has nothing to stop; its user still learns what it waits for.
-        assert said(node.generation(Stage.ASSEMBLE, attempt=1, cause="it begins again")) == "it begins again"
+        assert said(node.generation(GenerationStage.ASSEMBLE, attempt=1, cause="it begins again")) == "it begins again"
         assert node.life.doc().progress.attempt == 1
         assert not node.life.doc().summary.took_part
 
@@ -540,7 +540,7 @@ class TestAttempts:
         for incarnation in range(FRUITLESS_LIMIT):
             node.dies(f"a/0#{incarnation}")
             node.later(100)
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         assert node.life.doc().summary.failed == ""
         assert started(node.start()) == ["a/0#3"]
 
@@ -734,7 +734,7 @@ class TestNodesOutOfReach:
     def test_a_worker_whom_the_others_left_out_is_ended_and_another_takes_its_place(self, settled: bool) -> None:
         node = member_node()
         if not settled:
-            node.life.find("a/0#0").state = State.JOINING  # type: ignore[union-attr]
+            node.life.find("a/0#0").state = SlotState.JOINING  # type: ignore[union-attr]
         (killed,) = only(Signal, node.train("b/0#0"))
         assert (killed.worker, killed.number) == ("a/0#0", signal.SIGKILL)
         node.dies("a/0#0")
@@ -1020,7 +1020,7 @@ class TestDraining:
         if elastic:
             node.train("b/0#0")
         else:
-            node.generation(Stage.ASSEMBLE, attempt=1)
+            node.generation(GenerationStage.ASSEMBLE, attempt=1)
         assert signalled(node.actions) == [("a/0#0", signal.SIGTERM)]
         assert node.dies("a/0#0", signal.SIGTERM)[-1] == Exit(0)
 
@@ -1102,7 +1102,7 @@ class TestExcused:
     def test_an_eviction_does_not_outlive_its_attempt(self) -> None:
         node = member_node(slots=2)
         node.life.evict("a/0#0", True, "it is slow")
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         node.dies("a/0#0", signal.SIGTERM)
         assert (node.life.doc().departure.evicted, node.life.doc().departure.joined) == ((), 0)
 
@@ -1121,13 +1121,13 @@ class TestLeavers:
         node = member_node()
         node.life.on_leaving("a/0#0")
         node.life.drain("x", NOW_S)
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         assert node.exits("a/0#0", 0) == [Exit(0)]
         assert node.life.doc().peers.unreachable == ()
 
     def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:
         node = member_node()
-        node.generation(Stage.ASSEMBLE, attempt=1)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
         node.life.on_leaving("a/0#0")
         node.exits("a/0#0", 0)
         assert started(node.train("b/0#5")) == ["a/0#1"]

@@ -9,16 +9,16 @@ import pytest
 
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
-from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
 from elaunch.wire import AGAIN, Message, Report
-from elaunch.workers.data_parallel.layout import Layout, Share
+from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
 from elaunch.workers.member.reports import LAST_STEP, TOLD, StepReports, tells_again
 from elaunch.workers.runtime import Member
 
 MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
-LAYOUT = Layout(20, 3, whole_shares=False, n_samples=100, seed=7, shuffle=True)
+LAYOUT = SampleLayout(20, 3, whole_shares=False, n_samples=100, seed=7, shuffle=True)
 
 
 class Client:
@@ -119,7 +119,7 @@ def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: 
 def test_a_step_that_no_member_has_reported_is_reported_by_one_that_passed_its_barrier(
     told: Sequence[int | None], committing: tuple[int, ...], teller: int | None
 ) -> None:
-    generation = Generation(3, Stage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
+    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
     tells = [tells_again(verdict(told, committing), generation, one) for one in MEMBERS[:2]]
     assert tells == [place == teller for place in range(2)]
     assert not any(tells_again(verdict((None, None), step=0), generation, one) for one in MEMBERS[:2])
@@ -152,13 +152,13 @@ def test_a_member_without_units_computes_a_micro_batch_that_does_not_count() -> 
     ("other", "fits"),
     [
         (LAYOUT, True),
-        (Layout(20, 3, False, 50, 8, False), True),
-        (Layout(20, 4, False, 100, 7, True), False),
-        (Layout(24, 3, False, 100, 7, True), False),
-        (Layout(20, 3, True, 100, 7, True), False),
+        (SampleLayout(20, 3, False, 50, 8, False), True),
+        (SampleLayout(20, 4, False, 100, 7, True), False),
+        (SampleLayout(24, 3, False, 100, 7, True), False),
+        (SampleLayout(20, 3, True, 100, 7, True), False),
     ],
 )
-def test_a_plan_fits_steps_of_its_sizes(other: Layout, fits: bool) -> None:
+def test_a_plan_fits_steps_of_its_sizes(other: SampleLayout, fits: bool) -> None:
     assert other.fits(Plan.parse(str(LAYOUT.even_plan(MEMBERS)))) is fits
 
 

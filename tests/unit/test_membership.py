@@ -15,6 +15,7 @@ from elaunch.rendezvous.membership import (
     BrokenLink,
     Departure,
     Generation,
+    GenerationStage,
     JobConfig,
     Master,
     NodeDoc,
@@ -25,7 +26,6 @@ from elaunch.rendezvous.membership import (
     RequestedPlan,
     Restarts,
     Result,
-    Stage,
     Streak,
     Worker,
     WorkerState,
@@ -63,7 +63,7 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
     Generation: st.builds(
         Generation,
         number=numbers,
-        stage=st.sampled_from(Stage),
+        stage=st.sampled_from(GenerationStage),
         workers=st.lists(workers).map(tuple),
         attempt=numbers,
         restarts=st.builds(Restarts, numbers, st.none() | numbers, numbers),
@@ -81,7 +81,7 @@ documents: dict[type[Any], st.SearchStrategy[Any]] = {
     Result: st.builds(Result, st.booleans(), names),
 }
 GENERATION = Generation(
-    3, Stage.TRAIN, (Worker("a/0#0", "a", 0, "h:1"), Worker("b/0#0", "b", 0), Worker("a/1#2", "a", 1))
+    3, GenerationStage.TRAIN, (Worker("a/0#0", "a", 0, "h:1"), Worker("b/0#0", "b", 0), Worker("a/1#2", "a", 1))
 )
 
 
@@ -102,7 +102,7 @@ def test_a_document_is_read_as_it_was_written(kind: type[Any], data: st.DataObje
 
 def test_what_is_read_has_the_types_that_were_written() -> None:
     read = from_json(Generation, to_json(GENERATION))
-    assert read.stage is Stage.TRAIN
+    assert read.stage is GenerationStage.TRAIN
     assert isinstance(read.workers[0], Worker)
     assert isinstance(read.cause_t, float)
 

@@ -13,7 +13,7 @@ from elaunch.plan import (
     GradientGroup,
     Plan,
     PlanError,
-    Shard,
+    ShardRange,
     gradient_groups,
     holders,
     inputs,
@@ -194,14 +194,14 @@ def test_interleaved_cuts_each_layer_and_contiguous_the_layers_of_a_group() -> N
         layers 0:3 samples 1:2 workers b"""
     elements = [256, 130, 100]
     assert optimizer_shards(Plan.parse(text.format("interleaved")), elements) == (
-        (Shard(0, 0, 128), Shard(1, 128, 256)),
-        (Shard(0, 0, 64), Shard(1, 64, 130)),
-        (Shard(0, 0, 64), Shard(1, 64, 100)),
+        (ShardRange(0, 0, 128), ShardRange(1, 128, 256)),
+        (ShardRange(0, 0, 64), ShardRange(1, 64, 130)),
+        (ShardRange(0, 0, 64), ShardRange(1, 64, 100)),
     )
     assert optimizer_shards(Plan.parse(text.format("contiguous")), elements) == (
-        (Shard(0, 0, 256),),
-        (Shard(1, 0, 130),),
-        (Shard(1, 0, 100),),
+        (ShardRange(0, 0, 256),),
+        (ShardRange(1, 0, 130),),
+        (ShardRange(1, 0, 100),),
     )
 
 

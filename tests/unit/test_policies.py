@@ -24,7 +24,7 @@ from elaunch.policy.candidates.resize import resized
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of
 from elaunch.policy.estimate import estimate_step, ordered
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.select import Settings, choose, fill
+from elaunch.policy.select import SelectorSettings, choose, fill
 from tests.helpers import ROOT, scaled
 from tests.unit.plan_strategies import valid_plans
 
@@ -365,7 +365,7 @@ def test_tuples_keep_their_width_where_no_bit_may_change() -> None:
     plan = replace(symmetric(["a/0#0"], 4, 1, 1), idle=("a/1#0",))
     members = ["a/0#0", "a/1#1"]
     for consistency, widths in (("fast", {2}), ("bitwise", {1})):
-        chosen = choose(plan, plan, members, of(4), Settings("auto", consistency, widths=(2,)))  # type: ignore[arg-type]
+        chosen = choose(plan, plan, members, of(4), SelectorSettings("auto", consistency, widths=(2,)))  # type: ignore[arg-type]
         assert {len(workers) for workers in tp_groups(chosen.plan)} == widths
 
 
@@ -389,8 +389,8 @@ def test_a_plan_that_is_costly_to_reach_loses_where_changes_are_frequent() -> No
     plan = symmetric(workers, 12, 3 * 32, 1, dp=3, pp=4)
     members = [worker for worker in workers if worker != workers[5]]
     slow_net = replace(EVEN, bandwidth_bytes_per_s=300.0, overlap=1e9)
-    seldom = choose(plan, plan, members, slow_net, Settings(next_s=1e6))
-    often = choose(plan, plan, members, slow_net, Settings(next_s=30.0))
+    seldom = choose(plan, plan, members, slow_net, SelectorSettings(next_s=1e6))
+    often = choose(plan, plan, members, slow_net, SelectorSettings(next_s=30.0))
     ways = [one.chosen.transition for one in (seldom, often)]
     assert ways[0] is not None
     assert ways[1] is not None
@@ -405,14 +405,14 @@ def test_the_user_may_fix_the_policy(policy: str) -> None:
     workers = names(12)
     plan = symmetric(workers, 12, 3 * 32, 1, dp=3, pp=4)
     members = [worker for worker in workers if worker != workers[5]]
-    found = choose(plan, plan, members, EVEN, Settings(policy=policy))  # type: ignore[arg-type]
+    found = choose(plan, plan, members, EVEN, SelectorSettings(policy=policy))  # type: ignore[arg-type]
     assert found.chosen.policy == policy
 
 
 def test_a_policy_that_is_not_possible_gives_way_and_the_reason_says_so() -> None:
     workers = names(4)
     plan = symmetric(workers, 12, 16, 2, dp=1, pp=4)
-    found = choose(plan, plan, workers[:3], EVEN, Settings(policy="reroute"))
+    found = choose(plan, plan, workers[:3], EVEN, SelectorSettings(policy="reroute"))
     assert found.chosen.policy in ("resize", "reparallelize")
     assert "--policy=reroute is not possible here: nobody else has the layers 9:12 of n3/0#0" in found.reason
 
@@ -431,9 +431,9 @@ def test_who_returns_gets_the_place_and_the_job_its_first_plan() -> None:
     workers = names(12)
     preferred_plan = symmetric(workers, 12, 3 * 32, 1, dp=3, pp=4)
     members = [worker for worker in workers if worker != workers[5]]
-    lost = choose(preferred_plan, preferred_plan, members, EVEN, Settings("resize"))
+    lost = choose(preferred_plan, preferred_plan, members, EVEN, SelectorSettings("resize"))
     assert lost.preferred_plan == preferred_plan
-    back = choose(lost.plan, lost.preferred_plan, [*members, "n5/0#1"], EVEN, Settings("resize"))
+    back = choose(lost.plan, lost.preferred_plan, [*members, "n5/0#1"], EVEN, SelectorSettings("resize"))
     assert back.plan.tiles == preferred_plan.renamed({workers[5]: "n5/0#1"}).tiles
     assert back.preferred_plan.tiles == back.plan.tiles
 

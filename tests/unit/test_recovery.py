@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import GenerationChanged
-from elaunch.rendezvous.membership import Generation, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
 from elaunch.wire import Joined
 from elaunch.workers import recovery
 from elaunch.workers.comm.group import Group
@@ -85,7 +85,7 @@ def entered(
     membership = Recovery(agent, transport, hooks)  # type: ignore[arg-type]
     for number in generations:
         here = Worker(ME, "a", 0, transport.address)
-        agent.tells(Generation(number, Stage.TRAIN, (here,), aborts_step_before=number, begun=True))
+        agent.tells(Generation(number, GenerationStage.TRAIN, (here,), aborts_step_before=number, begun=True))
         membership.agree()
         membership.settle()
     return hooks, agent
@@ -147,7 +147,7 @@ def test_who_was_interrupted_after_the_transfer_goes_on_from_it_if_another_membe
 
         def all_gather_bytes(self, payload: bytes) -> list[bytes]:
             if self.generation == 3 and payload == b"7":
-                agent.tells(Generation(4, Stage.TRAIN, (here,), aborts_step_before=4, begun=True))
+                agent.tells(Generation(4, GenerationStage.TRAIN, (here,), aborts_step_before=4, begun=True))
                 raise GenerationChanged(4)
             return super().all_gather_bytes(payload)
 
@@ -157,7 +157,7 @@ def test_who_was_interrupted_after_the_transfer_goes_on_from_it_if_another_membe
 
     monkeypatch.setattr(recovery, "Group", Interrupted)
     membership = Recovery(agent, transport, hooks)  # type: ignore[arg-type]
-    agent.tells(Generation(3, Stage.TRAIN, (here,), aborts_step_before=3, begun=True))
+    agent.tells(Generation(3, GenerationStage.TRAIN, (here,), aborts_step_before=3, begun=True))
     membership.settle()
     first = ["vote", "transfer 3", "vote"]
     goes_on = ["resume 3", "vote"] if others_went_on else []

@@ -11,22 +11,22 @@ from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
+    GenerationStage,
     JobSize,
     NodeDoc,
     NodeWorker,
     PlanRequest,
     Result,
-    Stage,
     Worker,
     WorkerState,
 )
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.setbacks import Setbacks
-from elaunch.rendezvous.store import Event
+from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 
-TRAIN = Generation(3, Stage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/0#0", "b", 0)))
+TRAIN = Generation(3, GenerationStage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/0#0", "b", 0)))
 MEMBER = NodeDoc("b", "host-b", 1, (NodeWorker("b/0#0", 0, WorkerState.MEMBER),))
 
 
@@ -53,10 +53,10 @@ class Node:
         self.replica.in_job = True
         self.revision = 0
 
-    def event(self, name: str, document: Any) -> Event:
+    def event(self, name: str, document: Any) -> WatchEvent:
         self.revision += 1
         value = document if document is None or isinstance(document, bytes) else to_json(document)
-        return Event(f"/elaunch/job/{name}", value, self.revision, self.revision)
+        return WatchEvent(f"/elaunch/job/{name}", value, self.revision, self.revision)
 
     def takes(self, name: str, document: Any) -> Duty | None:
         return self.replica.take(self.event(name, document))
@@ -142,7 +142,7 @@ def test_the_job_has_begun_once_a_worker_of_this_attempt_is_a_member(node: Node)
         ("generation", TRAIN),
         ("nodes/b", changed_report(MEMBER, attempt=1)),
         ("nodes/b", MEMBER),
-        ("generation", Generation(4, Stage.ASSEMBLE, attempt=1)),
+        ("generation", Generation(4, GenerationStage.ASSEMBLE, attempt=1)),
     ):
         node.takes(name, document)
         has_begun.append(node.replica.view.begun)
@@ -198,7 +198,7 @@ def test_a_new_connection_takes_revisions_that_were_seen_in_a_store_that_has_los
     node.takes("generation", TRAIN)
     node.replica.begin_connection()
     node.revision = 1
-    later = Generation(4, Stage.TRAIN, TRAIN.workers)
+    later = Generation(4, GenerationStage.TRAIN, TRAIN.workers)
     node.takes("generation", later)
     assert node.replica.view.generation == later
 

@@ -22,12 +22,12 @@ from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
-from elaunch.workers.state.regions import Region, holdings_of
+from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.reshard import (
     SMALLEST_MESSAGE_BYTES,
     Buffer,
     Moved,
-    Part,
+    TensorChunk,
     messages_of,
     plan_stages,
     reshard,
@@ -40,7 +40,7 @@ from tests.unit.comm_crew import addresses, connect_all, each, outcomes, togethe
 from tests.unit.plan_strategies import valid_plans
 from tests.unit.test_routes import specs
 
-Regions = dict[str, list[Region]]
+Chunks = dict[str, list[Chunk]]
 
 
 @contextmanager
@@ -67,25 +67,25 @@ class Truth:
                 for which, dtype in enumerate(item.dtypes)
             )
 
-    def state(self, held: Holdings) -> Regions:
-        """Regions of their own memory."""
+    def state(self, held: Holdings) -> Chunks:
+        """Chunks of their own memory."""
         return {
             name: [
-                Region(box, tuple(one[tuple(slice(*ends) for ends in box)].clone() for one in self.tensors[name]))
+                Chunk(box, tuple(one[tuple(slice(*ends) for ends in box)].clone() for one in self.tensors[name]))
                 for box in boxes
             ]
             for name, boxes in held.items()
         }
 
-    def check(self, state: Regions, held: Holdings) -> None:
+    def check(self, state: Chunks, held: Holdings) -> None:
         """That a state is what these boxes have, bit for bit."""
         assert {name: sorted(boxes) for name, boxes in holdings_of(state).items()} == {
             name: sorted(boxes) for name, boxes in held.items() if boxes
         }
-        for name, regions in state.items():
-            for region in regions:
-                for mine, whole in zip(region.tensors, self.tensors[name], strict=True):
-                    assert torch.equal(mine, whole[tuple(slice(*ends) for ends in region.box)]), f"{name} {region.box}"
+        for name, chunks in state.items():
+            for chunk in chunks:
+                for mine, whole in zip(chunk.tensors, self.tensors[name], strict=True):
+                    assert torch.equal(mine, whole[tuple(slice(*ends) for ends in chunk.box)]), f"{name} {chunk.box}"
 
 
 def allocator(items: Mapping[str, Item]) -> Any:
@@ -296,7 +296,7 @@ def test_a_worker_that_dies_while_it_passes_on_leaves_the_others_with_a_whole_st
     truth, workers, victim = Truth(WIDE), [worker for worker in ONE_TO_MANY if worker != "a/1#0"], "b/0#0"
     router = Router(WIDE, {"a/0#0": ALL_OF_WIDE}, dict.fromkeys(workers[1:], ALL_OF_WIDE))
     states = {worker: truth.state(ALL_OF_WIDE if worker == "a/0#0" else {}) for worker in workers}
-    snapshots: dict[str, Regions] = {worker: {} for worker in workers}
+    snapshots: dict[str, Chunks] = {worker: {} for worker in workers}
 
     def first(transport: Transport) -> object:
         group = Group(transport, 1, workers)
@@ -517,4 +517,4 @@ def test_what_is_on_a_device_travels_through_host_memory() -> None:
 @pytest.mark.parametrize("ends", [(-1, 3), (0, 9), (7, 9)])
 def test_a_part_beyond_what_a_worker_has_is_refused(ends: tuple[int, int]) -> None:
     with pytest.raises(AssertionError, match="is not within one of"):
-        view_of([Region(((0, 8),), (torch.zeros(8),))], Part("w", (ends,), 0, False, 0))
+        view_of([Chunk(((0, 8),), (torch.zeros(8),))], TensorChunk("w", (ends,), 0, False, 0))

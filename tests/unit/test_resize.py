@@ -6,14 +6,14 @@ import pytest
 
 from elaunch.cli.resize import leavers, limits_of
 from elaunch.errors import RequestRefused, UsageError
-from elaunch.rendezvous.membership import Generation, JobConfig, JobSize, NodeDoc, Result, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, JobConfig, JobSize, NodeDoc, Result, Worker
 from elaunch.rendezvous.observer import Documents
 
 
 def documents(*nodes: str, working: int | None = None, **fields: object) -> Documents:
     docs = tuple(NodeDoc(name, f"host-{name}", 1) for name in nodes)
     workers = tuple(Worker(f"{name}/0#0", name, 0) for name in nodes[:working])
-    generation = Generation(5, Stage.TRAIN, workers)
+    generation = Generation(5, GenerationStage.TRAIN, workers)
     return Documents(docs, generation, config=JobConfig(2, 4, None), **fields)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from elaunch.workers.random.trace import RandomTrace
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.layout import LayerSpec
-from elaunch.workers.state.routes import CUT_BYTES, HOPS, Piece, Router, Routes, n_bytes
+from elaunch.workers.state.routes import CUT_BYTES, HOPS, ChunkTransfer, Router, Routes, n_bytes
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
 from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
@@ -76,7 +76,7 @@ def play(items: Mapping[str, Item], before: Held, after: Held, snapshots: Held, 
     played = Played(items)
     devices = {worker: played.filled(before.get(worker, {})) for worker in {*before, *after}}
     hosts = {worker: played.filled(snapshots.get(worker, {})) for worker in {*before, *after}}
-    sent: dict[tuple[str, str], list[Piece]] = {
+    sent: dict[tuple[str, str], list[ChunkTransfer]] = {
         (piece.source, piece.to): [] for one in routes.values() for piece in one.send
     }
     for one in routes.values():
@@ -172,7 +172,7 @@ def test_a_joiner_gets_even_parts_from_all_who_have_them() -> None:
     before = {f"n{node}/0#0": ALL for node in range(4)}
     router = Router(BIG, before, {**before, "n9/0#0": ALL})
     sizes = [n_bytes(BIG, router.of(worker).send) for worker in before]
-    assert sizes == [n_bytes(BIG, [Piece("w", ALL["w"][0], "", "")]) // 4] * 4
+    assert sizes == [n_bytes(BIG, [ChunkTransfer("w", ALL["w"][0], "", "")]) // 4] * 4
 
 
 def test_what_the_own_node_has_comes_from_there() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from elaunch.plan import Pipeline, Plan, Stage, Tile, pipelines, stages, symmetric
-from elaunch.plan.parts import parts
+from elaunch.plan.components import components
 from elaunch.plan.schedule import (
     Action,
     ActionPrice,
@@ -224,21 +224,21 @@ def test_the_order_that_is_asked_for_or_the_faster_one_is_taken_in_each_part(pla
     firsts: dict[str, tuple[Kind, ...]] = {"auto": ("B", "F"), "backward": ("B",), "forward": ("F",)}
     # On the clocks a worker may wait although it could begin; a timeline never does.
     assert found.step_s <= max(
-        min(on_one_order(part.plan, first) for first in firsts[plan.order]) for part in parts(plan)
+        min(on_one_order(component.plan, first) for first in firsts[plan.order]) for component in components(plan)
     )
 
 
 @settings(max_examples=scaled(40, 100), deadline=None)
 @given(valid_plans(tp=(1, 2)))
 def test_parts_share_neither_units_nor_workers(plan: Plan) -> None:
-    found = parts(plan)
-    assert sorted(tile for part in found for tile in part.tiles) == list(range(len(plan.tiles)))
+    found = components(plan)
+    assert sorted(tile for component in found for tile in component.tiles) == list(range(len(plan.tiles)))
     seen: set[object] = set()
-    for part in found:
-        mine: set[object] = set(part.plan.workers)
+    for component in found:
+        mine: set[object] = set(component.plan.workers)
         mine |= {
             sample // plan.micro_batch_size
-            for t in part.plan.tiles
+            for t in component.plan.tiles
             for runs in t.micro_batches
             for run in runs
             for sample in run
@@ -255,6 +255,6 @@ def test_equal_pipelines_have_one_shape_and_unequal_ones_have_not() -> None:
         ]
         return pipelines(4, 4 * len(cuts), 2, made)
 
-    assert len({part.shape for part in parts(plan(2, 2, 2))}) == 1
-    assert len({part.shape for part in parts(plan(2, 3, 2))}) == 2
+    assert len({component.shape for component in components(plan(2, 2, 2))}) == 1
+    assert len({component.shape for component in components(plan(2, 3, 2))}) == 2
     assert [str(order) for order in schedule(plan(2, 2)).by_worker["b1"]] == ["F3.0", "B3.0", "F3.1", "B3.1"]

@@ -21,7 +21,7 @@ from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.select import Choice, Settings, choose
+from elaunch.policy.select import Choice, SelectorSettings, choose
 from elaunch.policy.selector import SETTLED, Selector, make_selector
 from elaunch.policy.settings import PolicyConfig, SlowPolicy, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
@@ -36,9 +36,9 @@ EVEN = Profile("even", (LayerProfile(1.0, 2.0, 400, 1200, 10, 50),) * 4, 1, 1e9,
 class Prepared:
     """Plans at once what it is asked to, or says that nothing is there yet."""
 
-    settings = Settings()
+    settings = SelectorSettings()
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SelectorSettings) -> None:
         self.settings = settings
         self.begun: list[dict[str, Any]] = []
         self.answers = True
@@ -76,8 +76,11 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selector_module, "Ahead", Prepared)
 
 
-def crew(settings: Settings | None = None) -> dict[str, Selector]:
-    found = {worker: Selector(worker, Measured("test", [LAYER] * 4, [100] * 4), settings or Settings()) for worker in W}
+def crew(settings: SelectorSettings | None = None) -> dict[str, Selector]:
+    found = {
+        worker: Selector(worker, Measured("test", [LAYER] * 4, [100] * 4), settings or SelectorSettings())
+        for worker in W
+    }
     for one in found.values():
         one.entered(HOME, HOME, W, None)
     return found
@@ -184,8 +187,8 @@ def test_one_slow_step_makes_nobody_ask() -> None:
         assert not any(one.due for one in workers.values())
 
 
-@pytest.mark.parametrize("settings", [Settings(policy="reroute"), Settings(policy="resize")])
-def test_who_pins_a_policy_is_asked_for_nothing_else(settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [SelectorSettings(policy="reroute"), SelectorSettings(policy="resize")])
+def test_who_pins_a_policy_is_asked_for_nothing_else(settings: SelectorSettings) -> None:
     workers = crew(settings)
     for _ in range(10 * EVERY):
         step(workers, {W[1]: 3.0})
@@ -264,7 +267,7 @@ def vars_of(history: History) -> dict[str, Any]:
 
 
 def test_who_joins_takes_over_the_history() -> None:
-    one = Selector("n2/0#0", Measured("test", [LAYER] * 4, [100] * 4), Settings())
+    one = Selector("n2/0#0", Measured("test", [LAYER] * 4, [100] * 4), SelectorSettings())
     one.entered(HOME, HOME, [*W, "n2/0#0"], History(5.0, 7))
     assert one.history == History(5.0, 7)
     one.entered(HOME, HOME, [*W[1:], "n2/0#0"], History(0.0, 100))
@@ -331,7 +334,7 @@ def test_a_profile_is_read_and_kept_up_to_date(tmp_path: Path, monkeypatch: pyte
 
 def test_a_profile_that_cannot_be_written_stops_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = tmp_path / "no" / "such" / "job.json"
-    one = Selector(W[0], Measured("test", [LAYER] * 4, [100] * 4), Settings(), gone)
+    one = Selector(W[0], Measured("test", [LAYER] * 4, [100] * 4), SelectorSettings(), gone)
     one.entered(HOME, HOME, W[:1], None)
     for _ in range(4):
         step({W[0]: one})
@@ -366,7 +369,7 @@ def test_members_without_a_share_stay_members() -> None:
 def test_bitwise_refuses_plans_that_cut_micro_batches() -> None:
     left = [W[0], *W[2:]]
     free, kept = (
-        choose(HOME, HOME, left, EVEN, Settings(consistency=consistency)) for consistency in ("fast", "bitwise")
+        choose(HOME, HOME, left, EVEN, SelectorSettings(consistency=consistency)) for consistency in ("fast", "bitwise")
     )
     resize = {one.policy: one for one in free.candidates}["resize"]
     assert not resize.rejected
@@ -407,7 +410,7 @@ def with_slow_policy(policy: SlowPolicy, min_nodes: int = 1) -> dict[str, Select
     found = {}
     for worker in W:
         known = Measured("test", [LAYER] * 4, [100] * 4)
-        found[worker] = Selector(worker, known, Settings(), slow_policy=policy, min_nodes=min_nodes)
+        found[worker] = Selector(worker, known, SelectorSettings(), slow_policy=policy, min_nodes=min_nodes)
         found[worker].entered(HOME, HOME, W, None)
     return found
 
@@ -489,6 +492,6 @@ def test_the_first_member_is_prepared_to_match_the_tuples_of_the_plan(monkeypatc
     monkeypatch.setattr(selector_module, "prepare", prepared.append)
     pairs = symmetric(W, 4, 12, 2, pp=2, tp=2)
     for worker in W:
-        selector = Selector(worker, Measured("m", [LAYER] * 4, [100] * 4), Settings())
+        selector = Selector(worker, Measured("m", [LAYER] * 4, [100] * 4), SelectorSettings())
         selector.entered(pairs, pairs, W, None)
     assert prepared == [2]

@@ -69,3 +69,9 @@ def test_no_class_is_made_of_many_parts() -> None:
         if n_arguments > MOST_ARGUMENTS or n_attributes > MOST_ATTRIBUTES
     }
     assert large == set(LARGE_CLASSES)
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """A reader who meets a name need not ask whose it is."""
+    counts = Counter(name for _, path in package_files() for name, _, _ in class_sizes(path.read_text()))
+    assert not {name for name, count in counts.items() if count > 1}

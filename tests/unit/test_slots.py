@@ -18,16 +18,16 @@ from elaunch.agent.decisions.slots import (
     IGNORED,
     IMPOSSIBLE,
     TRANSITIONS,
-    Event,
     Guard,
     News,
     Slot,
-    State,
+    SlotEvent,
+    SlotState,
     Transition,
     cells,
     find_transition,
 )
-from elaunch.rendezvous.membership import Generation, Result, Stage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Result, Worker
 from tests import slot_diagram
 from tests.helpers import scaled
 
@@ -38,7 +38,7 @@ LENGTH = 60
 
 def test_the_table_decides_on_every_event_in_every_state_once() -> None:
     decided = Counter([*TRANSITIONS, *cells(IGNORED), *cells(IMPOSSIBLE)])
-    assert set(decided) == set(product(State, Event))
+    assert set(decided) == set(product(SlotState, SlotEvent))
     assert {cell for cell, times in decided.items() if times > 1} == set()
 
 
@@ -48,15 +48,15 @@ def test_one_row_always_holds_and_the_last_one_only() -> None:
 
 
 def test_every_state_can_be_reached_from_an_empty_slot() -> None:
-    reached, before = {State.EMPTY}, set[State]()
+    reached, before = {SlotState.EMPTY}, set[SlotState]()
     while reached != before:
         before = set(reached)
         reached |= {row.state for (state, _), rows in TRANSITIONS.items() if state in before for row in rows}
-    assert reached == set(State)
+    assert reached == set(SlotState)
 
 
 def test_only_what_has_a_process_changes_by_what_a_worker_says() -> None:
-    said = (Event.ATTACH, Event.REGISTER, Event.JOIN, Event.COMMIT, Event.LEAVE, Event.FINISH)
+    said = (SlotEvent.ATTACH, SlotEvent.REGISTER, SlotEvent.JOIN, SlotEvent.COMMIT, SlotEvent.LEAVE, SlotEvent.FINISH)
     assert {state for state, event in TRANSITIONS if event in said} <= ALIVE
 
 
@@ -67,7 +67,7 @@ def test_what_the_agent_never_makes_of_itself_is_a_defect_and_no_fall_through() 
 
 
 def test_what_is_ignored_changes_nothing() -> None:
-    life = Lifecycle(NodeSettings("a", "h", 1, 1, 1, None), generation=Generation(1, Stage.TRAIN))
+    life = Lifecycle(NodeSettings("a", "h", 1, 1, 1, None), generation=Generation(1, GenerationStage.TRAIN))
     news = News(generation=life.generation, number=1, training=True)
     for state, event in cells(IGNORED):
         life.slots[0].state, life.slots[0].worker = state, "a/0#0"
@@ -109,12 +109,12 @@ class Schedule:
     def generation(self) -> None:
         rng = self.rng
         self.number += 1
-        stage = rng.choices((Stage.TRAIN, Stage.START), (9, 1 if self.number > 1 else 9))[0]
+        stage = rng.choices((GenerationStage.TRAIN, GenerationStage.START), (9, 1 if self.number > 1 else 9))[0]
         if rng.random() < 0.06:
-            self.attempt, stage = self.attempt + 1, rng.choice(list(Stage))
+            self.attempt, stage = self.attempt + 1, rng.choice(list(GenerationStage))
         ids, leaving = [one for one in OTHERS if rng.random() < 0.5], list[str]()
         for slot in self.life.slots:
-            if stage is Stage.START:
+            if stage is GenerationStage.START:
                 ids.append(f"a/{slot.local_rank}")
             elif slot.worker:
                 rng.choices((ids, leaving, []), (8, 1, 1))[0].append(slot.worker)
@@ -126,18 +126,18 @@ class Schedule:
         """A worker says something, mostly something that the table has a row for."""
         life, rng = self.life, self.rng
         slot = rng.choice(life.slots)
-        says: dict[Event, Callable[[], object]] = {
-            Event.ATTACH: lambda: life.on_attach(slot.worker),
-            Event.REGISTER: lambda: life.on_ready(slot.worker, "h:1"),
-            Event.JOIN: lambda: life.on_joined(slot.worker, self.number),
-            Event.COMMIT: lambda: life.on_progress(slot.worker, self.number),
-            Event.EVICT: lambda: life.evict(slot.worker, False, "x"),
-            Event.REPLACE: lambda: life.evict(slot.worker, True, "x"),
-            Event.LEAVE: lambda: life.on_leaving(slot.worker),
-            Event.FINISH: lambda: life.on_finished(slot.worker),
+        says: dict[SlotEvent, Callable[[], object]] = {
+            SlotEvent.ATTACH: lambda: life.on_attach(slot.worker),
+            SlotEvent.REGISTER: lambda: life.on_ready(slot.worker, "h:1"),
+            SlotEvent.JOIN: lambda: life.on_joined(slot.worker, self.number),
+            SlotEvent.COMMIT: lambda: life.on_progress(slot.worker, self.number),
+            SlotEvent.EVICT: lambda: life.evict(slot.worker, False, "x"),
+            SlotEvent.REPLACE: lambda: life.evict(slot.worker, True, "x"),
+            SlotEvent.LEAVE: lambda: life.on_leaving(slot.worker),
+            SlotEvent.FINISH: lambda: life.on_finished(slot.worker),
         }
         if self.fruitless:
-            says.pop(Event.COMMIT)
+            says.pop(SlotEvent.COMMIT)
         fit = [event for event in says if (slot.state, event) in TRANSITIONS]
         says[rng.choice(fit if fit and rng.random() < 0.7 else list(says))]()
 
@@ -161,9 +161,9 @@ class Schedule:
 
 
 def test_random_schedules_meet_every_row_and_nothing_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = set[tuple[State, Event, Transition | None]]()
+    met = set[tuple[SlotState, SlotEvent, Transition | None]]()
 
-    def find(slot: Slot, event: Event, news: News) -> Transition | None:
+    def find(slot: Slot, event: SlotEvent, news: News) -> Transition | None:
         state = slot.state
         met.add((state, event, transition := find_transition(slot, event, news)))
         return transition

@@ -11,7 +11,7 @@ from elaunch.plan import Plan, symmetric
 from elaunch.policy.ahead import Ahead
 from elaunch.policy.measure import Measured, Step
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.select import Settings
+from elaunch.policy.select import SelectorSettings
 from elaunch.policy.selector import Selector
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(6)]
@@ -43,7 +43,7 @@ def steps_until_noticed(monkeypatch: pytest.MonkeyPatch, factor: float, noise: f
 
     monkeypatch.setattr(Ahead, "begin", begin)
     layer = LayerProfile(0, 0, 10, 30, 10, 10)
-    of = {name: Selector(name, Measured("m", [layer] * LAYERS, [10] * LAYERS), Settings()) for name in WORKERS}
+    of = {name: Selector(name, Measured("m", [layer] * LAYERS, [10] * LAYERS), SelectorSettings()) for name in WORKERS}
     for one in of.values():
         one.entered(PLAN, PLAN, WORKERS, None)
     draw = random.Random(seed)
@@ -91,7 +91,9 @@ def test_speeds_that_hardly_differ_are_the_same(
 ) -> None:
     """`looks`: at the speeds, until a plan is asked for."""
     asked: list[int] = []
-    one = Selector(WORKERS[0], Measured("m", [LayerProfile(0, 0, 10, 30, 10, 10)] * LAYERS, [10] * LAYERS), Settings())
+    one = Selector(
+        WORKERS[0], Measured("m", [LayerProfile(0, 0, 10, 30, 10, 10)] * LAYERS, [10] * LAYERS), SelectorSettings()
+    )
     one.entered(PLAN, PLAN, WORKERS, None)
     monkeypatch.setattr(Ahead, "begin", lambda *_, again, **__: asked.append(again))
     for number, speed in enumerate(speeds, 1):

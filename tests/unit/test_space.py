@@ -105,5 +105,5 @@ def test_strided_shards_come_after_the_parts_to_their_right() -> None:
 
 
 def test_what_gives_no_box_is_refused() -> None:
-    with pytest.raises(StateError, match=r"placed as P.* has no region; redistribute it"):
+    with pytest.raises(StateError, match=r"placed as P.* has no chunk; redistribute it"):
         box_of_placements((4,), (2,), (Partial(),), (0,))

@@ -233,7 +233,7 @@ def test_layouts_are_read_off_dtensors_on_a_mesh_or_some_of_its_axes() -> None:
     with pytest.raises(StateError, match="on one is on DeviceMesh"):
         Layout.of(other, ("a", "b"), {"on one": tensors["on one"]})
     summed = DTensor.from_local(torch.zeros(2), line, (Partial(),), run_check=False)
-    with pytest.raises(StateError, match=r"summed is placed as P.*, which has no region"):
+    with pytest.raises(StateError, match=r"summed is placed as P.*, which has no chunk"):
         Layout.of(line, ("a", "b"), {"summed": summed}).to_json()
 
 

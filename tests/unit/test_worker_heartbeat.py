@@ -21,7 +21,7 @@ from elaunch.detect.heartbeat import (
     FILE_BYTES,
     TEXT_BYTES,
     VERSION,
-    Heartbeat,
+    HeartbeatReading,
     Phase,
     Reader,
     Still,
@@ -84,7 +84,7 @@ def readers() -> Iterator[list[Reader]]:
         reader.close()
 
 
-def look(reader: Reader) -> Heartbeat:
+def look(reader: Reader) -> HeartbeatReading:
     found = reader.read()
     assert found is not None
     return found
@@ -242,7 +242,7 @@ def test_without_an_agent_all_of_it_does_nothing() -> None:
 # -- what the beating thread sees -------------------------------------------------------------------------------------
 
 
-def holds_the_lock(worker: Spawned, heartbeat: Heartbeat) -> bool:
+def holds_the_lock(worker: Spawned, heartbeat: HeartbeatReading) -> bool:
     late = time.monotonic() - heartbeat.beat_s > 4 * BEAT_S
     return late and thread_state(worker.pid, heartbeat.beating_tid) == "S"
 
@@ -258,7 +258,7 @@ def holds_the_lock(worker: Spawned, heartbeat: Heartbeat) -> bool:
     ],
 )
 def test_a_worker_that_does_not_go_on_is_seen_to_be_still(
-    spawn: Spawner, readers: list[Reader], kind: str, is_seen: Callable[[Spawned, Heartbeat], bool]
+    spawn: Spawner, readers: list[Reader], kind: str, is_seen: Callable[[Spawned, HeartbeatReading], bool]
 ) -> None:
     worker, reader = start(spawn, SHOWS + f"hangs.hang({kind!r})")
     readers.append(reader)

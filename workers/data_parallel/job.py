@@ -26,7 +26,7 @@ from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data_parallel.buffers import ModelBuffers
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
 from elaunch.workers.data_parallel.in_flight import StepInFlight
-from elaunch.workers.data_parallel.layout import Layout, Share
+from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
@@ -38,7 +38,7 @@ from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Restored
+    from elaunch.workers.state.checkpoint import CheckpointShard, Restored
 
 
 class Job(BaseJob):
@@ -56,7 +56,7 @@ class Job(BaseJob):
         self._buckets: GradientBuckets | None = None
         self._model_buffers: ModelBuffers | None = None
         self._objects: dict[str, Any] = {}
-        self._layout: Layout | None = None
+        self._layout: SampleLayout | None = None
         self._order: data.SampleOrder | None = None
         self._in_flight = StepInFlight()
         self._went_back: Restored[None] | None = None
@@ -154,7 +154,7 @@ class Job(BaseJob):
             raise ValueError(wrong[0])
         if steps < 0:
             raise ValueError(f"steps must be 0 or more, got {steps}")
-        self._layout = Layout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
+        self._layout = SampleLayout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
         self._order = data.SampleOrder(n_samples, seed, shuffle)
         self._become_member()
         self._check_origin(self._layout)
@@ -210,7 +210,7 @@ class Job(BaseJob):
         if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
             self._tell()
 
-    def _begin_step(self, layout: Layout) -> Share:
+    def _begin_step(self, layout: SampleLayout) -> Share:
         share = self._plans.share(layout)
         self._in_flight = StepInFlight(share.coverage, share.whole_coverage)
         if self._buckets is not None:
@@ -311,7 +311,7 @@ class Job(BaseJob):
             raise StateError("call register() first: this worker is no member of its job yet")
         return self._member.group
 
-    def _durable(self) -> Part:
+    def _durable(self) -> CheckpointShard:
         assert self._layout is not None
         return part_of(self._objects, self._layout.cursor, self._member.rank, self._member.size)
 
@@ -328,7 +328,7 @@ class Job(BaseJob):
         self.step = found.saved.step
         self._went_back = Restored(found.saved, None, found.read_bytes, found.seconds)
 
-    def _check_origin(self, layout: Layout) -> None:
+    def _check_origin(self, layout: SampleLayout) -> None:
         """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
         if self._went_back is not None:
             self._went_back.saved.check("objects", layout.cursor)

@@ -15,7 +15,7 @@ from elaunch.workers.barrier import coverage_of
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SampleLayout:
     """What the samples of a step depend on; the same on all members."""
 
     global_batch_size: int

@@ -16,7 +16,7 @@ from elaunch.policy.candidates.balance import shares_by_speed
 from elaunch.policy.decision import History
 from elaunch.policy.profile import LayerProfile
 from elaunch.workers.comm.group import Group
-from elaunch.workers.data_parallel.layout import Layout, Share
+from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.member.policy import history_of
 from elaunch.workers.runtime import Member
@@ -37,7 +37,7 @@ class Plans:
         self._followed: Plan | None = None
         self._share: Share | None = None
 
-    def decide(self, layout: Layout | None, group: Group, verdict: Verdict) -> dict[str, Any]:
+    def decide(self, layout: SampleLayout | None, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses the next plan, the same on all members; for the hook `plan`.
 
         One member asks its selector and tells the others. Without a choice the first step makes an even plan.
@@ -66,7 +66,7 @@ class Plans:
         self._plan = Plan.parse(event["plan"]) if event else None
         return event
 
-    def share(self, layout: Layout) -> Share:
+    def share(self, layout: SampleLayout) -> Share:
         """Returns what this worker does in the step that begins; makes plan and selector where there are none."""
         member, members = self._member, self._member.generation.ids
         plan = self._plan

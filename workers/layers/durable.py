@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from elaunch.workers.layers.change.held_state import forms_from_json, forms_to_json
-from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, regions_of
+from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards, chunks_of
 from elaunch.workers.state.boxes import Box
-from elaunch.workers.state.checkpoint import Part, Pieces, Saved
-from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
+from elaunch.workers.state.checkpoint import CheckpointShard, ChunkedTensor, SavedCheckpoint
+from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 from elaunch.workers.state.space import OPTIMIZER
 
 KIND = "layers"
@@ -24,24 +24,24 @@ KIND = "layers"
 MODEL, STATES = "model.", "optimizer."
 
 
-def part_of(specs: Sequence[LayerSpec], shards: Shards, settings: Mapping[str, Any]) -> Part:
+def part_of(specs: Sequence[LayerSpec], shards: Shards, settings: Mapping[str, Any]) -> CheckpointShard:
     """Returns what a worker adds to a checkpoint; the tensors are the live ones."""
     shapes = _shapes(specs)
     forms = shards.forms()
     tensors = {}
-    for item, regions in shards.regions().items():
+    for item, chunks in shards.chunks().items():
         path = item.removesuffix(OPTIMIZER)
         for place, name in enumerate(_names(path, forms[path])):
-            tensors[name] = Pieces(shapes[path], [(region.box, region.tensors[place]) for region in regions])
+            tensors[name] = ChunkedTensor(shapes[path], [(chunk.box, chunk.tensors[place]) for chunk in chunks])
     facts = {"forms": forms_to_json(forms), "schedule": shards.schedule(), "optimizer": shards.optimizer_name}
-    return Part(KIND, settings, tensors, facts)
+    return CheckpointShard(KIND, settings, tensors, facts)
 
 
 def shards_of(
-    saved: Saved,
+    saved: SavedCheckpoint,
     specs: Sequence[LayerSpec],
     layout: StateLayout,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParameterPiece],
     settings: Mapping[str, Any],
     device: torch.device,
     make_optimizer: MakeOptimizer,
@@ -66,11 +66,11 @@ def shards_of(
         form = forms[piece.parameter]
         dtypes = (layout.sum_dtype(piece.shard.layer), *form.dtypes)
         tensors.append(tuple(torch.empty(piece.elements, dtype=dtype, device=device) for dtype in dtypes))
-        for region in regions_of(piece, tensors[-1]):
-            for name, part in zip(_names(piece.parameter, form), region.tensors, strict=True):
-                boxes.setdefault(name, []).append((region.box, part))
+        for chunk in chunks_of(piece, tensors[-1]):
+            for name, part in zip(_names(piece.parameter, form), chunk.tensors, strict=True):
+                boxes.setdefault(name, []).append((chunk.box, part))
     paths = {name: piece.parameter for piece in pieces for name in _names(piece.parameter, forms[piece.parameter])}
-    read_bytes = saved.read({name: Pieces(shapes[paths[name]], parts) for name, parts in boxes.items()})
+    read_bytes = saved.read({name: ChunkedTensor(shapes[paths[name]], parts) for name, parts in boxes.items()})
     shards = Shards(pieces, tensors, make_optimizer, make_scheduler, forms, schedule)
     kinds = {one["optimizer"] for one in saved.facts if one["optimizer"]}
     if shards.optimizer_name and kinds and shards.optimizer_name not in kinds:
@@ -87,7 +87,7 @@ def _shapes(specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
     return {f"layers.{spec.index}.{name}": tuple(shape) for spec in specs for name, shape in spec.shapes.items()}
 
 
-def _check_shapes(saved: Saved, specs: Sequence[LayerSpec]) -> None:
+def _check_shapes(saved: SavedCheckpoint, specs: Sequence[LayerSpec]) -> None:
     there, here = saved.shapes(MODEL), _shapes(specs)
     saved.refuse(
         [

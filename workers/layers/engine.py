@@ -26,13 +26,13 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import Form, MakeOptimizer, Shards
 from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
-from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
-from elaunch.workers.state.regions import Region, holdings_of
+from elaunch.workers.state.chunks import Chunk, holdings_of
+from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 from elaunch.workers.state.reshard import reshard
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Read, Restored, Saved
+    from elaunch.workers.state.checkpoint import CheckpointShard, Read, Restored, SavedCheckpoint
 
 Barrier = Callable[[StepRecord], StepRecord]
 
@@ -55,7 +55,7 @@ class StepReport:
 class _Hosted(NamedTuple):
     """State in host memory as it was when the last step committed, and what belongs to the state everywhere then."""
 
-    regions: dict[str, list[Region]]
+    chunks: dict[str, list[Chunk]]
     forms: Mapping[str, Form]
     schedule: dict[str, Any] | None
 
@@ -111,7 +111,7 @@ class Engine:
         """What the last step that committed here came to; for who was at its barrier and did not pass."""
         self._stale = False
         # While a change under a bound is under way, or was interrupted: what is here.
-        self._mixed: dict[str, list[Region]] | None = None
+        self._mixed: dict[str, list[Chunk]] | None = None
         # The copies that were there before the last change, of use until the first commit after it makes them old.
         self._hosted: _Hosted | None = None
         self._next_hosted: _Hosted | None = None
@@ -244,7 +244,7 @@ class Engine:
             plan=str(self._part.plan),
             stale=self._stale,
             boxes=None if self._mixed is None else holdings_of(self._mixed),
-            hosted=None if hosted is None else holdings_of(hosted.regions),
+            hosted=None if hosted is None else holdings_of(hosted.chunks),
             snapshots=copies.pieces(),
             forms={**(copies.forms() if hosted is None else hosted.forms), **shards.forms()},
             schedule=schedule,
@@ -366,34 +366,36 @@ class Engine:
             partial(self.builder.executor, worker),
         )
 
-    def _moved(self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[Piece]) -> tuple[Shards, int]:
+    def _moved(
+        self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[ParameterPiece]
+    ) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
         router, forms, schedule = migration_plan.router(), migration_plan.forms, migration_plan.schedule
         local = self._part.zero.shards if self._part is not None and self._mixed is None else None
         assembly = Assembly(pieces, local, router.items, self.builder.device)
-        state = self._mixed if self._mixed is not None else local.regions() if local is not None else {}
+        state = self._mixed if self._mixed is not None else local.chunks() if local is not None else {}
         hosted = self._hosted
         if hosted is None:
-            hosted = _Hosted({} if self._part is None else self._part.snapshots.regions(), forms, schedule)
+            hosted = _Hosted({} if self._part is None else self._part.snapshots.chunks(), forms, schedule)
         self._next_hosted = hosted
         if self._settings.max_extra_bytes is not None:
             self._mixed, self._hosted = state, hosted
             if local is not None:
-                # From here on the regions alone hold it, so that what is let go is free.
+                # From here on the chunks alone hold it, so that what is let go is free.
                 local.release()
         new, moved = reshard(
             group,
             router,
             state,
             assembly.allocate,
-            snapshots=hosted.regions,
+            snapshots=hosted.chunks,
             max_extra_bytes=self._settings.max_extra_bytes,
         )
         return self.builder.shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def durable(self) -> Part:
+    def durable(self) -> CheckpointShard:
         """Returns what this worker adds to a checkpoint between two steps; the tensors are the live ones."""
         from elaunch.workers.layers.durable import part_of
 
@@ -425,7 +427,7 @@ class Engine:
         pieces = layout.pieces(worker)
         make = self.builder.optimizers
 
-        def read(saved: Saved) -> tuple[Shards, int]:
+        def read(saved: SavedCheckpoint) -> tuple[Shards, int]:
             return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self.builder.device, *make)
 
         found = go_back(read)

@@ -26,10 +26,10 @@ from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
-from elaunch.workers.layers.model import Chain, Draw, Layer, Saved
+from elaunch.workers.layers.model import Chain, Draw, Layer, SavedActivations
 from elaunch.workers.layers.sums import Node, TreeSum
 from elaunch.workers.layers.timing import Stopwatch
-from elaunch.workers.state.layout import LayerSpec, Owned, StateLayout
+from elaunch.workers.state.layout import LayerSpec, OptimizerShard, StateLayout
 
 LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""
@@ -55,7 +55,7 @@ class Outcome:
     """
 
     losses: tuple[tuple[int, int, float], ...]
-    gradients: dict[Owned, Tensor]
+    gradients: dict[OptimizerShard, Tensor]
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class Executor:
         traffic: Traffic,
         step: int,
         load: Load,
-        sums: Mapping[tuple[str, ...], TupleSum],
+        sums: Mapping[tuple[str, ...], TPGroupSum],
         ready: Callable[[range], object] = lambda _: None,
         watch: Stopwatch | None = None,
     ) -> Outcome:
@@ -139,7 +139,7 @@ class Executor:
         return {layer: self._layout.holders[layer].index(workers) for layer in self._plan.tiles[tile].layers}
 
 
-class TupleSum:
+class TPGroupSum:
     """Sums over the members of a tensor-parallel group, in the order of their ranks."""
 
     def __init__(self, workers: tuple[str, ...], worker: str) -> None:
@@ -194,19 +194,19 @@ class _Step:
         traffic: Traffic,
         step: int,
         load: Load,
-        sums: Mapping[tuple[str, ...], TupleSum],
+        sums: Mapping[tuple[str, ...], TPGroupSum],
         ready: Callable[[range], object],
         watch: Stopwatch | None,
     ) -> None:
         self._of, self._plan = executor, executor._plan
         self._traffic, self._step, self._load, self._ready, self._watch = traffic, step, load, ready, watch
-        self._saved: dict[tuple[int, int], list[Saved]] = {}
+        self._saved: dict[tuple[int, int], list[SavedActivations]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
         self._posted: dict[int, Tensor] = {}
         self._losses: list[tuple[int, int, Tensor]] = []
         self._sums: dict[LayerKey, _Sum] = {}
-        self._arriving: dict[tuple[Owned, int], Tensor] = {}
+        self._arriving: dict[tuple[OptimizerShard, int], Tensor] = {}
         for tile, replicas in executor._replica.items():
             for key in replicas.items():
                 entry = self._sums.setdefault(key, _Sum(TreeSum(self._plan.n_units, _add_all)))
@@ -389,7 +389,7 @@ class _Step:
                     self._arriving[shard, number] = part
                     self._traffic.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), memory(part))
 
-    def _total(self, shard: Owned) -> Tensor:
+    def _total(self, shard: OptimizerShard) -> Tensor:
         """The gradient of a shard: sums over whole units along the tree, then the rest by TP group, in order."""
         layout, terms = self._of._layout, self._of._terms
         tree = TreeSum[Tensor](self._plan.n_units, Tensor.add_)

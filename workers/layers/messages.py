@@ -13,7 +13,7 @@ from itertools import accumulate
 from elaunch.plan.tiling import Plan, Tile
 from elaunch.plan.views import Feed, holders, inputs, outputs, unit_of
 from elaunch.workers.layers.sums import Node, nodes
-from elaunch.workers.state.layout import Owned, StateLayout
+from elaunch.workers.state.layout import OptimizerShard, StateLayout
 
 _NUMBERS = 1 << 28
 
@@ -148,7 +148,7 @@ class GradientTerms:
         counts = [len(self.terms[shard.layer]) for shard in layout.all_shards]
         self._first = dict(zip(layout.all_shards, [0, *accumulate(counts)], strict=False))
 
-    def number(self, shard: Owned, term: int) -> int:
+    def number(self, shard: OptimizerShard, term: int) -> int:
         """Returns the number of the message that brings term `term` of a layer's gradient to the owner of a shard."""
         return self._first[shard] + term
 

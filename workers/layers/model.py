@@ -211,7 +211,7 @@ class Layer:
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedActivations:
     """What the backward of one piece of a chain on one micro-batch needs."""
 
     x: Tensor
@@ -233,7 +233,7 @@ class Chain:
                 self._pieces.append([])
             self._pieces[-1].append(layer)
 
-    def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[Saved]]:
+    def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[SavedActivations]]:
         """Returns the output for `x` (rows, …), detached, and what `backward` needs.
 
         Args:
@@ -249,16 +249,16 @@ class Chain:
             if piece[0].recompute:
                 with torch.no_grad():
                     y = _run(piece, x, draw, spans)
-                kept.append(Saved(x, None, spans))
+                kept.append(SavedActivations(x, None, spans))
             else:
                 leaf = _leaf(x)
                 y = _run(piece, leaf, draw, spans)
-                kept.append(Saved(leaf, y, spans))
+                kept.append(SavedActivations(leaf, y, spans))
             x = y.detach()
         return x, kept
 
     def backward(
-        self, saved: list[Saved], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
+        self, saved: list[SavedActivations], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
     ) -> Tensor | None:
         """Returns the gradient of the input; None for one that has none. `saved` is used up.
 

@@ -16,7 +16,7 @@ from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
 from elaunch.workers.comm.group import Group
 from elaunch.workers.layers.change.migration import keys_of
-from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, TupleSum
+from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, TPGroupSum
 from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.settings import EngineSettings
@@ -24,7 +24,7 @@ from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Sh
 from elaunch.workers.layers.snapshots import Snapshots
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
-from elaunch.workers.state.layout import Piece, StateLayout
+from elaunch.workers.state.layout import ParameterPiece, StateLayout
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class WorkerPart:
     zero: ZeroOptimizer
     executor: Executor
     snapshots: Snapshots
-    sums: dict[tuple[str, ...], TupleSum] = field(default_factory=dict)
+    sums: dict[tuple[str, ...], TPGroupSum] = field(default_factory=dict)
 
     def place_layers(self) -> None:
         """Tells the layers of their tensor-parallel groups in this plan."""
@@ -47,7 +47,7 @@ class WorkerPart:
             workers = self.layout.holders[index][replica]
             add = None
             if len(workers) > 1:
-                add = self.sums.setdefault(workers, TupleSum(workers, self.worker))
+                add = self.sums.setdefault(workers, TPGroupSum(workers, self.worker))
             layer.tp_rank = TPRank(workers.index(self.worker), len(workers), add)
 
 
@@ -187,7 +187,7 @@ class Builder:
 
     def shards(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterPiece],
         tensors: Sequence[tuple[Tensor, ...]],
         forms: Mapping[str, Form] | None = None,
         schedule: Mapping[str, Any] | None = None,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.errors import StateError
-from elaunch.workers.state.layout import Owned, Piece
-from elaunch.workers.state.regions import Region
+from elaunch.workers.state.chunks import Chunk
+from elaunch.workers.state.layout import OptimizerShard, ParameterPiece
 from elaunch.workers.state.space import OPTIMIZER
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -63,7 +63,7 @@ class Shards:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterPiece],
         tensors: Sequence[tuple[Tensor, ...]],
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
@@ -92,7 +92,7 @@ class Shards:
                 self.set_schedule(schedule)
                 self.set_options(forms or {})
 
-    def step(self, gradients: Mapping[Owned, Tensor], coefficient: float, count: int | None = None) -> None:
+    def step(self, gradients: Mapping[OptimizerShard, Tensor], coefficient: float, count: int | None = None) -> None:
         """Updates the masters, with the gradients multiplied by `coefficient`; only of the first `count` pieces."""
         if self._optimizer is None:
             return
@@ -131,11 +131,11 @@ class Shards:
             state[key] = torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number
         self._optimizer.state[value] = state
 
-    def regions(self, count: int | None = None) -> dict[str, list[Region]]:
+    def chunks(self, count: int | None = None) -> dict[str, list[Chunk]]:
         """Returns the state of the first `count` pieces, by item and box."""
-        found: dict[str, list[Region]] = {}
+        found: dict[str, list[Chunk]] = {}
         for place, piece in enumerate(self.pieces[:count]):
-            found.setdefault(piece.parameter + OPTIMIZER, []).extend(regions_of(piece, self.tensors(place)))
+            found.setdefault(piece.parameter + OPTIMIZER, []).extend(chunks_of(piece, self.tensors(place)))
         return found
 
     def forms(self, count: int | None = None) -> dict[str, Form]:
@@ -249,13 +249,13 @@ class Shards:
         self._scheduler.load_state_dict({**own, **taken})
 
 
-def regions_of(piece: Piece, tensors: Sequence[Tensor]) -> list[Region]:
+def chunks_of(piece: ParameterPiece, tensors: Sequence[Tensor]) -> list[Chunk]:
     """Returns views of flat tensors of a piece, box by box."""
     found, first = [], 0
     for box in piece.boxes:
         shape = tuple(stop - start for start, stop in box)
         size = torch.Size(shape).numel()
-        found.append(Region(box, tuple(tensor[first : first + size].view(shape) for tensor in tensors)))
+        found.append(Chunk(box, tuple(tensor[first : first + size].view(shape) for tensor in tensors)))
         first += size
     return found
 

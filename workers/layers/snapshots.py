@@ -28,8 +28,8 @@ from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.change.held_state import forms_from_json, forms_to_json
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
-from elaunch.workers.state.layout import Owned, Piece, StateLayout
-from elaunch.workers.state.regions import Region
+from elaunch.workers.state.chunks import Chunk
+from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
 
 BATCH_BYTES = 16 << 20
 """Of state that a worker sends to each holder in a step while a copy is being made; a single shard may be larger."""
@@ -63,18 +63,18 @@ def links(plan: Plan, worker: str, copies: int) -> frozenset[str]:
 
 
 @dataclass(eq=False)
-class _Copy:
+class _OwnerCopy:
     """Of one worker's state. `count` is the number of its shards that are complete."""
 
     owner: str
-    shards: tuple[Owned, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[OptimizerShard, ...]
+    pieces: tuple[ParameterPiece, ...]
     state: Shards | None = None
     count: int = 0
     batch: int = 0
     heads: Tensor = field(default_factory=lambda: torch.empty(_LENGTHS.size, dtype=torch.uint8))
     came: tuple[dict[str, Any], Tensor] | None = None
-    gradients: dict[Owned, Tensor] = field(default_factory=dict)
+    gradients: dict[OptimizerShard, Tensor] = field(default_factory=dict)
 
     def n_pieces(self, shards: int) -> int:
         """In the first so many shards."""
@@ -109,9 +109,9 @@ class Snapshots:
         holders = ring(workers, copies)
         self._numbers = {shard: number for number, shard in enumerate(layout.all_shards)}
         self._holders = holders[worker]
-        self._own = _Copy(worker, _shards(local.pieces), local.pieces)
+        self._own = _OwnerCopy(worker, _shards(local.pieces), local.pieces)
         self._copies = [
-            _Copy(owner, _shards(pieces), pieces)
+            _OwnerCopy(owner, _shards(pieces), pieces)
             for owner in workers
             if worker in holders[owner] and (pieces := layout.pieces(owner))
         ]
@@ -138,7 +138,7 @@ class Snapshots:
                 copy.gradients[shard] = gradient
                 traffic.post(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(gradient))
 
-    def ship(self, traffic: Traffic, gradients: Mapping[Owned, Tensor]) -> None:
+    def ship(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
         """Sends the gradients of this worker's shards to those who copy them."""
         for shard in self._own.shards[: self._own.count + self._own.batch] if self._holders else ():
             sent = gradients[shard].cpu()
@@ -209,19 +209,19 @@ class Snapshots:
         """Returns the state of the scheduler of a copy."""
         return next((copy.state.schedule() for copy in self._copies if copy.state is not None), None)
 
-    def regions(self) -> dict[str, list[Region]]:
+    def chunks(self) -> dict[str, list[Chunk]]:
         """Returns all that is copied here, by item."""
         self.settle()
-        found: dict[str, list[Region]] = {}
+        found: dict[str, list[Chunk]] = {}
         for copy in self._copies:
             if copy.state is not None:
-                for name, regions in copy.state.regions(copy.n_pieces(copy.count)).items():
-                    found.setdefault(name, []).extend(regions)
+                for name, chunks in copy.state.chunks(copy.n_pieces(copy.count)).items():
+                    found.setdefault(name, []).extend(chunks)
         return found
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, copy: _Copy) -> int:
+    def _next_batch(self, copy: _OwnerCopy) -> int:
         """How many more shards come in this step; both ends find the same, since it follows from the layout."""
         taken, size = 0, 0
         for shard in copy.shards[copy.count :]:
@@ -232,7 +232,7 @@ class Snapshots:
             taken += 1
         return taken
 
-    def _tag(self, copy: _Copy, which: int) -> int:
+    def _tag(self, copy: _OwnerCopy, which: int) -> int:
         return tag(Kind.SNAPSHOT_STATE, 3 * self._numbers[copy.shards[copy.count]] + which)
 
     def _send_batch(self, traffic: Traffic) -> None:
@@ -265,7 +265,7 @@ class Snapshots:
                 copy.state.step(copy.gradients, coefficient, copy.n_pieces(copy.count))
             copy.gradients = {}
 
-    def _take_in(self, copy: _Copy) -> None:
+    def _take_in(self, copy: _OwnerCopy) -> None:
         assert copy.came is not None
         told, body = copy.came
         forms = forms_from_json(told["forms"])
@@ -292,5 +292,5 @@ class Snapshots:
         copy.count, copy.batch, copy.came = copy.count + copy.batch, 0, None
 
 
-def _shards(pieces: Sequence[Piece]) -> tuple[Owned, ...]:
+def _shards(pieces: Sequence[ParameterPiece]) -> tuple[OptimizerShard, ...]:
     return tuple(dict.fromkeys(piece.shard for piece in pieces))

@@ -63,7 +63,7 @@ def placed(tp_rank: TPRank) -> Iterator[None]:
         _current.value = before
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.tp_rank = current()
@@ -86,7 +86,7 @@ class _Reduce(torch.autograd.Function):
 
 def copy(x: Tensor) -> Tensor:
     """Gives each member the same tensor; in backward the members' gradients of it are summed."""
-    return x if current().size == 1 else _Copy.apply(x)  # type: ignore[no-untyped-call]
+    return x if current().size == 1 else _CopyToGroup.apply(x)  # type: ignore[no-untyped-call]
 
 
 def reduce(x: Tensor) -> Tensor:

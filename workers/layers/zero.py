@@ -15,7 +15,7 @@ from elaunch.workers.layers.executor import LayerKey
 from elaunch.workers.layers.messages import Kind, tag
 from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.shards import Shards
-from elaunch.workers.state.layout import ALIGN, Owned, Piece, StateLayout
+from elaunch.workers.state.layout import ALIGN, OptimizerShard, ParameterPiece, StateLayout
 
 Lacking = Mapping[str, Collection[LayerKey]]
 
@@ -34,11 +34,11 @@ class ZeroOptimizer:
         self._layout, self._worker, self._layers, self.shards = layout, worker, layers, shards
         held = {layer for layer, _ in layers} | {piece.shard.layer for piece in shards.pieces}
         self._numbered = [(number, shard) for number, shard in enumerate(layout.all_shards) if shard.layer in held]
-        self._places: dict[Owned, list[int]] = defaultdict(list)
+        self._places: dict[OptimizerShard, list[int]] = defaultdict(list)
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
 
-    def squares(self, gradients: Mapping[Owned, Tensor]) -> ExactSum:
+    def squares(self, gradients: Mapping[OptimizerShard, Tensor]) -> ExactSum:
         """Returns the sum of the squares of this worker's part of the gradient.
 
         Elements are summed in aligned blocks of `ALIGN`, each in one fixed tree, and the blocks without rounding: the
@@ -101,7 +101,7 @@ class ZeroOptimizer:
                 view.copy_(flat[fragment.start : fragment.stop].view(fragment.shape))
         return sum(places[0].nbytes for places in incoming.values())
 
-    def _values(self, shard: Owned) -> Tensor:
+    def _values(self, shard: OptimizerShard) -> Tensor:
         """The masters of a shard as they travel; between parameters there is nothing that counts."""
         flat = torch.zeros(shard.stop - shard.start, dtype=self._dtype(shard))
         for place in self._places[shard]:
@@ -109,11 +109,13 @@ class ZeroOptimizer:
             flat[piece.start - shard.start : piece.stop - shard.start].copy_(self.shards.master(place))
         return flat
 
-    def _dtype(self, shard: Owned) -> torch.dtype:
+    def _dtype(self, shard: OptimizerShard) -> torch.dtype:
         return self._layout.wire_dtype(shard.layer, shard.segment)
 
 
-def first_masters(layout: StateLayout, pieces: Sequence[Piece], layers: Mapping[LayerKey, Layer]) -> list[Tensor]:
+def first_masters(
+    layout: StateLayout, pieces: Sequence[ParameterPiece], layers: Mapping[LayerKey, Layer]
+) -> list[Tensor]:
     """Returns masters of some pieces, of the initial values of the layers that their owner has."""
     found: list[Tensor] = []
     flats: dict[tuple[int, int, int], Tensor] = {}

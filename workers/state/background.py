@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from elaunch.workers.comm.traffic import Traffic
-from elaunch.workers.state.regions import State, copy_box
-from elaunch.workers.state.reshard import Buffer, Part, by_peer, messages_of, view_of
-from elaunch.workers.state.routes import Piece, Routes
+from elaunch.workers.state.chunks import ChunkedState, copy_box
+from elaunch.workers.state.reshard import Buffer, TensorChunk, by_peer, messages_of, view_of
+from elaunch.workers.state.routes import ChunkTransfer, Routes
 from elaunch.workers.state.space import Item
 
 MESSAGE_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class BackgroundMove:
     """
 
     def __init__(
-        self, items: Mapping[str, Item], routes: Routes, held: State, places: State, first_number: int
+        self, items: Mapping[str, Item], routes: Routes, held: ChunkedState, places: ChunkedState, first_number: int
     ) -> None:
         self._items, self._routes, self._held, self._places = items, routes, held, places
         self._first_number = first_number
@@ -77,11 +77,11 @@ class BackgroundMove:
                 later.append(one)
         self._coming = later
 
-    def _leaving(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, memoryview]]:
+    def _leaving(self, pieces: Sequence[ChunkTransfer]) -> Iterator[tuple[int, memoryview]]:
         for number, message in self._numbered(pieces):
             buffer = Buffer(views := [view_of(self._held[part.item], part) for part in message])
             buffer.pack(views)
             yield number, buffer.bytes
 
-    def _numbered(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, tuple[Part, ...]]]:
+    def _numbered(self, pieces: Sequence[ChunkTransfer]) -> Iterator[tuple[int, tuple[TensorChunk, ...]]]:
         return enumerate(messages_of(pieces, self._items, MESSAGE_BYTES), self._first_number)

@@ -3,7 +3,7 @@
 Every tensor has a global name and its unsharded shape, so torch's own tools read it; which worker wrote what does not
 matter. Beside torch's files lies `elaunch.json`, with the number of steps and all that is no tensor.
 
-    write_part   a member's boxes, and a note in which it says where they are, with their checksums
+    write_shard   a member's boxes, and a note in which it says where they are, with their checksums
     complete     once all notes are there: .metadata, then elaunch.json, then the folder gets its name
     Saved        a complete checkpoint: what it is of, and any boxes of its tensors
 
@@ -56,7 +56,7 @@ _DAMAGES = {errno.ENOENT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA
 _MOST_NAMED = 4
 
 
-class Pieces:
+class ChunkedTensor:
     """One tensor in boxes.
 
     Attributes:
@@ -73,9 +73,9 @@ class Pieces:
         """Returns the bytes of the boxes."""
         return sum(part.nbytes for _, part in self.parts)
 
-    def copied(self) -> Pieces:
+    def copied(self) -> ChunkedTensor:
         """Returns the same in host memory of its own."""
-        return Pieces(
+        return ChunkedTensor(
             self.shape,
             [
                 (box, part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
@@ -85,7 +85,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointShard:
     """What one member adds to a checkpoint.
 
     Attributes:
@@ -97,10 +97,10 @@ class Part:
 
     kind: str
     settings: Mapping[str, Any]
-    tensors: Mapping[str, Pieces]
+    tensors: Mapping[str, ChunkedTensor]
     facts: Mapping[str, Any]
 
-    def copied(self) -> Part:
+    def copied(self) -> CheckpointShard:
         """Returns the same, in host memory that nobody changes."""
         return replace(self, tensors={name: pieces.copied() for name, pieces in self.tensors.items()})
 
@@ -112,7 +112,7 @@ Note = Mapping[str, Any]
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, member: int, part: Part, wanted: Callable[[], bool] = lambda: True) -> bool:
+def write_shard(folder: Path, member: int, part: CheckpointShard, wanted: Callable[[], bool] = lambda: True) -> bool:
     """Writes a member's part into a folder that is there, then its note; all of it is on the disk when this returns.
 
     Args:
@@ -248,7 +248,7 @@ def _write(path: Path, fields: Mapping[str, Any]) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint. What is read of it is checked first, unless it has no checksums.
 
     Attributes:
@@ -339,7 +339,7 @@ class Saved:
                 "another --checkpoint-dir, or the settings with which it was written"
             )
 
-    def read(self, wanted: Mapping[str, Pieces]) -> int:
+    def read(self, wanted: Mapping[str, ChunkedTensor]) -> int:
         """Fills these boxes; returns their bytes.
 
         Raises:
@@ -353,7 +353,7 @@ class Saved:
                     stored.copy(self._load(file, file_name, stored))
         return sum(pieces.nbytes for pieces in wanted.values())
 
-    def _find(self, wanted: Mapping[str, Pieces]) -> dict[str, list[_Slice]]:
+    def _find(self, wanted: Mapping[str, ChunkedTensor]) -> dict[str, list[_Slice]]:
         """What to read of each file."""
         by_file: dict[str, list[_Slice]] = {}
         found = 0
@@ -485,11 +485,11 @@ class Restored(Generic[T]):
         seconds: since the first checkpoint was tried.
     """
 
-    saved: Saved
+    saved: SavedCheckpoint
     state: T
     read_bytes: int
     seconds: float
 
 
-Read = Callable[[Saved], tuple[T, int]]
+Read = Callable[[SavedCheckpoint], tuple[T, int]]
 """Reads what a member needs from a checkpoint; returns that, and the bytes it read. It talks to nobody."""

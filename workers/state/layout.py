@@ -74,7 +74,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Segment:
+class FlatSegment:
     """A flat vector of `elements` that holds the fragments."""
 
     number: int
@@ -83,7 +83,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Owned:
+class OptimizerShard:
     """A shard: elements [start, stop) of a segment of a layer, owned by TP group number `replica` of its holders."""
 
     layer: int
@@ -98,10 +98,10 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """What a shard has of a parameter: elements [start, stop) of its segment."""
 
-    shard: Owned
+    shard: OptimizerShard
     fragment: Fragment
     start: int
     stop: int
@@ -151,7 +151,7 @@ class StateLayout:
         self.cuts = [math.lcm(*(len(workers) for workers in tp_groups)) for tp_groups in self.holders]
         self._specs = specs
         self._dtypes = [frozenset(spec.dtypes.values()) for spec in specs]
-        self.segments: list[dict[int, Segment]] = [
+        self.segments: list[dict[int, FlatSegment]] = [
             _segments(spec, cut) for spec, cut in zip(specs, self.cuts, strict=True)
         ]
         common = optimizer_shards(owners, [segments[COMMON].elements for segments in self.segments], ALIGN)
@@ -162,47 +162,47 @@ class StateLayout:
         here = [[known.index(workers) for workers in theirs] for known, theirs in zip(self.holders, holders(owners))]
         self._shards = [
             tuple(
-                Owned(layer, number, here[layer][shard.replica], shard.start, shard.stop)
+                OptimizerShard(layer, number, here[layer][shard.replica], shard.start, shard.stop)
                 for number in segments
                 for shard in (common if number == COMMON else parts)[layer]
             )
             for layer, segments in enumerate(self.segments)
         ]
 
-    def shards(self, layer: int) -> tuple[Owned, ...]:
+    def shards(self, layer: int) -> tuple[OptimizerShard, ...]:
         """Returns all shards of a layer, in the order of its segments and elements."""
         return self._shards[layer]
 
     @cached_property
-    def all_shards(self) -> tuple[Owned, ...]:
+    def all_shards(self) -> tuple[OptimizerShard, ...]:
         """Returns the shards of all layers, layer by layer."""
         return tuple(shard for shards in self._shards for shard in shards)
 
-    def pieces(self, worker: str) -> tuple[Piece, ...]:
+    def pieces(self, worker: str) -> tuple[ParameterPiece, ...]:
         """Returns what a worker owns, in the order of its shards."""
         return self._pieces.get(worker, ())
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
-        found: dict[str, list[Piece]] = {}
+    def _pieces(self) -> dict[str, tuple[ParameterPiece, ...]]:
+        found: dict[str, list[ParameterPiece]] = {}
         for shard in self.all_shards:
             pieces = found.setdefault(self.owner(shard), [])
             for fragment in self.segments[shard.layer][shard.segment].fragments:
                 start, stop = max(fragment.start, shard.start), min(fragment.stop, shard.stop)
                 if start < stop:
-                    pieces.append(Piece(shard, fragment, start, stop))
+                    pieces.append(ParameterPiece(shard, fragment, start, stop))
         return {worker: tuple(pieces) for worker, pieces in found.items()}
 
-    def owner(self, shard: Owned) -> str:
+    def owner(self, shard: OptimizerShard) -> str:
         """Returns the worker that owns a shard."""
         return self.holder(shard, shard.replica)
 
-    def holder(self, shard: Owned, replica: int) -> str:
+    def holder(self, shard: OptimizerShard, replica: int) -> str:
         """Returns the member of a TP group that holds a shard's elements; of several, the first."""
         workers = self.holders[shard.layer][replica]
         return workers[0] if shard.segment == COMMON else workers[shard.segment // self._span(shard.layer, workers)]
 
-    def receivers(self, shard: Owned, replica: int) -> tuple[str, ...]:
+    def receivers(self, shard: OptimizerShard, replica: int) -> tuple[str, ...]:
         """Returns all members of a TP group that hold a shard's elements."""
         return self.holders[shard.layer][replica] if shard.segment == COMMON else (self.holder(shard, replica),)
 
@@ -238,7 +238,7 @@ class StateLayout:
         return self.cuts[layer] // len(workers)
 
 
-def _segments(spec: LayerSpec, cut: int) -> dict[int, Segment]:
+def _segments(spec: LayerSpec, cut: int) -> dict[int, FlatSegment]:
     common, parts = [], []
     ends = [0, 0]
     for name, shape in spec.shapes.items():
@@ -255,9 +255,9 @@ def _segments(spec: LayerSpec, cut: int) -> dict[int, Segment]:
         else:
             common.append(Fragment(name, None, tuple(shape), ends[0]))
             ends[0] = _aligned(common[-1].stop)
-    segments = {COMMON: Segment(COMMON, tuple(common), ends[0])}
+    segments = {COMMON: FlatSegment(COMMON, tuple(common), ends[0])}
     if parts:
-        segments |= {number: Segment(number, tuple(parts), ends[1]) for number in range(cut)}
+        segments |= {number: FlatSegment(number, tuple(parts), ends[1]) for number in range(cut)}
     return segments
 
 

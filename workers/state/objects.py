@@ -19,14 +19,18 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.state.boxes import whole
+from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.codec import Manifest, describe, dtype_of, restore
-from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import Item
 
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import Part, Pieces, Saved  # imported by jobs that have checkpoints only
+    from elaunch.workers.state.checkpoint import (  # imported by jobs that have checkpoints only
+        CheckpointShard,
+        ChunkedTensor,
+        SavedCheckpoint,
+    )
 
 KIND = "objects"
 
@@ -58,15 +62,15 @@ def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], ste
         group.receive(incoming, verdict.sources[0])
         manifest = json.loads(incoming)
         tensors = allocate(manifest, into=objects)
-    items, regions = _space(manifest, tensors)
-    held = holdings_of(regions)
+    items, chunks = _space(manifest, tensors)
+    held = holdings_of(chunks)
     router = Router(
         items,
         {group.members[source]: held for source in verdict.sources},
         {group.members[receiver]: held for receiver in verdict.receivers},
     )
-    places = {name: one.tensors for name, (one,) in regions.items()}
-    reshard(group, router, regions if sends else {}, lambda name, _: places[name], checksum=True)
+    places = {name: one.tensors for name, (one,) in chunks.items()}
+    reshard(group, router, chunks if sends else {}, lambda name, _: places[name], checksum=True)
     if sends:
         return 0, step
     restore(objects, manifest, tensors)
@@ -92,9 +96,9 @@ def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[
     return result
 
 
-def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, size: int) -> Part:
+def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, size: int) -> CheckpointShard:
     """Returns what member `rank` of `size` adds to a checkpoint: its share of the tensors, which are the live ones."""
-    from elaunch.workers.state.checkpoint import Part
+    from elaunch.workers.state.checkpoint import CheckpointShard
 
     manifest, tensors = describe(objects)
     total, end = max(1, sum(tensor.nbytes for tensor in tensors)), 0
@@ -104,18 +108,18 @@ def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, 
         if end * size // total == rank and tensor.numel():
             written[name] = _pieces(tensor)
         end += tensor.nbytes
-    return Part(KIND, settings, written, {"manifest": manifest} if rank == 0 else {})
+    return CheckpointShard(KIND, settings, written, {"manifest": manifest} if rank == 0 else {})
 
 
 @dataclass(frozen=True)
-class State:
+class ObjectState:
     """The state of objects as it was read."""
 
     manifest: Manifest
     tensors: Sequence[Tensor]
 
 
-def read(saved: Saved) -> tuple[State, int]:
+def read(saved: SavedCheckpoint) -> tuple[ObjectState, int]:
     """Reads the state of all objects from a checkpoint; returns it and its bytes.
 
     Raises:
@@ -128,10 +132,10 @@ def read(saved: Saved) -> tuple[State, int]:
     read_bytes = saved.read(
         {name: _pieces(tensor) for name, tensor in zip(_names(manifest), tensors, strict=True) if tensor.numel()}
     )
-    return State(manifest, tensors), read_bytes
+    return ObjectState(manifest, tensors), read_bytes
 
 
-def fill(objects: Mapping[str, Any], saved: Saved, state: State) -> None:
+def fill(objects: Mapping[str, Any], saved: SavedCheckpoint, state: ObjectState) -> None:
     """Gives the objects the state that was read from a checkpoint.
 
     Raises:
@@ -143,18 +147,18 @@ def fill(objects: Mapping[str, Any], saved: Saved, state: State) -> None:
         raise StateError(f"the checkpoint {saved.path} is of another job: {error}") from error
 
 
-def _space(manifest: Manifest, tensors: Sequence[Tensor]) -> tuple[dict[str, Item], dict[str, list[Region]]]:
-    """An item for each shape, with the dtypes of all tensors that have it, and the region of all of these tensors."""
+def _space(manifest: Manifest, tensors: Sequence[Tensor]) -> tuple[dict[str, Item], dict[str, list[Chunk]]]:
+    """An item for each shape, with the dtypes of all tensors that have it, and the chunk of all of these tensors."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, (shape, _) in enumerate(_forms(manifest)):
         if 0 not in shape:
             alike.setdefault(shape, []).append(index)
-    items, regions = {}, {}
+    items, chunks = {}, {}
     for shape, indices in alike.items():
         name = f"tensors of shape {list(shape)}"
         items[name] = Item(name, shape, tuple(tensors[index].dtype for index in indices))
-        regions[name] = [Region(whole(shape), tuple(tensors[index] for index in indices))]
-    return items, regions
+        chunks[name] = [Chunk(whole(shape), tuple(tensors[index] for index in indices))]
+    return items, chunks
 
 
 def _forms(manifest: Manifest) -> list[tuple[tuple[int, ...], str]]:
@@ -166,10 +170,10 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device.type, tensor.dtype, tensor.shape
 
 
-def _pieces(tensor: Tensor) -> Pieces:
-    from elaunch.workers.state.checkpoint import Pieces
+def _pieces(tensor: Tensor) -> ChunkedTensor:
+    from elaunch.workers.state.checkpoint import ChunkedTensor
 
-    return Pieces(tensor.shape, [(whole(tensor.shape), tensor)])
+    return ChunkedTensor(tensor.shape, [(whole(tensor.shape), tensor)])
 
 
 def _names(manifest: Manifest) -> Sequence[str]:

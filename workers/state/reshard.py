@@ -9,16 +9,16 @@ their buffers fit: in step s worker i is paired with worker i ^ s and with nobod
 of two, since fewer miss pairs (docs/papers.md, error 1).
 
 Slabs that receivers pass on go hop by hop: all stages for what comes from those who had it, then again for what those
-pass on to whom it has come, out of their new regions. A worker begins a hop when all that it sends and receives in the
+pass on to whom it has come, out of their new chunks. A worker begins a hop when all that it sends and receives in the
 one before is done; no barrier is needed. Nobody can wait in a circle: everybody goes through the same sequence of
 operations (window, hop, stage), and in each one all links and both directions of a link move by themselves. So whoever
 is in the earliest operation waits only for others that are in it too or have still to come, whom nothing holds up, or
 for bytes that those who are further have left in the kernel.
 
-Under a bound the items, too, are taken in *windows*: of each the new regions are allocated, filled, and the old ones
+Under a bound the items, too, are taken in *windows*: of each the new chunks are allocated, filled, and the old ones
 let go, before the next begins. An interruption leaves the items of completed windows in the new layout and all others,
-those of the window under way included, in the old one. So what a worker holds is always described by its regions, and
-the next attempt starts from there. What one worker alone would have if the old regions were let go goes to host memory
+those of the window under way included, in the old one. So what a worker holds is always described by its chunks, and
+the next attempt starts from there. What one worker alone would have if the old chunks were let go goes to host memory
 instead, until the end: whoever dies, nothing is lost.
 """
 
@@ -37,8 +37,8 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group, memory
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
-from elaunch.workers.state.regions import Region, State, copy_box, covering
-from elaunch.workers.state.routes import HOPS, Piece, Router, Routes
+from elaunch.workers.state.chunks import Chunk, ChunkedState, copy_box, covering
+from elaunch.workers.state.routes import HOPS, ChunkTransfer, Router, Routes
 from elaunch.workers.state.space import Item
 
 MESSAGE_BYTES = 4 << 20
@@ -51,10 +51,10 @@ _ALIGN = 16
 _CODE_BYTES = 8
 
 Allocate = Callable[[str, Box], tuple[Tensor, ...]]
-"""Makes the tensors of a region, by item and box; their content is arbitrary."""
+"""Makes the tensors of a chunk, by item and box; their content is arbitrary."""
 
 
-class Part(NamedTuple):
+class TensorChunk(NamedTuple):
     """A box of one tensor of an item."""
 
     item: str
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class TransferStage:
     """Steps of the XOR schedule that run at the same time, and the size of their messages."""
 
     steps: range
@@ -80,8 +80,8 @@ class Moved:
         received_bytes: over links.
         sent_bytes: over links.
         kept_bytes: that were needed and there, copied or not.
-        guarded_bytes: old regions that were put into host memory, because one worker alone would have had them.
-        peak_extra_bytes: the most memory held at a time beside the old state: new regions, less the old ones let go or
+        guarded_bytes: old chunks that were put into host memory, because one worker alone would have had them.
+        peak_extra_bytes: the most memory held at a time beside the old state: new chunks, less the old ones let go or
             guarded, and buffers.
     """
 
@@ -90,26 +90,26 @@ class Moved:
     kept_bytes: int = 0
     guarded_bytes: int = 0
     peak_extra_bytes: int = 0
-    _regions_bytes: int = 0
+    _chunks_bytes: int = 0
     _buffers_bytes: int = 0
 
-    def hold(self, regions_bytes: int = 0, buffers_bytes: int = 0) -> None:
+    def hold(self, chunks_bytes: int = 0, buffers_bytes: int = 0) -> None:
         """Counts what is allocated; negative: what is let go."""
-        self._regions_bytes += regions_bytes
+        self._chunks_bytes += chunks_bytes
         self._buffers_bytes += buffers_bytes
-        self.peak_extra_bytes = max(self.peak_extra_bytes, self._regions_bytes + self._buffers_bytes)
+        self.peak_extra_bytes = max(self.peak_extra_bytes, self._chunks_bytes + self._buffers_bytes)
 
 
 def reshard(
     group: Group,
     router: Router,
-    state: dict[str, list[Region]],
+    state: dict[str, list[Chunk]],
     allocate: Allocate,
     *,
-    snapshots: dict[str, list[Region]] | None = None,
+    snapshots: dict[str, list[Chunk]] | None = None,
     max_extra_bytes: int | None = None,
     checksum: bool = False,
-) -> tuple[dict[str, list[Region]], Moved]:
+) -> tuple[dict[str, list[Chunk]], Moved]:
     """Takes part in a change of layout. All members of the group call it, with the same router and settings.
 
     Args:
@@ -117,8 +117,8 @@ def reshard(
         router: from what is held to what is needed.
         state: of this worker, as the router has it. Under a bound, completed windows are taken out of it and put back
             in the new layout; without one it is left as it was.
-        allocate: makes the new regions.
-        snapshots: what this worker has in host memory besides, as the router has it. Under a bound, old regions are
+        allocate: makes the new chunks.
+        snapshots: what this worker has in host memory besides, as the router has it. Under a bound, old chunks are
             added to it that nobody but one worker would have otherwise; of no use any more after the end.
         max_extra_bytes: bound of the memory beside the old state that a worker takes at any time; at least what the
             largest item needs on some worker, and two messages of 64 KiB. None: the old state is kept until the end.
@@ -141,7 +141,7 @@ def reshard(
         kind: {name: list(pieces) for name, pieces in groupby(getattr(routes, kind), key=lambda piece: piece.item)}
         for kind in ("retain", "send", "receive")
     }
-    new: dict[str, list[Region]] = {} if max_extra_bytes is None else state
+    new: dict[str, list[Chunk]] = {} if max_extra_bytes is None else state
     for window in windows:
         part = Routes(*(tuple(p for name in window for p in for_items[kind].get(name, ())) for kind in for_items))
         needed = {name: router.needed[name].get(worker, ()) for name in window}
@@ -152,9 +152,9 @@ def reshard(
             group.barrier()
         for name in window:
             if max_extra_bytes is not None:
-                _let_go(router, name, worker, state, filled.regions[name], snapshots, moved)
-            if filled.regions[name]:
-                new[name] = filled.regions[name]
+                _let_go(router, name, worker, state, filled.chunks[name], snapshots, moved)
+            if filled.chunks[name]:
+                new[name] = filled.chunks[name]
     for name in new.keys() - router.needed.keys():
         del new[name]  # nobody needs it any more
     return new, moved
@@ -169,8 +169,8 @@ class _Window:
         items: Mapping[str, Item],
         routes: Routes,
         needed: Mapping[str, Sequence[Box]],
-        state: State,
-        snapshots: State,
+        state: ChunkedState,
+        snapshots: ChunkedState,
         allocate: Allocate,
         moved: Moved,
         checksum: bool,
@@ -178,10 +178,10 @@ class _Window:
         self._group, self._items, self._routes = group, items, routes
         self._state, self._snapshots = state, snapshots
         self._moved, self._checksum = moved, checksum
-        self.regions = {name: [self._region(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
+        self.chunks = {name: [self._chunk(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
 
-    def run(self, stages: Sequence[Stage]) -> None:
-        """Fills the new regions."""
+    def run(self, stages: Sequence[TransferStage]) -> None:
+        """Fills the new chunks."""
         for piece in self._routes.retain:
             self._keep(piece)
         for hop in range(HOPS):
@@ -196,20 +196,20 @@ class _Window:
                     {rank: self._receive(receive[peer], size) for rank, peer in peers.items() if peer in receive},
                 )
 
-    def _region(self, name: str, box: Box, allocate: Allocate) -> Region:
+    def _chunk(self, name: str, box: Box, allocate: Allocate) -> Chunk:
         for old in self._state.get(name, ()):
             if old.box == box:
                 return old
-        region = Region(box, allocate(name, box))
-        self._moved.hold(regions_bytes=sum(tensor.nbytes for tensor in region.tensors))
-        return region
+        chunk = Chunk(box, allocate(name, box))
+        self._moved.hold(chunks_bytes=sum(tensor.nbytes for tensor in chunk.tensors))
+        return chunk
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: ChunkTransfer) -> None:
         sources = self._snapshots if piece.snapshot else self._state
         self._moved.kept_bytes += n_elements(piece.box) * self._items[piece.item].element_bytes
-        copy_box(sources[piece.item], self.regions[piece.item], piece.box)
+        copy_box(sources[piece.item], self.chunks[piece.item], piece.box)
 
-    def _send(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
+    def _send(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
         codes = bytearray()
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._held(part) for part in message]
@@ -222,8 +222,8 @@ class _Window:
         if self._checksum:
             yield memoryview(codes)
 
-    def _receive(self, pieces: Sequence[Piece], message_bytes: int) -> Messages:
-        codes: list[tuple[bytes, Part]] = []
+    def _receive(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
+        codes: list[tuple[bytes, TensorChunk]] = []
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._place(part) for part in message]
             with self._buffer(views) as buffer:
@@ -251,12 +251,12 @@ class _Window:
         finally:
             self._moved.hold(buffers_bytes=-buffer.extra_bytes)
 
-    def _held(self, part: Part) -> Tensor:
-        sources = self.regions if part.hop else self._snapshots if part.snapshot else self._state
+    def _held(self, part: TensorChunk) -> Tensor:
+        sources = self.chunks if part.hop else self._snapshots if part.snapshot else self._state
         return view_of(sources[part.item], part)
 
-    def _place(self, part: Part) -> Tensor:
-        return view_of(self.regions[part.item], part)
+    def _place(self, part: TensorChunk) -> Tensor:
+        return view_of(self.chunks[part.item], part)
 
 
 def _code(buffer: Buffer) -> bytes:
@@ -300,19 +300,21 @@ class Buffer:
             view.copy_(place)
 
 
-def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_bytes: int) -> Iterator[tuple[Part, ...]]:
+def messages_of(
+    pieces: Sequence[ChunkTransfer], items: Mapping[str, Item], message_bytes: int
+) -> Iterator[tuple[TensorChunk, ...]]:
     """Returns what travels from one worker to another, in messages; it depends on sizes alone, so both ends find the
     same.
 
     Parts of half a message or more travel alone, so that they need no packing.
     """
-    together: list[Part] = []
+    together: list[TensorChunk] = []
     size = 0
     for piece in pieces:
         for tensor, dtype in enumerate(items[piece.item].dtypes):
             n_bytes = n_elements(piece.box) * dtype.itemsize
             for box in _cut(piece.box, -(-n_bytes // message_bytes)):
-                part = Part(piece.item, box, tensor, piece.snapshot, piece.hop)
+                part = TensorChunk(piece.item, box, tensor, piece.snapshot, piece.hop)
                 part_bytes = _aligned(n_elements(box) * dtype.itemsize)
                 if 2 * part_bytes >= message_bytes:
                     yield (part,)
@@ -326,22 +328,24 @@ def messages_of(pieces: Sequence[Piece], items: Mapping[str, Item], message_byte
         yield tuple(together)
 
 
-def plan_stages(members: int, max_buffer_bytes: int | None) -> list[Stage]:
+def plan_stages(members: int, max_buffer_bytes: int | None) -> list[TransferStage]:
     """Returns how many steps of the XOR schedule run at a time, so that two buffers each fit, and their messages."""
     steps = 1 << (members - 1).bit_length()
     if max_buffer_bytes is None:
-        return [Stage(range(1, steps), MESSAGE_BYTES)] if members > 1 else []
+        return [TransferStage(range(1, steps), MESSAGE_BYTES)] if members > 1 else []
     at_a_time = max(1, min(steps - 1, max_buffer_bytes // (2 * SMALLEST_MESSAGE_BYTES)))
     message_bytes = max(SMALLEST_MESSAGE_BYTES, min(MESSAGE_BYTES, max_buffer_bytes // (2 * at_a_time)))
     return [
-        Stage(range(first, min(first + at_a_time, steps)), message_bytes // _ALIGN * _ALIGN)
+        TransferStage(range(first, min(first + at_a_time, steps)), message_bytes // _ALIGN * _ALIGN)
         for first in range(1, steps, at_a_time)
     ]
 
 
-def by_peer(peer_of: Callable[[Piece], str], pieces: Sequence[Piece], hop: int = 0) -> dict[str, list[Piece]]:
+def by_peer(
+    peer_of: Callable[[ChunkTransfer], str], pieces: Sequence[ChunkTransfer], hop: int = 0
+) -> dict[str, list[ChunkTransfer]]:
     """Returns the messages of a hop, by peer."""
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[ChunkTransfer]] = {}
     for piece in pieces:
         if piece.hop == hop:
             found.setdefault(peer_of(piece), []).append(piece)
@@ -349,7 +353,7 @@ def by_peer(peer_of: Callable[[Piece], str], pieces: Sequence[Piece], hop: int =
 
 
 def _windows(router: Router, max_bytes: int) -> list[list[str]]:
-    """The items in runs whose new regions fit the bound on every worker; an item alone may not."""
+    """The items in runs whose new chunks fit the bound on every worker; an item alone may not."""
     found: list[list[str]] = []
     size = 0
     for name, by_worker in router.needed.items():
@@ -372,32 +376,32 @@ def _cut(box: Box, parts: int) -> list[Box]:
     return found
 
 
-def view_of(regions: Sequence[Region], part: Part) -> Tensor:
-    """Returns a part, as a view of the region that has it: no piece exceeds the boxes it comes from or goes to."""
-    for region, common in covering(regions, part.box):
+def view_of(chunks: Sequence[Chunk], part: TensorChunk) -> Tensor:
+    """Returns a part, as a view of the chunk that has it: no piece exceeds the boxes it comes from or goes to."""
+    for chunk, common in covering(chunks, part.box):
         if common == part.box:
-            return region.view(part.box, part.tensor)
-    raise AssertionError(f"{part} is not within one of {[region.box for region in regions]}")
+            return chunk.view(part.box, part.tensor)
+    raise AssertionError(f"{part} is not within one of {[chunk.box for chunk in chunks]}")
 
 
 def _let_go(
     router: Router,
     name: str,
     worker: str,
-    state: dict[str, list[Region]],
-    new: Sequence[Region],
-    snapshots: dict[str, list[Region]],
+    state: dict[str, list[Chunk]],
+    new: Sequence[Chunk],
+    snapshots: dict[str, list[Chunk]],
     moved: Moved,
 ) -> None:
-    """Takes the old regions of an item out of the state, and guard what one worker alone would have."""
+    """Takes the old chunks of an item out of the state, and guard what one worker alone would have."""
     lonely = router.lonely(name, worker)
     for old in state.pop(name, []):
-        if any(region is old for region in new):
+        if any(chunk is old for chunk in new):
             continue
         n_bytes = sum(tensor.nbytes for tensor in old.tensors)
-        moved.hold(regions_bytes=-n_bytes)
+        moved.hold(chunks_bytes=-n_bytes)
         if any(intersect(old.box, box) for box in lonely):
-            snapshots.setdefault(name, []).append(Region(old.box, tuple(tensor.cpu() for tensor in old.tensors)))
+            snapshots.setdefault(name, []).append(Chunk(old.box, tuple(tensor.cpu() for tensor in old.tensors)))
             moved.guarded_bytes += n_bytes
 
 

@@ -32,7 +32,7 @@ _MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkTransfer:
     """A box of an item on its way.
 
     Attributes:
@@ -54,9 +54,9 @@ class Piece:
 class Routes:
     """One worker's part of a change. By item; in an item, too, all workers have their pieces in the same order."""
 
-    retain: tuple[Piece, ...]
-    send: tuple[Piece, ...]
-    receive: tuple[Piece, ...]
+    retain: tuple[ChunkTransfer, ...]
+    send: tuple[ChunkTransfer, ...]
+    receive: tuple[ChunkTransfer, ...]
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,26 @@ class _Way:
     crowd: _Crowd
     number: int
 
-    def pieces(self, worker: str, item: str, turn: int) -> Iterator[Piece]:
+    def pieces(self, worker: str, item: str, turn: int) -> Iterator[ChunkTransfer]:
         """Those that a worker sends or receives."""
         number = self.number + turn
         source, snapshot = self.sources[number % len(self.sources)]
         first = self.crowd.workers[number % len(self.crowd.workers)]
         if worker in (source, first):
-            yield Piece(item, self.slab, source, first, snapshot)
+            yield ChunkTransfer(item, self.slab, source, first, snapshot)
         here = self.crowd.node_of.get(worker)
         if here is None:
             return
         entry, hop = (first, 1) if first in here else (here[number % len(here)], 2)
         if worker != entry:
-            yield Piece(item, self.slab, entry, worker, hop=hop)
+            yield ChunkTransfer(item, self.slab, entry, worker, hop=hop)
             return
         if worker != first:
-            yield Piece(item, self.slab, first, worker, hop=1)
+            yield ChunkTransfer(item, self.slab, first, worker, hop=1)
         else:
             others = (node for node in self.crowd.nodes if node is not here)
-            yield from (Piece(item, self.slab, first, node[number % len(node)], hop=1) for node in others)
-        yield from (Piece(item, self.slab, entry, to, hop=hop) for to in here if to != entry)
+            yield from (ChunkTransfer(item, self.slab, first, node[number % len(node)], hop=1) for node in others)
+        yield from (ChunkTransfer(item, self.slab, entry, to, hop=hop) for to in here if to != entry)
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,13 @@ class Router:
             names = ", ".join(one.item for one in missing[:_MOST_NAMES])
             more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
             raise StateLost(f"no surviving worker has all of {names}{more}; go on from the last checkpoint")
-        retain: list[Piece] = []
-        send: list[Piece] = []
-        receive: list[Piece] = []
+        retain: list[ChunkTransfer] = []
+        send: list[ChunkTransfer] = []
+        receive: list[ChunkTransfer] = []
         for name, (solved, turn) in self._solved.items():
-            retain += [Piece(name, box, worker, worker, snapshot) for box, snapshot in solved.stay.get(worker, ())]
+            retain += [
+                ChunkTransfer(name, box, worker, worker, snapshot) for box, snapshot in solved.stay.get(worker, ())
+            ]
             for way in solved.ways.get(worker, ()):
                 for piece in way.pieces(worker, name, turn):
                     (receive if piece.to == worker else send).append(piece)
@@ -319,6 +321,6 @@ def _grouped(held: Mapping[str, tuple[Box, ...]], snapshot: bool) -> dict[Box, S
     return {box: tuple(sources) for box, sources in found.items()}
 
 
-def n_bytes(items: Mapping[str, Item], pieces: Sequence[Piece]) -> int:
+def n_bytes(items: Mapping[str, Item], pieces: Sequence[ChunkTransfer]) -> int:
     """Returns the size of some pieces together."""
     return sum(n_elements(piece.box) * items[piece.item].element_bytes for piece in pieces)

@@ -16,7 +16,7 @@ import torch
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.workers.state.boxes import Box, subtract_all, whole
-from elaunch.workers.state.layout import LayerSpec, Piece, StateLayout
+from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement  # takes a second to import, and most jobs have none
@@ -99,7 +99,7 @@ def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dic
     return found
 
 
-def optimizer_boxes(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
+def optimizer_boxes(pieces: Sequence[ParameterPiece]) -> dict[str, tuple[Box, ...]]:
     """Returns what the owner of some pieces holds of the optimizer's state."""
     found: dict[str, list[Box]] = {}
     for piece in pieces:
@@ -144,7 +144,7 @@ def _order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[int]:
         if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
-            raise StateError(f"a tensor placed as {placement} has no region; redistribute it before it is registered")
+            raise StateError(f"a tensor placed as {placement} has no chunk; redistribute it before it is registered")
         place, factor = 0, getattr(placement, "split_factor", 1)
         while factor > 1:
             if place == len(order):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.workers.state.boxes import Box, n_elements
-from elaunch.workers.state.checkpoint import Part, Pieces, Read, Restored, Saved
+from elaunch.workers.state.checkpoint import CheckpointShard, ChunkedTensor, Read, Restored, SavedCheckpoint
 from elaunch.workers.state.codec import dtype_of
 from elaunch.workers.state.space import Item
 from elaunch.workers.state.tensors import Layout, TensorSpace
@@ -19,7 +19,7 @@ from elaunch.workers.state.tensors import Layout, TensorSpace
 KIND = "tensors"
 
 
-def part_of(space: TensorSpace, worker: str) -> Part:
+def part_of(space: TensorSpace, worker: str) -> CheckpointShard:
     """Returns what a worker adds to a checkpoint of a space; the tensors are the live ones.
 
     Of the members that hold the same part of a tensor, one writes it; they take turns.
@@ -31,7 +31,7 @@ def part_of(space: TensorSpace, worker: str) -> Part:
     if layout is None:
         if items:
             raise StateError("a move was interrupted and not done again; the state cannot be saved")
-        return Part(KIND, {}, {}, {})  # an idle member that has had no place yet
+        return CheckpointShard(KIND, {}, {}, {})  # an idle member that has had no place yet
     holdings = layout.holdings(items)
     written, turn = {}, 0
     for name, item in items.items():
@@ -42,11 +42,11 @@ def part_of(space: TensorSpace, worker: str) -> Part:
             if n_elements(box):
                 turn += 1
                 if members[turn % len(members)] == worker:
-                    written[name] = Pieces(item.shape, [(box, space.local(name))])
+                    written[name] = ChunkedTensor(item.shape, [(box, space.local(name))])
     facts = {}
     if worker == layout.members[0]:
         facts = {"items": [[one.name, one.shape, str(one.dtypes[0])] for one in items.values()], "values": space.values}
-    return Part(KIND, {}, written, facts)
+    return CheckpointShard(KIND, {}, written, facts)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SpaceSource:
 
 
 def _read(
-    saved: Saved, layout: Layout, worker: str, device: torch.device, known: Sequence[Item]
+    saved: SavedCheckpoint, layout: Layout, worker: str, device: torch.device, known: Sequence[Item]
 ) -> tuple[SpaceState, int]:
     saved.check(KIND, {})
     told = next(facts for facts in saved.facts if facts)
@@ -108,7 +108,7 @@ def _read(
         for name, box in boxes.items()
         if n_elements(box)
     }
-    read_bytes = saved.read({name: Pieces(items[name].shape, [part]) for name, part in parts.items()})
+    read_bytes = saved.read({name: ChunkedTensor(items[name].shape, [part]) for name, part in parts.items()})
     tensors = {name: (box, tensor.to(device)) for name, (box, tensor) in parts.items()}
     return SpaceState(items, told["values"], tensors), read_bytes
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.state.boxes import Box, n_elements, subtract_all
+from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.codec import dtype_of
-from elaunch.workers.state.regions import Region, holdings_of
 from elaunch.workers.state.reshard import Moved, reshard
 from elaunch.workers.state.routes import Router
 from elaunch.workers.state.space import Holdings, Item, box_of_placements
@@ -75,7 +75,7 @@ class Layout:
             tensors: by name; those that are no DTensors are whole on every member.
 
         Raises:
-            StateError: a DTensor is on another mesh, or has no region.
+            StateError: a DTensor is on another mesh, or has no chunk.
         """
         placements = {name: _on_axes(name, one, mesh) for name, one in tensors.items() if isinstance(one, DTensor)}
         return cls(tuple(mesh.shape), tuple(members[rank] for rank in mesh.mesh.flatten().tolist()), placements)
@@ -147,9 +147,9 @@ class TensorSpace:
         self._max_extra_bytes, self._checksum = max_extra_bytes, checksum
         self._items: dict[str, Item] = {}
         self._layout: Layout | None = None
-        self._state: dict[str, list[Region]] = {}
-        self._guarded: dict[str, list[Region]] = {}
-        self._next: tuple[Layout, dict[str, list[Region]]] | None = None
+        self._state: dict[str, list[Chunk]] = {}
+        self._guarded: dict[str, list[Chunk]] = {}
+        self._next: tuple[Layout, dict[str, list[Chunk]]] | None = None
         # A checkpoint to read from in the next move, and what was read and is not installed.
         self._source: SpaceSource | None = None
         self._restored: SpaceState | None = None
@@ -197,7 +197,7 @@ class TensorSpace:
                     f"of {list(whole_shapes[name])}"
                 )
             if n_elements(box):
-                self._state[name] = [Region(box, (local,))]
+                self._state[name] = [Chunk(box, (local,))]
 
     def move(self, group: Group, layout: Layout | None) -> Moved:
         """Takes part in a move of all tensors to another layout, from wherever they are.
@@ -281,7 +281,7 @@ class TensorSpace:
             name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in notes for name, shape, dtype in one["items"]
         }
         self._restored = source.read(layout, self._worker, self._device, tuple(known.values())).state
-        self._next = layout, {name: [Region(box, (tensor,))] for name, (box, tensor) in self._restored.tensors.items()}
+        self._next = layout, {name: [Chunk(box, (tensor,))] for name, (box, tensor) in self._restored.tensors.items()}
         return Moved()
 
     def _gather(self) -> None:
@@ -291,12 +291,12 @@ class TensorSpace:
         if self._next is None:
             return
         _, new = self._next
-        merged = {name: list(regions) for name, regions in new.items()}
-        for name, regions in self._state.items() if new is not self._state else ():
-            there = [region.box for region in new.get(name, ())]
-            for old in regions:
+        merged = {name: list(chunks) for name, chunks in new.items()}
+        for name, chunks in self._state.items() if new is not self._state else ():
+            there = [chunk.box for chunk in new.get(name, ())]
+            for old in chunks:
                 rest = subtract_all([old.box], there)
-                merged.setdefault(name, []).extend(Region(box, old.part(box)) for box in rest)
+                merged.setdefault(name, []).extend(Chunk(box, old.part(box)) for box in rest)
         self._state, self._layout, self._next = merged, None, None
 
     def _hear(self, group: Group, wanted: Layout | None) -> tuple[dict[str, Holdings], dict[str, Holdings], Layout]:
@@ -364,7 +364,7 @@ def _text(name: str, placement: Placement) -> str:
     if isinstance(placement, Replicate):
         return "R"
     if not hasattr(placement, "dim"):
-        raise StateError(f"{name} is placed as {placement}, which has no region; redistribute it before it is held")
+        raise StateError(f"{name} is placed as {placement}, which has no chunk; redistribute it before it is held")
     factor = getattr(placement, "split_factor", 1)
     return f"S{placement.dim}" + (f"/{factor}" if factor > 1 else "")
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
-from elaunch.agent.decisions.slots import Event, News, Slot, State, place_in
+from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
 from elaunch.rendezvous.membership import (
     Cut,
     Departure,
     Generation,
+    GenerationStage,
     NodeDoc,
     NodeProgress,
     Result,
-    Stage,
     Stalled,
     WorkerState,
     node_of,
@@ -64,7 +64,7 @@ class Lifecycle:
     @property
     def training(self) -> bool:
         """Returns whether the present generation trains; False before the first one and while workers are admitted."""
-        return self.generation is not None and self.generation.stage is Stage.TRAIN
+        return self.generation is not None and self.generation.stage is GenerationStage.TRAIN
 
     @property
     def slots(self) -> list[Slot]:
@@ -134,9 +134,9 @@ class Lifecycle:
         if generation.attempt > self.wanted_attempt:
             # Also where this node was absent while the others met again.
             actions.extend(self._new_attempt(generation, now_s))
-        if generation.stage is Stage.TRAIN:
+        if generation.stage is GenerationStage.TRAIN:
             actions.extend(self._training(generation, now_s))
-        elif generation.stage is Stage.START:
+        elif generation.stage is GenerationStage.START:
             actions.extend(self._starting(generation))
         elif not any(slot.worker for slot in self.slots):
             actions.append(Say(generation.cause))
@@ -146,7 +146,7 @@ class Lifecycle:
         if self.settings.node in generation.nodes:
             news = News(generation=generation, warm=self.settings.warm_start)
             free = [slot for slot in self.slots if slot.state.reported is None]
-            starts = [action for slot in free for action in self.workers.apply(slot, Event.START, news)]
+            starts = [action for slot in free for action in self.workers.apply(slot, SlotEvent.START, news)]
             if news.warm and not self.warmed:
                 self.warmed = True
                 return [Warm(), *starts]
@@ -201,14 +201,14 @@ class Lifecycle:
             return []
         actions: list[Action] = []
         for slot in self.slots:
-            due = slot.state is State.BACKOFF and now_s >= slot.retry_s
-            if due or (slot.state is State.EMPTY and self.training):
-                actions.extend(self.workers.apply(slot, Event.START, News(generation=generation, warm=True)))
+            due = slot.state is SlotState.BACKOFF and now_s >= slot.retry_s
+            if due or (slot.state is SlotState.EMPTY and self.training):
+                actions.extend(self.workers.apply(slot, SlotEvent.START, News(generation=generation, warm=True)))
         return actions
 
     def _has_place(self, generation: Generation) -> bool:
         """Whether workers that this node starts now could still become members."""
-        if generation.stage is Stage.ASSEMBLE or self.ending.under_way or self.attempt != self.wanted_attempt:
+        if generation.stage is GenerationStage.ASSEMBLE or self.ending.under_way or self.attempt != self.wanted_attempt:
             return False
         if self.result is not None or any(slot.state.reported is WorkerState.DONE for slot in self.slots):
             return False
@@ -241,7 +241,7 @@ class Lifecycle:
         return self._stop(result.message, 0 if result.succeeded else 1, now_s)
 
     def _ends_by_itself(self, slot: Slot) -> bool:
-        in_order = slot.state is State.FINISHED or slot.state.leaving
+        in_order = slot.state is SlotState.FINISHED or slot.state.leaving
         return in_order or (self.ending.draining and slot.admitted_generation > 0)
 
     # -- what the workers do ------------------------------------------------------------------------------------
@@ -254,19 +254,19 @@ class Lifecycle:
 
     def on_attach(self, worker: str) -> list[Action]:
         """Notes that a worker's script has called `elaunch.init()`, or the like."""
-        return self.workers.happens(Event.ATTACH, worker, News(generation=self.generation, training=self.training))
+        return self.workers.happens(SlotEvent.ATTACH, worker, News(generation=self.generation, training=self.training))
 
     def on_ready(self, worker: str, address: str, takes_plans: bool = False) -> None:
         """Notes that a worker has registered its state, and listens at `address`."""
-        self.workers.happens(Event.REGISTER, worker, News(address=address, takes_plans=takes_plans))
+        self.workers.happens(SlotEvent.REGISTER, worker, News(address=address, takes_plans=takes_plans))
 
     def on_joined(self, worker: str, generation: int) -> None:
         """Notes that a worker has entered a generation: it holds the state of the job."""
-        self.workers.happens(Event.JOIN, worker, News(number=generation))
+        self.workers.happens(SlotEvent.JOIN, worker, News(number=generation))
 
     def on_progress(self, worker: str, number: int) -> None:
         """Notes that a worker has seen a step commit in this generation."""
-        self.workers.happens(Event.COMMIT, worker, News(number=number))
+        self.workers.happens(SlotEvent.COMMIT, worker, News(number=number))
         generation = self.generation
         if generation is not None and generation.streak.urgent and generation.ids[:1] == (worker,):
             # The leader wants to know, of one node.
@@ -278,11 +278,11 @@ class Lifecycle:
 
     def on_finished(self, worker: str) -> None:
         """Notes that a worker has committed its last step."""
-        self.workers.happens(Event.FINISH, worker, News())
+        self.workers.happens(SlotEvent.FINISH, worker, News())
 
     def on_leaving(self, worker: str) -> None:
         """Notes that a worker has left the job and is about to end."""
-        self.workers.happens(Event.LEAVE, worker, News())
+        self.workers.happens(SlotEvent.LEAVE, worker, News())
 
     def evict(self, worker: str, replace: bool, why: str) -> list[Action]:
         """Lets one worker leave at the next step boundary; the others go on without it.
@@ -294,7 +294,7 @@ class Lifecycle:
         """
         if self.ending.under_way:
             return []
-        return self.workers.happens(Event.REPLACE if replace else Event.EVICT, worker, News(text=why))
+        return self.workers.happens(SlotEvent.REPLACE if replace else SlotEvent.EVICT, worker, News(text=why))
 
     def on_exit(
         self, worker: str, exitcode: int | None, number: int | None, t: float, now_s: float, reason: str = ""
@@ -320,18 +320,18 @@ class Lifecycle:
             restarts_left=self.workers.restarts_left,
         )
         actions = self.workers.apply(slot, self._kind_of_end(slot), news)
-        if slot.state is State.BACKOFF:
+        if slot.state is SlotState.BACKOFF:
             actions.extend(self._fill(now_s))
         self._begin_attempt()
         return [*actions, *self._end_if_over()]
 
-    def _kind_of_end(self, slot: Slot) -> Event:
+    def _kind_of_end(self, slot: Slot) -> SlotEvent:
         """Returns the event that the end of a slot's process is, after its exit code has been noted."""
-        if self.ending.draining and slot.state is not State.FINISHED:
-            return Event.EXIT_DRAINING
+        if self.ending.draining and slot.state is not SlotState.FINISHED:
+            return SlotEvent.EXIT_DRAINING
         if self.ending.stopping or self.result is not None or self.attempt != self.wanted_attempt:
-            return Event.EXIT_UNJUDGED
-        return Event.EXIT if slot.exitcode == 0 else Event.DIE
+            return SlotEvent.EXIT_UNJUDGED
+        return SlotEvent.EXIT if slot.exitcode == 0 else SlotEvent.DIE
 
     # -- what is found out about peers --------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Lifecycle:
             if slot is None or not slot.alive:
                 self.workers.peers.note_unreachable(peer)
             else:
-                self.workers.apply(slot, Event.REFUSE, News(now_s=now_s))
+                self.workers.apply(slot, SlotEvent.REFUSE, News(now_s=now_s))
 
     def on_reach(self, cut: tuple[Cut, ...], well: frozenset[str]) -> list[Action]:
         """Notes the answers of other nodes that were asked whether they can be reached.
@@ -467,7 +467,7 @@ class Lifecycle:
         """Returns when `on_time` has something to do next."""
         times = [slot.refused_s + REFUSED_S for slot in self.workers.refusing if slot.refused_s is not None]
         if self.generation is not None and self._has_place(self.generation):
-            times += [slot.retry_s for slot in self.slots if slot.state is State.BACKOFF]
+            times += [slot.retry_s for slot in self.slots if slot.state is SlotState.BACKOFF]
         if self.ending.kill_s is not None and not self.ending.killed and self.running:
             times.append(self.ending.kill_s)
         return min(times, default=None)

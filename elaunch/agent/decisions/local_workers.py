@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
 from elaunch.agent.decisions.node_state import Blame, PeerReports
-from elaunch.agent.decisions.slots import REACHABLE, Effect, Event, News, Slot, State, find_transition
+from elaunch.agent.decisions.slots import REACHABLE, Effect, News, Slot, SlotEvent, SlotState, find_transition
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
@@ -53,13 +53,13 @@ class LocalWorkers:
     @property
     def elastic(self) -> bool:
         """Returns whether a worker uses elaunch."""
-        return any(slot.state is not State.STARTING for slot in self.occupied) or self.admitted
+        return any(slot.state is not SlotState.STARTING for slot in self.occupied) or self.admitted
 
     @property
     def finished(self) -> bool:
         """Returns whether each worker has ended well, and there was at least one."""
         over = [slot for slot in self.slots if slot.exitcode == 0]
-        done = any(slot.state is State.ENDED for slot in over)
+        done = any(slot.state is SlotState.ENDED for slot in over)
         # Once members have finished, a worker that has not joined yet never will.
         counted = (WorkerState.MEMBER, WorkerState.DONE)
         left = [slot for slot in self.running if not done or slot.state.reported in counted]
@@ -113,12 +113,12 @@ class LocalWorkers:
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    def happens(self, event: Event, worker: str, news: News) -> list[Action]:
+    def happens(self, event: SlotEvent, worker: str, news: News) -> list[Action]:
         """Lets an event happen to a worker of this node; one of another node, or of a former agent, is ignored."""
         slot = next((slot for slot in self.slots if worker and slot.worker == worker), None)
         return [] if slot is None else self.apply(slot, event, news)
 
-    def apply(self, slot: Slot, event: Event, news: News) -> list[Action]:
+    def apply(self, slot: Slot, event: SlotEvent, news: News) -> list[Action]:
         """Takes a slot through the transition that the table has for an event, if it has one."""
         transition = find_transition(slot, event, news)
         if transition is None:
@@ -141,7 +141,7 @@ class LocalWorkers:
         self.blame.failed, self.took_part = "", False
         self.blame.failures.clear()
         for slot in self.slots:
-            self.apply(slot, Event.RESET, News())
+            self.apply(slot, SlotEvent.RESET, News())
 
     # -- effects ------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class LocalWorkers:
             case Effect.NOTE_CAUSE:
                 self.blame.replace(news.text, news.t)
             case Effect.SAY_UNUSED:
-                if all(other.state is State.GIVEN_UP for other in self.slots):
+                if all(other.state is SlotState.GIVEN_UP for other in self.slots):
                     return [Say("no slot of this node is used any more; its agent stays until the job ends")]
             case Effect.GIVE_UP_RESTARTS:
                 return self._give_up(slot, news, f"--max-restarts {self.max_restarts} is used up")
@@ -226,7 +226,7 @@ class LocalWorkers:
 
     def _give_up(self, slot: Slot, news: News, why: str) -> list[Action]:
         slot.fruitless = slot.fruitless_deaths
-        over = (State.GIVEN_UP, State.LEFT, State.EMPTY)
+        over = (SlotState.GIVEN_UP, SlotState.LEFT, SlotState.EMPTY)
         if all(other.state in over or other.state.leaving for other in self.slots):
             self.blame.failed = news.text
         return [Say(f"{news.text}; it is not replaced: {why}")]

@@ -17,7 +17,7 @@ from elaunch.rendezvous.membership import Generation, WorkerState
 FRUITLESS_LIMIT = 3  # deaths in a row, none of which saw a step commit, after which a slot is given up
 
 
-class State(enum.Enum):
+class SlotState(enum.Enum):
     """The states of a slot."""
 
     EMPTY = "no worker runs; one starts when the job has a place for it"
@@ -60,29 +60,31 @@ class State(enum.Enum):
 
 
 _REPORTED = {
-    State.STARTING: WorkerState.STARTING,
-    State.ATTACHED: WorkerState.STARTING,
-    State.READY: WorkerState.READY,
-    State.JOINING: WorkerState.READY,
-    State.LEAVING_EARLY: WorkerState.READY,
-    State.MEMBER: WorkerState.MEMBER,
-    State.EVICTED: WorkerState.MEMBER,
-    State.REPLACED: WorkerState.MEMBER,
-    State.LEAVING: WorkerState.MEMBER,
-    State.EVICTED_LEAVING: WorkerState.MEMBER,
-    State.REPLACED_LEAVING: WorkerState.MEMBER,
-    State.FINISHED: WorkerState.DONE,
-    State.ENDED: WorkerState.DONE,
+    SlotState.STARTING: WorkerState.STARTING,
+    SlotState.ATTACHED: WorkerState.STARTING,
+    SlotState.READY: WorkerState.READY,
+    SlotState.JOINING: WorkerState.READY,
+    SlotState.LEAVING_EARLY: WorkerState.READY,
+    SlotState.MEMBER: WorkerState.MEMBER,
+    SlotState.EVICTED: WorkerState.MEMBER,
+    SlotState.REPLACED: WorkerState.MEMBER,
+    SlotState.LEAVING: WorkerState.MEMBER,
+    SlotState.EVICTED_LEAVING: WorkerState.MEMBER,
+    SlotState.REPLACED_LEAVING: WorkerState.MEMBER,
+    SlotState.FINISHED: WorkerState.DONE,
+    SlotState.ENDED: WorkerState.DONE,
 }
-_EVICTED = frozenset({State.EVICTED, State.REPLACED, State.EVICTED_LEAVING, State.REPLACED_LEAVING})
-_LEAVING = frozenset({State.LEAVING, State.LEAVING_EARLY, State.EVICTED_LEAVING, State.REPLACED_LEAVING})
-ALIVE = frozenset(_REPORTED) - {State.ENDED}
-VACANT = frozenset({State.EMPTY, State.BACKOFF, State.LEFT, State.GIVEN_UP})
-REACHABLE = frozenset({State.READY, State.JOINING, State.MEMBER, State.EVICTED, State.REPLACED})
+_EVICTED = frozenset({SlotState.EVICTED, SlotState.REPLACED, SlotState.EVICTED_LEAVING, SlotState.REPLACED_LEAVING})
+_LEAVING = frozenset(
+    {SlotState.LEAVING, SlotState.LEAVING_EARLY, SlotState.EVICTED_LEAVING, SlotState.REPLACED_LEAVING}
+)
+ALIVE = frozenset(_REPORTED) - {SlotState.ENDED}
+VACANT = frozenset({SlotState.EMPTY, SlotState.BACKOFF, SlotState.LEFT, SlotState.GIVEN_UP})
+REACHABLE = frozenset({SlotState.READY, SlotState.JOINING, SlotState.MEMBER, SlotState.EVICTED, SlotState.REPLACED})
 """States in which peers must be able to connect to the worker."""
 
 
-class Event(enum.Enum):
+class SlotEvent(enum.Enum):
     """What can happen to a slot."""
 
     START = "a worker is started"
@@ -105,11 +107,11 @@ class Event(enum.Enum):
     RESET = "all workers start again, and none runs"
 
 
-def place_in(generation: Generation, worker: str) -> Event:
+def place_in(generation: Generation, worker: str) -> SlotEvent:
     """Returns what a training generation means for a worker."""
     if worker in generation.ids:
-        return Event.ADMIT
-    return Event.RELEASE if worker in generation.leaving else Event.OMIT
+        return SlotEvent.ADMIT
+    return SlotEvent.RELEASE if worker in generation.leaving else SlotEvent.OMIT
 
 
 class Effect(enum.Enum):
@@ -157,7 +159,7 @@ class Slot:
     """
 
     local_rank: int
-    state: State = State.EMPTY
+    state: SlotState = SlotState.EMPTY
     worker: str = ""
     pid: int = 0
     address: str = ""
@@ -234,26 +236,26 @@ def holds(guard: Guard, slot: Slot, news: News) -> bool:
 class Transition:
     """A row of the table: the next state, the effects in their order, and the condition."""
 
-    state: State
+    state: SlotState
     effects: tuple[Effect, ...] = ()
     guard: Guard = Guard.ALWAYS
 
 
-Rows = Mapping[tuple[State, Event], tuple[Transition, ...]]
+Rows = Mapping[tuple[SlotState, SlotEvent], tuple[Transition, ...]]
 
 
 def _rows() -> Rows:
-    s, e, f, g, to = State, Event, Effect, Guard, Transition
-    rows: dict[tuple[State, Event], tuple[Transition, ...]] = {}
+    s, e, f, g, to = SlotState, SlotEvent, Effect, Guard, Transition
+    rows: dict[tuple[SlotState, SlotEvent], tuple[Transition, ...]] = {}
 
-    def row(states: State | Iterable[State], event: Event, *transitions: Transition) -> None:
-        wanted = {states} if isinstance(states, State) else set(states)
-        for state in (state for state in State if state in wanted):
+    def row(states: SlotState | Iterable[SlotState], event: SlotEvent, *transitions: Transition) -> None:
+        wanted = {states} if isinstance(states, SlotState) else set(states)
+        for state in (state for state in SlotState if state in wanted):
             assert (state, event) not in rows, f"{state} and {event} have two rows"
             rows[state, event] = transitions
 
-    def stay(states: State | Iterable[State], event: Event, *effects: Effect) -> None:
-        for state in {states} if isinstance(states, State) else states:
+    def stay(states: SlotState | Iterable[SlotState], event: SlotEvent, *effects: Effect) -> None:
+        for state in {states} if isinstance(states, SlotState) else states:
             row(state, event, Transition(state, effects))
 
     # A worker comes, and takes part.
@@ -316,55 +318,65 @@ def _rows() -> Rows:
 class Ignored:
     """Events that change nothing in some states, and why."""
 
-    states: frozenset[State]
-    events: frozenset[Event]
+    states: frozenset[SlotState]
+    events: frozenset[SlotEvent]
     reason: str
 
 
-def _ignored(states: Iterable[State], events: Iterable[Event], reason: str) -> Ignored:
+def _ignored(states: Iterable[SlotState], events: Iterable[SlotEvent], reason: str) -> Ignored:
     return Ignored(frozenset(states), frozenset(events), reason)
 
 
-_NEW = frozenset({State.STARTING, State.ATTACHED})
-_UNJOINED = frozenset({State.READY, State.JOINING})
-_MEMBERS = frozenset({State.MEMBER, State.EVICTED, State.REPLACED})
-_GONE = VACANT | {State.ENDED}
-_OVER = _LEAVING | {State.FINISHED}
-_EVICTIONS = (Event.EVICT, Event.REPLACE)
-_MESSAGES = (Event.ATTACH, Event.REGISTER, Event.JOIN, Event.COMMIT, *_EVICTIONS, Event.LEAVE, Event.FINISH)
-_ENDS = (Event.EXIT, Event.DIE, Event.EXIT_DRAINING, Event.EXIT_UNJUDGED)
+_NEW = frozenset({SlotState.STARTING, SlotState.ATTACHED})
+_UNJOINED = frozenset({SlotState.READY, SlotState.JOINING})
+_MEMBERS = frozenset({SlotState.MEMBER, SlotState.EVICTED, SlotState.REPLACED})
+_GONE = VACANT | {SlotState.ENDED}
+_OVER = _LEAVING | {SlotState.FINISHED}
+_EVICTIONS = (SlotEvent.EVICT, SlotEvent.REPLACE)
+_MESSAGES = (
+    SlotEvent.ATTACH,
+    SlotEvent.REGISTER,
+    SlotEvent.JOIN,
+    SlotEvent.COMMIT,
+    *_EVICTIONS,
+    SlotEvent.LEAVE,
+    SlotEvent.FINISH,
+)
+_ENDS = (SlotEvent.EXIT, SlotEvent.DIE, SlotEvent.EXIT_DRAINING, SlotEvent.EXIT_UNJUDGED)
 
 TRANSITIONS = _rows()
 """For each state and event what follows, in the first row whose guard holds."""
 
 IGNORED = (
     _ignored(_GONE, _MESSAGES, "the process has ended"),
-    _ignored(_GONE, (Event.ADMIT, Event.RELEASE, Event.OMIT), "there is no process to tell"),
-    _ignored({State.STARTING}, (Event.RELEASE, Event.OMIT), "it hears of the newest generation when it attaches"),
-    _ignored(ALIVE - {State.STARTING}, (Event.ATTACH,), "it is attached"),
-    _ignored({State.STARTING}, (Event.REGISTER,), "it has not attached"),
-    _ignored(ALIVE - _NEW, (Event.REGISTER,), "its state is registered"),
-    _ignored(_NEW, (Event.JOIN, Event.COMMIT), "it has registered no state"),
-    _ignored(_NEW | _UNJOINED, (*_EVICTIONS, Event.FINISH), "it is no member"),
-    _ignored(_NEW | {State.READY}, (Event.LEAVE,), "no generation names it"),
-    _ignored(_MEMBERS - {State.MEMBER}, _EVICTIONS, "it is to leave already"),
-    _ignored(_LEAVING, (Event.JOIN, Event.COMMIT, *_EVICTIONS, Event.LEAVE), "it has left, and ends"),
-    _ignored(_LEAVING, (Event.FINISH, Event.REFUSE), "it has left, and ends"),
-    _ignored({State.FINISHED}, (Event.JOIN, Event.COMMIT, *_EVICTIONS), "its steps are all committed"),
-    _ignored({State.FINISHED}, (Event.LEAVE, Event.FINISH, Event.REFUSE), "it has finished, and ends"),
+    _ignored(_GONE, (SlotEvent.ADMIT, SlotEvent.RELEASE, SlotEvent.OMIT), "there is no process to tell"),
+    _ignored(
+        {SlotState.STARTING}, (SlotEvent.RELEASE, SlotEvent.OMIT), "it hears of the newest generation when it attaches"
+    ),
+    _ignored(ALIVE - {SlotState.STARTING}, (SlotEvent.ATTACH,), "it is attached"),
+    _ignored({SlotState.STARTING}, (SlotEvent.REGISTER,), "it has not attached"),
+    _ignored(ALIVE - _NEW, (SlotEvent.REGISTER,), "its state is registered"),
+    _ignored(_NEW, (SlotEvent.JOIN, SlotEvent.COMMIT), "it has registered no state"),
+    _ignored(_NEW | _UNJOINED, (*_EVICTIONS, SlotEvent.FINISH), "it is no member"),
+    _ignored(_NEW | {SlotState.READY}, (SlotEvent.LEAVE,), "no generation names it"),
+    _ignored(_MEMBERS - {SlotState.MEMBER}, _EVICTIONS, "it is to leave already"),
+    _ignored(_LEAVING, (SlotEvent.JOIN, SlotEvent.COMMIT, *_EVICTIONS, SlotEvent.LEAVE), "it has left, and ends"),
+    _ignored(_LEAVING, (SlotEvent.FINISH, SlotEvent.REFUSE), "it has left, and ends"),
+    _ignored({SlotState.FINISHED}, (SlotEvent.JOIN, SlotEvent.COMMIT, *_EVICTIONS), "its steps are all committed"),
+    _ignored({SlotState.FINISHED}, (SlotEvent.LEAVE, SlotEvent.FINISH, SlotEvent.REFUSE), "it has finished, and ends"),
 )
 """What a worker, or the job, may say in a state in which it changes nothing."""
 
 IMPOSSIBLE = (
-    _ignored(ALIVE | {State.ENDED}, (Event.START,), "a worker is started only in a slot that is free"),
-    _ignored(_GONE, (*_ENDS, Event.REFUSE), "a process ends once, and only a live one can refuse its peers"),
-    _ignored({State.FINISHED}, (Event.EXIT_DRAINING,), "who has finished ends as it would if the node stayed"),
-    _ignored(ALIVE, (Event.RESET,), "workers start again when those of the former attempt have ended"),
+    _ignored(ALIVE | {SlotState.ENDED}, (SlotEvent.START,), "a worker is started only in a slot that is free"),
+    _ignored(_GONE, (*_ENDS, SlotEvent.REFUSE), "a process ends once, and only a live one can refuse its peers"),
+    _ignored({SlotState.FINISHED}, (SlotEvent.EXIT_DRAINING,), "who has finished ends as it would if the node stayed"),
+    _ignored(ALIVE, (SlotEvent.RESET,), "workers start again when those of the former attempt have ended"),
 )
 """Events that the agent itself makes, and not in these states: one would be a defect."""
 
 
-def find_transition(slot: Slot, event: Event, news: News) -> Transition | None:
+def find_transition(slot: Slot, event: SlotEvent, news: News) -> Transition | None:
     """Returns what follows from an event in a slot; None where it is ignored.
 
     Raises:
@@ -377,7 +389,7 @@ def find_transition(slot: Slot, event: Event, news: News) -> Transition | None:
     return None
 
 
-def cells(groups: Iterable[Ignored]) -> list[tuple[State, Event]]:
+def cells(groups: Iterable[Ignored]) -> list[tuple[SlotState, SlotEvent]]:
     """Returns the states and events of some groups, one by one."""
     return [cell for group in groups for cell in product(group.states, group.events)]
 

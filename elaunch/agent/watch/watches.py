@@ -20,7 +20,7 @@ from elaunch.agent.output.journal import Journal
 from elaunch.agent.watch.hang_watch import Found, HangWatch, describe
 from elaunch.agent.watch.monitor import Monitor, Running
 from elaunch.agent.watch.reachability import Reach
-from elaunch.detect.health import Finding, Verdict
+from elaunch.detect.health import Finding, HealthVerdict
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.rendezvous.membership import Cut, Deadlock, node_of
 from elaunch.wire import Unreachable
@@ -210,7 +210,7 @@ class Watches:
             )
             who = f"{found.subject} of worker {worker}" if worker else found.subject
             self._journal.say(f"{who}: {found.text}")
-            if found.verdict >= Verdict.DRAIN and self._policy == "drain":
+            if found.verdict >= HealthVerdict.DRAIN and self._policy == "drain":
                 actions.extend(life.on_sick(f"{found.subject}: {found.text}", time.monotonic()))
         return actions
 

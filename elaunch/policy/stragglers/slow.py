@@ -22,7 +22,18 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.policy.stragglers.track import LEARN, THRESHOLD, Change, Look, State, Track, centre, mad, short, spread
+from elaunch.policy.stragglers.track import (
+    LEARN,
+    THRESHOLD,
+    Change,
+    Look,
+    SpeedState,
+    Track,
+    centre,
+    mad,
+    short,
+    spread,
+)
 from elaunch.rendezvous.membership import node_of, slot_of
 
 TOLD_AGAIN = math.log(1.25)
@@ -57,7 +68,7 @@ class Detector:
         self._own: dict[str, _Own] = {}
         self._sums: dict[str, tuple[float, float]] = {}
         self._common: deque[float] = deque([0.0], maxlen=3)
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Countdown] = {}
         self._reported: dict[str, float] = {}
         self._reported_nodes: set[str] = set()
         self._renewed: set[str] = set()
@@ -238,8 +249,8 @@ class Detector:
         for slot in found:
             told_slow = slot in self._reported
             if self._tracks[slot].side == 1 or told_slow:
-                self._waiting[slot] = _Waiting(HOLD)
-        ready: dict[tuple[str, State], list[str]] = defaultdict(list)
+                self._waiting[slot] = _Countdown(HOLD)
+        ready: dict[tuple[str, SpeedState], list[str]] = defaultdict(list)
         for slot, waiting in list(self._waiting.items()):
             waiting.left -= 1
             node = node_of(slot)
@@ -273,7 +284,7 @@ class Detector:
                 self._reported_nodes.discard(node)
         return changes
 
-    def _worker_change(self, slot: str, state: State, step: int) -> Change:
+    def _worker_change(self, slot: str, state: SpeedState, step: int) -> Change:
         track = self._tracks[slot]
         agreeing, since_step = track.agreeing
         worker = self._workers[slot]
@@ -281,7 +292,7 @@ class Detector:
         factor = math.exp(statistics.median(look.score for look in track.looks))
         return Change(state, "worker", (worker,), (worker,), factor, step, since_step, figures)
 
-    def _node_change(self, node: str, state: State, slots: Sequence[str], step: int) -> Change:
+    def _node_change(self, node: str, state: SpeedState, slots: Sequence[str], step: int) -> Change:
         tracks = [self._tracks[slot] for slot in slots]
         scores = [statistics.median(look.score for look in track.looks) for track in tracks]
         figures = self._evidence(slots) | {
@@ -343,5 +354,5 @@ class _Own:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Countdown:
     left: int

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from elaunch.policy.stragglers.track import LEARN, NOISE, PAST, Change, Look, State, Track, spread
+from elaunch.policy.stragglers.track import LEARN, NOISE, PAST, Change, Look, SpeedState, Track, spread
 from elaunch.rendezvous.membership import node_of, slot_of
 
 LINK_OWN = math.log(2)
@@ -188,7 +188,7 @@ class LinkDetector:
             "looks": len(track.looks),
             "agreeing": agreeing,
         }
-        state: State = "slow" if track.side == 1 else "recovered"
+        state: SpeedState = "slow" if track.side == 1 else "recovered"
         return Change(state, "link", ends, ends, self._factor(link, track), step, since_step, evidence)
 
     def _compare(self) -> None:

@@ -47,7 +47,7 @@ PAST = 128
 
 MAD_TO_SIGMA = 1.4826
 
-State = Literal["slow", "recovered"]
+SpeedState = Literal["slow", "recovered"]
 
 
 class Look(NamedTuple):
@@ -73,7 +73,7 @@ class Change:
         evidence: figures, as fields of the `slow` event.
     """
 
-    state: State
+    state: SpeedState
     kind: Literal["worker", "node", "link"]
     names: tuple[str, ...]
     workers: tuple[str, ...]

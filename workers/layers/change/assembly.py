@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from elaunch.workers.layers.shards import Shards, regions_of
+from elaunch.workers.layers.shards import Shards, chunks_of
 from elaunch.workers.state.boxes import Box
-from elaunch.workers.state.layout import Piece
-from elaunch.workers.state.regions import Region, State
+from elaunch.workers.state.chunks import Chunk, ChunkedState
+from elaunch.workers.state.layout import ParameterPiece
 from elaunch.workers.state.space import OPTIMIZER, Item
 
 
@@ -25,7 +25,7 @@ class Assembly:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], local: Shards | None, items: Mapping[str, Item], device: torch.device
+        self, pieces: Sequence[ParameterPiece], local: Shards | None, items: Mapping[str, Item], device: torch.device
     ) -> None:
         self._pieces, self._items, self._device = pieces, items, device
         wanted = {piece.shape for piece in pieces}
@@ -35,42 +35,42 @@ class Assembly:
             if local is not None and piece.shape in wanted
         }
         self._by_box = {(piece.parameter + OPTIMIZER, box): piece for piece in pieces for box in piece.boxes}
-        self._flats: dict[Piece, tuple[Tensor, ...]] = {}
-        self._regions: dict[Piece, dict[Box, Region]] = {}
+        self._flats: dict[ParameterPiece, tuple[Tensor, ...]] = {}
+        self._chunks: dict[ParameterPiece, dict[Box, Chunk]] = {}
 
     def allocate(self, name: str, box: Box) -> tuple[Tensor, ...]:
         """Returns new tensors for a box of an item."""
         return self._made(self._by_box[name, box])[box].tensors
 
-    def regions(self) -> dict[str, list[Region]]:
-        """Returns the regions of all pieces that do not stay, by item."""
-        found: dict[str, list[Region]] = {}
+    def chunks(self) -> dict[str, list[Chunk]]:
+        """Returns the chunks of all pieces that do not stay, by item."""
+        found: dict[str, list[Chunk]] = {}
         for piece in self._pieces:
             if piece.shape not in self._stay:
                 found.setdefault(piece.parameter + OPTIMIZER, []).extend(self._made(piece).values())
         return found
 
-    def tensors(self, state: State | None = None) -> list[tuple[Tensor, ...]]:
-        """Returns the tensors of all pieces, flat. Regions of `state` that are not in their piece are copied there."""
+    def tensors(self, state: ChunkedState | None = None) -> list[tuple[Tensor, ...]]:
+        """Returns the tensors of all pieces, flat. Chunks of `state` that are not in their piece are copied there."""
         found = []
         for piece in self._pieces:
             stayed = self._stay.get(piece.shape)
             if stayed is not None and piece not in self._flats:
                 self._flats[piece] = stayed
             elif state is not None:
-                here = {region.box: region for region in state[piece.parameter + OPTIMIZER]}
-                for box, region in self._made(piece).items():
-                    if here[box].tensors[0].data_ptr() != region.tensors[0].data_ptr():
+                here = {chunk.box: chunk for chunk in state[piece.parameter + OPTIMIZER]}
+                for box, chunk in self._made(piece).items():
+                    if here[box].tensors[0].data_ptr() != chunk.tensors[0].data_ptr():
                         # It stayed where it was, in a longer or shorter piece.
-                        for to, from_ in zip(region.tensors, here[box].tensors, strict=True):
+                        for to, from_ in zip(chunk.tensors, here[box].tensors, strict=True):
                             to.copy_(from_)
             found.append(self._flats[piece])
         return found
 
-    def _made(self, piece: Piece) -> dict[Box, Region]:
-        if piece not in self._regions:
+    def _made(self, piece: ParameterPiece) -> dict[Box, Chunk]:
+        if piece not in self._chunks:
             dtypes = self._items[piece.parameter + OPTIMIZER].dtypes
             flats = tuple(torch.empty(piece.elements, dtype=kind, device=self._device) for kind in dtypes)
             self._flats[piece] = flats
-            self._regions[piece] = {region.box: region for region in regions_of(piece, flats)}
-        return self._regions[piece]
+            self._chunks[piece] = {chunk.box: chunk for chunk in chunks_of(piece, flats)}
+        return self._chunks[piece]

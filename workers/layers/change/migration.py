@@ -17,7 +17,7 @@ from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.change.assembly import Assembly
-from elaunch.workers.layers.executor import Executor, LayerKey, Outcome, TupleSum
+from elaunch.workers.layers.executor import Executor, LayerKey, Outcome, TPGroupSum
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.samples import Samples
@@ -25,8 +25,8 @@ from elaunch.workers.layers.shards import Shards
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.state.background import BackgroundMove
 from elaunch.workers.state.boxes import Box, subtract_all
+from elaunch.workers.state.chunks import Chunk, copy_box, covering
 from elaunch.workers.state.layout import LayerSpec, StateLayout
-from elaunch.workers.state.regions import Region, copy_box, covering
 from elaunch.workers.state.routes import Router, n_bytes
 from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
 
@@ -71,7 +71,7 @@ class Migration:
         specs: tuple[LayerSpec, ...],
         optimizer_items: Mapping[str, Item],
         local: Shards | None,
-        sums: Mapping[tuple[str, ...], TupleSum],
+        sums: Mapping[tuple[str, ...], TPGroupSum],
         device: torch.device,
         make_executor: Callable[[Plan, StateLayout, Mapping[LayerKey, Layer]], Executor],
     ) -> None:
@@ -83,7 +83,7 @@ class Migration:
         for (index, replica), layer in layers[1].items():
             workers = new.layout.holders[index][replica]
             if (index, replica) in lacking.get(worker, ()):
-                add = self._sums.setdefault(workers, TupleSum(workers, worker)) if len(workers) > 1 else None
+                add = self._sums.setdefault(workers, TPGroupSum(workers, worker)) if len(workers) > 1 else None
                 layer.tp_rank = TPRank(workers.index(worker), len(workers), add)
         self._executor = make_executor(between, layout, _layers_of(layout, worker, old, new, layers))
         self.assembly = Assembly(new.layout.pieces(worker), local, optimizer_items, device)
@@ -108,12 +108,12 @@ class Migration:
         # What is passed on would come later, and all has the time of a step.
         router = Router(items, held, needed, relays=False)
         routes = router.of(worker)
-        state: dict[str, list[Region]] = {} if local is None else local.regions()
+        state: dict[str, list[Chunk]] = {} if local is None else local.chunks()
         moved = {key: layer for key, layer in layers[0].items() if key[0] in self._parameters}
-        state |= _parameter_regions(before, worker, moved)
-        places = self.assembly.regions()
+        state |= _parameter_chunks(before, worker, moved)
+        places = self.assembly.chunks()
         coming = {key: layers[1][key] for key in sorted(lacking.get(worker, ()))}
-        parameters = _parameter_regions(after, worker, coming)
+        parameters = _parameter_chunks(after, worker, coming)
         places |= parameters
         self._shared = _shared(after, worker, coming, parameters)
         self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
@@ -185,28 +185,28 @@ def _parameters(
     return found
 
 
-def _parameter_regions(layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer]) -> dict[str, list[Region]]:
+def _parameter_chunks(layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer]) -> dict[str, list[Chunk]]:
     """The parameters of some layers; of what is there twice, one."""
-    found: dict[str, list[Region]] = {}
+    found: dict[str, list[Chunk]] = {}
     for key, layer in layers.items():
         for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
             known = found.setdefault(f"layers.{key[0]}.{name}", [])
-            whole = Region(box, (layer.parameters[name].data,))
-            known += [Region(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]
+            whole = Chunk(box, (layer.parameters[name].data,))
+            known += [Chunk(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]
     return found
 
 
 def _shared(
-    layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], places: Mapping[str, list[Region]]
-) -> dict[int, list[tuple[Region, Region, Box]]]:
+    layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], places: Mapping[str, list[Chunk]]
+) -> dict[int, list[tuple[Chunk, Chunk, Box]]]:
     """By layer, what a worker needs twice, as a member of two TP groups that cut the layer in other ways.
 
     It arrives once, at a place of the first; each entry is that place, the second one, and the box they share.
     """
-    found: dict[int, list[tuple[Region, Region, Box]]] = {}
+    found: dict[int, list[tuple[Chunk, Chunk, Box]]] = {}
     for key, layer in layers.items():
         for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
-            to = Region(box, (layer.parameters[name].data,))
+            to = Chunk(box, (layer.parameters[name].data,))
             for source, common in covering(places[f"layers.{key[0]}.{name}"], box):
                 if source.part(common)[0].data_ptr() != to.part(common)[0].data_ptr():
                     found.setdefault(key[0], []).append((source, to, common))

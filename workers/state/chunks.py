@@ -12,7 +12,7 @@ from elaunch.workers.state.space import Holdings
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class Chunk:
     """A box of an item: one tensor of the box's shape for each tensor of the item; views of larger ones will do."""
 
     box: Box
@@ -32,17 +32,17 @@ class Region:
         ]
 
 
-State = Mapping[str, Sequence[Region]]
-"""By name of an item, the regions of it that a worker holds; no two have an element in common."""
+ChunkedState = Mapping[str, Sequence[Chunk]]
+"""By name of an item, the chunks of it that a worker holds; no two have an element in common."""
 
 
-def holdings_of(state: State) -> Holdings:
+def holdings_of(state: ChunkedState) -> Holdings:
     """Returns the boxes of a state."""
-    return {name: tuple(region.box for region in regions) for name, regions in state.items()}
+    return {name: tuple(chunk.box for chunk in chunks) for name, chunks in state.items()}
 
 
-def copy_box(source: Sequence[Region], to: Sequence[Region], box: Box) -> None:
-    """Copies what of a box is in both; a region that is among both stays as it is."""
+def copy_box(source: Sequence[Chunk], to: Sequence[Chunk], box: Box) -> None:
+    """Copies what of a box is in both; a chunk that is among both stays as it is."""
     for old, part in covering(source, box):
         for new, common in covering(to, part):
             if new is not old:
@@ -50,9 +50,9 @@ def copy_box(source: Sequence[Region], to: Sequence[Region], box: Box) -> None:
                     there.copy_(here)
 
 
-def covering(regions: Sequence[Region], box: Box) -> Iterator[tuple[Region, Box]]:
-    """Returns the regions that have some of a box, each with what it has."""
-    for region in regions:
-        common = intersect(region.box, box)
+def covering(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:
+    """Returns the chunks that have some of a box, each with what it has."""
+    for chunk in chunks:
+        common = intersect(chunk.box, box)
         if common is not None:
-            yield region, common
+            yield chunk, common

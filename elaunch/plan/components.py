@@ -1,6 +1,6 @@
-"""The parts of a plan that have nothing to do with each other, such as pipelines of their own.
+"""The connected components of a plan: tiles that share no micro-batch and no worker, such as separate pipelines.
 
-What follows from a plan part by part (the order of a step, its price) need be found only once for all that are alike.
+The order of a step and its price are found component by component, and once only for components that are alike.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from elaunch.plan.views import once_per_plan
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """Tiles that share neither micro-batches nor workers with any other tile.
 
     Attributes:
         plan: of these tiles alone; it does not cover all samples.
         tiles: their indices in the whole plan, ascending.
-        shape: equal for parts that differ only in who and which samples they are, in order.
+        shape: equal for components that differ only in who and which samples they are, in order.
     """
 
     plan: Plan
@@ -28,8 +28,8 @@ class Part:
 
 
 @once_per_plan
-def parts(plan: Plan) -> tuple[Part, ...]:
-    """Returns the parts of a valid plan, ordered by their first tile."""
+def components(plan: Plan) -> tuple[Component, ...]:
+    """Returns the components of a valid plan, ordered by their first tile."""
     return tuple(_part(plan, tiles) for tiles in _apart(plan))
 
 
@@ -58,18 +58,18 @@ def _apart(plan: Plan) -> list[list[int]]:
     return list(found.values())
 
 
-def _part(plan: Plan, tiles: Sequence[int]) -> Part:
-    part = plan
+def _part(plan: Plan, tiles: Sequence[int]) -> Component:
+    component = plan
     if plan.idle or len(tiles) < len(plan.tiles):
         # Else it keeps what was derived of it.
-        part = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
+        component = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
     size = plan.micro_batch_size
     # The stages of a pipeline mostly have the very same micro-batches.
-    cuts = {id(tile.micro_batches): tile.micro_batches for tile in part.tiles}
+    cuts = {id(tile.micro_batches): tile.micro_batches for tile in component.tiles}
     units = {run.start // size for cut in cuts.values() for runs in cut for run in runs}
     # Units and workers count by their order only.
     first = {unit: place * size for place, unit in enumerate(sorted(units))}
-    numbers = {worker: number for number, worker in enumerate(part.workers)}
+    numbers = {worker: number for number, worker in enumerate(component.workers)}
 
     def shape(runs: MicroBatch) -> tuple[tuple[int, int], ...]:
         return tuple((first[run.start // size] + run.start % size, len(run)) for run in runs)
@@ -82,6 +82,6 @@ def _part(plan: Plan, tiles: Sequence[int]) -> Part:
             tuple(numbers[worker] for worker in tile.workers),
             shapes[id(tile.micro_batches)],
         )
-        for tile in part.tiles
+        for tile in component.tiles
     )
-    return Part(part, tuple(tiles), here)
+    return Component(component, tuple(tiles), here)
