@@ -1,7 +1,7 @@
 """Messages between an agent and its workers: typed, versioned, one JSON object a line.
 
     worker -> agent   Attach, Ready, Joined, Progress, Saved, Profiled, Report, Unreachable, Finished,
-                      Evict, Leaving
+                      Evict, Leaving, Abandoned
     agent -> worker   Welcome, Announce
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
@@ -133,6 +133,13 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The job cannot go on, whoever is left of it: starting it again would end in the same place."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """A generation, in the JSON form of `elaunch.rendezvous.membership.Generation`."""
 
@@ -152,6 +159,7 @@ Message = (
     | Finished
     | Evict
     | Leaving
+    | Abandoned
     | Announce
 )
 

@@ -49,6 +49,9 @@ def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDeci
         return _assemble(view, nodes, now_s, settings)
     if generation.nodes and all(_finished(nodes, name) for name in generation.nodes):
         return LeaderDecision("all nodes have finished", result=Result(True, "all workers have finished"))
+    for doc in nodes:
+        if doc.summary.abandoned and doc.node in generation.nodes and doc.progress.attempt == generation.attempt:
+            return LeaderDecision("the job is abandoned", result=Result(False, doc.summary.abandoned))
     if nodes and generation.nodes and not any(takes_part(doc, generation) for doc in nodes):
         return begin_again(view, generation, nodes, now_s, settings)
     if generation.stage is GenerationStage.TRAIN:

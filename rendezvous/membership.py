@@ -186,6 +186,7 @@ class WorkerSummary:
         takes_plans: they can go over to any plan (`elaunch.hybrid()`).
         finished: each has ended well, and there was at least one.
         failed: why none runs or will; empty while that is not so.
+        abandoned: why the job cannot go on, as one of them says; empty while none does.
     """
 
     elastic: bool = False
@@ -193,6 +194,7 @@ class WorkerSummary:
     takes_plans: bool = False
     finished: bool = False
     failed: str = ""
+    abandoned: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,15 @@ from elaunch.workers import exact_sum
 from elaunch.workers.comm.group import Group
 from elaunch.workers.exact_sum import ExactSum
 
-_FIXED = struct.Struct("<8Q")
+_FIXED = struct.Struct("<11Q")
 _NOTE = struct.Struct("<II")
 _WORD = (1 << 64) - 1
 
 Span = tuple[int, int]
 """The least and the greatest of some numbers."""
+
+UNSAID: Span = (_WORD, 0)
+"""Of no number: what a member brings that has nothing to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class StepRecord:
         generation: numbers of the newest generations that the members have heard of.
         step: the step in flight; the same on all members, or the protocol is broken.
         settings: digest of the settings that must be the same on all members.
+        effects: digest of the calls of `step` that have taken effect since the commit before, on whoever made that one.
+        stops: number of members whose script has asked to end the job after this step.
         coverage: digest of what was computed (`coverage_of`), to be compared with that of the whole step.
         samples: number of samples in `loss`.
         loss: sum of the losses of the samples.
@@ -43,6 +48,8 @@ class StepRecord:
     generation: Span
     step: Span
     settings: Span = (0, 0)
+    effects: Span = UNSAID
+    stops: int = 0
     coverage: int = 0
     samples: int = 0
     loss: ExactSum = exact_sum.NOTHING
@@ -56,14 +63,16 @@ class StepRecord:
 
     def pack(self) -> bytes:
         """Returns the record in the format of the wire: fixed fields, both sums, notes."""
-        fixed = _FIXED.pack(*self.generation, *self.step, *self.settings, self.coverage, self.samples)
+        spans = (*self.generation, *self.step, *self.settings, *self.effects)
+        fixed = _FIXED.pack(*spans, self.stops, self.coverage, self.samples)
         notes = (part for rank, note in self.notes.items() for part in (_NOTE.pack(rank, len(note)), note))
         return b"".join((fixed, self.loss.pack(), self.squares.pack(), *notes))
 
     @classmethod
     def unpack(cls, packed: bytes) -> StepRecord:
         """Returns the record that `pack` wrote."""
-        oldest, newest, first, last, least, most, coverage, samples = _FIXED.unpack_from(packed)
+        *ends, stops, coverage, samples = _FIXED.unpack_from(packed)
+        generation, step, settings, effects = zip(ends[::2], ends[1::2], strict=True)
         at = _FIXED.size
         loss, squares = (ExactSum.unpack(packed[start : start + exact_sum.N_BYTES]) for start in _starts(at))
         at += 2 * exact_sum.N_BYTES
@@ -72,7 +81,7 @@ class StepRecord:
             rank, length = _NOTE.unpack_from(packed, at)
             at += _NOTE.size + length
             notes[rank] = packed[at - length : at]
-        return cls((oldest, newest), (first, last), (least, most), coverage, samples, loss, squares, notes)
+        return cls(generation, step, settings, effects, stops, coverage, samples, loss, squares, notes)
 
     @classmethod
     def of_all(cls, records: Sequence[StepRecord]) -> StepRecord:
@@ -80,9 +89,11 @@ class StepRecord:
         if len(records) == 1:
             return records[0]
         return cls(
-            _span(record.generation for record in records),
-            _span(record.step for record in records),
-            _span(record.settings for record in records),
+            span_of(record.generation for record in records),
+            span_of(record.step for record in records),
+            span_of(record.settings for record in records),
+            span_of(record.effects for record in records),
+            sum(record.stops for record in records),
             sum(record.coverage for record in records) & _WORD,
             sum(record.samples for record in records),
             sum((record.loss for record in records), exact_sum.NOTHING),
@@ -135,6 +146,7 @@ def _starts(first: int) -> tuple[int, int]:
     return first, first + exact_sum.N_BYTES
 
 
-def _span(spans: Iterable[Span]) -> Span:
+def span_of(spans: Iterable[Span]) -> Span:
+    """Returns the least and the greatest of the numbers that some spans are of."""
     least, most = zip(*spans, strict=True)
     return min(least), max(most)

@@ -32,7 +32,7 @@ from elaunch.policy.decision import Decision
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation
-from elaunch.wire import Finished, Leaving, Report
+from elaunch.wire import Abandoned, Finished, Leaving, Report
 from elaunch.workers import agent_client, barrier, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
@@ -66,6 +66,8 @@ class Member:
         durable: returns this worker's part of a checkpoint; None if the framework cannot save its state.
         step: returns the number of steps that have committed here; by default, what the hooks vote.
         complete: does what would have been done during the next step; called at the end, when there is none.
+        boundary: called at each step boundary before the next step, with the members and whether a checkpoint begins
+            there or the job ends.
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
         transport: its links to other members; None: it makes its own.
@@ -83,13 +85,14 @@ class Member:
         durable: Callable[[], CheckpointShard] | None = None,
         step: Callable[[], int] | None = None,
         complete: Callable[[], None] | None = None,
+        boundary: Callable[[Group, bool], None] | None = None,
         state_is_whole: bool = False,
         closers: Sequence[Callable[[], None]] = (),
         transport: Transport | None = None,
     ) -> None:
         self._client = client
         self._transport = Transport(client.worker, client.token, client.host) if transport is None else transport
-        self._durable, self._complete = durable, complete
+        self._durable, self._complete, self._boundary = durable, complete, boundary
         self._state_is_whole, self._closers = state_is_whole, closers
         self.checkpoints = Checkpoints(client)
         self.policy = Policy(client, self.checkpoints.newest)
@@ -261,6 +264,9 @@ class Member:
                 if self._recovery.interrupted:
                     self.agree(None)
                     continue
+                saves = self._durable is not None and self.checkpoints.is_due(self.group, self._hooks.step)
+                if self._boundary is not None:
+                    self._boundary(self.group, saves)
                 if self._durable is not None and self.checkpoints.every:
                     self.checkpoints.boundary(self.group, self._hooks.step, self._durable)
                 return
@@ -336,6 +342,15 @@ class Member:
         if changed_s is not None:
             self.policy.change_took(changed_s)
 
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the last step that has committed, as far as a member reported it or told this one of it."""
+        return self._reports.last["loss"] if self._reports.last is not None else None
+
+    def abandon(self, why: str) -> None:
+        """Tells the agent that the job cannot go on, whoever is left of it: it ends, and is not started again."""
+        self._client.send(Abandoned(" ".join(why.split())))
+
     def forget_step(self) -> None:
         """Forgets the last report of a step: the job goes on from a checkpoint."""
         self._reports.forget()
@@ -363,6 +378,8 @@ class Member:
             if self._hooks.step < steps:
                 return False
             try:
+                if self._boundary is not None:
+                    self._boundary(self.group, True)
                 if self._durable is not None:
                     self.checkpoints.last(self.group, steps, self._durable)
                 if self._complete is not None:

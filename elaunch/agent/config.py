@@ -13,6 +13,7 @@ from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
 from elaunch.policy.settings import PolicyConfig
 from elaunch.rendezvous.conf import RendezvousConf
+from elaunch.replica_check import ReplicaCheck
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
 PRELOAD = ("torch", "torch._dynamo", "elaunch.workers.data_parallel.job")
@@ -141,9 +142,10 @@ class OutputSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """What scripts that use elaunch are told: where checkpoints go, and how plans are chosen."""
+    """What scripts that use elaunch are told: checkpoints, how plans are chosen, when replicas are compared."""
 
     checkpoints: Checkpointing | None = None
+    replica_check: ReplicaCheck = field(default_factory=ReplicaCheck)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 

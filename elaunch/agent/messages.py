@@ -20,6 +20,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.participant import Participant
 from elaunch.threads import describe, tell
 from elaunch.wire import (
+    Abandoned,
     Attach,
     Evict,
     Finished,
@@ -36,6 +37,7 @@ from elaunch.wire import (
 )
 
 MAX_ADDRESS = 300  # characters of a worker's address; a host's name has at most 253
+MAX_ABANDONED = 2000  # characters of why the job cannot go on
 MAX_WHY = 300  # characters of a worker's reason in a line
 
 
@@ -172,6 +174,8 @@ def react(life: Lifecycle, worker: str, message: Message) -> list[Action]:
             return life.evict(worker, message.replace, " ".join(message.why.split())[:MAX_WHY])
         case Leaving():
             life.on_leaving(worker)
+        case Abandoned():
+            life.on_abandoned(worker, " ".join(message.why.split())[:MAX_ABANDONED])
     return []
 
 

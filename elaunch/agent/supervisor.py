@@ -12,6 +12,7 @@ import sys
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from elaunch import replica_check
 from elaunch.agent import forkserver
 from elaunch.checkpoints import EVERY, FOLDER
 from elaunch.detect import hang
@@ -169,6 +170,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     }
     variables |= config.training.policy.variables()
     variables[hang.VARIABLE] = config.detection.hang
+    variables[replica_check.NAME] = config.training.replica_check
     variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
     if (checkpoints := config.training.checkpoints) is not None:
         variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}

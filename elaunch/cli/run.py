@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elaunch import __version__, checkpoints
+from elaunch import __version__, checkpoints, replica_check
 from elaunch.agent import notices
 from elaunch.agent.config import (
     BACKENDS,
@@ -155,6 +155,13 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoint-every",
         default=os.environ.get(checkpoints.EVERY),
         help=f"steps from one checkpoint to the next; if not given, {checkpoints.DEFAULT_EVERY}",
+    )
+    p.add_argument(
+        "--check-replicas",
+        metavar="N[,repair]|off",
+        default=os.environ.get(replica_check.NAME),
+        help="steps from one comparison of the workers' model and optimizer to the next; where they differ the job "
+        f"ends, or with repair they get the state of most workers; if not given, {replica_check.DEFAULT_EVERY}",
     )
     p.add_argument(
         "--notice",
@@ -309,6 +316,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         ),
         training=TrainingSettings(
             checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
+            replica_check=replica_check.parse(args.check_replicas, "--check-replicas"),
             policy=policies.parse(
                 args.policy,
                 args.consistency,

@@ -76,7 +76,7 @@ class MeasuredTurn(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A turn of a model that is treated as a single layer."""
 
     layer: int
@@ -87,7 +87,7 @@ class Step:
     waited_s: float
 
     @classmethod
-    def of(cls, seconds: float, rows: int) -> Step:
+    def of(cls, seconds: float, rows: int) -> MeasuredStep:
         """Returns a step from its seconds, forward and backward together."""
         return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
 

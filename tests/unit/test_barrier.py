@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.workers import barrier, exact_sum
-from elaunch.workers.barrier import DifferentSettings, StepRecord, coverage_of
+from elaunch.workers.barrier import UNSAID, DifferentSettings, StepRecord, coverage_of
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
 from elaunch.workers.exact_sum import NOTHING, ExactSum
@@ -73,6 +73,8 @@ def record(rank: int, note: bytes = b"") -> StepRecord:
         (40 + rank, 40 + rank),
         (7, 7),
         (99, 99),
+        UNSAID if rank == 1 else (rank, rank),
+        rank % 2,
         coverage_of(range(3 * rank, 3 * rank + 3)),
         rank + 1,
         ExactSum.of([0.1 * rank]),

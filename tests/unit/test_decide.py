@@ -138,6 +138,14 @@ class TestAssembly:
     def test_a_draining_node_is_left_out(self) -> None:
         assert announced(ask(None, node("a", draining=True), node("b"))).nodes == ("b",)
 
+    def test_a_job_that_a_worker_has_abandoned_ends_whatever_could_be_restarted(self) -> None:
+        docs = [node("a", WorkerState.MEMBER, abandoned="replicas differ", saved=40), node("b", WorkerState.MEMBER)]
+        assert ended(ask(train("a/0#0", "b/0#0"), *docs)) == Result(False, "replicas differ")
+        assert ended(ask(start("a", "b"), *docs)) == Result(False, "replicas differ")
+        # What a worker of a former attempt said, or one of a node that is not of the job, does not count.
+        assert_waits(ask(train("b/0#0"), *docs))
+        assert_waits(ask(train("a/0#0", "b/0#0", attempt=1), node("a", WorkerState.MEMBER, abandoned="x"), docs[1]))
+
     def test_a_new_attempt_waits_until_each_node_has_ended_its_workers(self) -> None:
         again = Generation(
             4, GenerationStage.ASSEMBLE, attempt=2, restarts=Restarts(1), cause="worker x died", cause_t=8.0

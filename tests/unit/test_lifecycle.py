@@ -281,6 +281,16 @@ class TestProgressOfAWorker:
         assert "1 of at least 1 nodes are left: the workers keep their state" in said(node.train("a/0#0", hold=True))
 
 
+class TestAbandoned:
+    def test_the_report_says_why_until_all_start_again(self) -> None:
+        node = member_node()
+        node.life.on_abandoned("b/0#0", "not one of ours")
+        assert node.life.doc().summary.abandoned == ""
+        node.life.on_abandoned("a/0#0", "replicas differ")
+        node.life.on_abandoned("a/0#0", "and then something else")
+        assert node.life.doc().summary.abandoned == "replicas differ"
+
+
 class TestReplacement:
     def test_a_member_that_dies_is_replaced_by_a_new_incarnation_from_the_warm_parent(self) -> None:
         node = member_node()

@@ -9,7 +9,7 @@ import pytest
 
 from elaunch.plan import Plan, symmetric
 from elaunch.policy.ahead import Ahead
-from elaunch.policy.measure import Measured, Step
+from elaunch.policy.measure import Measured, MeasuredStep
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.select import SelectorSettings
 from elaunch.policy.selector import Selector
@@ -58,7 +58,7 @@ def steps_until_noticed(monkeypatch: pytest.MonkeyPatch, factor: float, noise: f
             took_s = (factor if name == "n1/0#0" and step >= SLOW_FROM else 1.0) * (1 + noise * draw.random())
             if one.measures():
                 layers = [layer for tile in PLAN.tiles_of(name) for layer in PLAN.tiles[tile].layers]
-                one.add([Step(layer, 1, 1, took_s, 2 * took_s, 0.0) for layer in layers], {}, 0.1, 10)
+                one.add([MeasuredStep(layer, 1, 1, took_s, 2 * took_s, 0.0) for layer in layers], {}, 0.1, 10)
     return None
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from elaunch.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 

@@ -2,19 +2,22 @@
 
 A step is a transaction. The gradients of the last micro-batch are reduced while backward runs; the first call of a
 registered optimizer's `step` after it passes the commit barrier, or recovers. Where the step commits, optimizers and
-schedulers take effect; where it does not, they do nothing and `batches` yields the same step again.
+schedulers take effect; where it does not, they do nothing and `batches` yields the same step again. Under `steps` the
+end of the loop over the micro-batches does that, and is reached when the step has committed.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from elaunch import replica_check
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import size_findings
@@ -29,41 +32,54 @@ from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
+from elaunch.workers.data_parallel.registered import RegisteredState
+from elaunch.workers.data_parallel.step import Step
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
+from elaunch.workers.data_parallel.watch import CHECK, ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
 from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member
-from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
-# torch.distributed.checkpoint is imported by jobs that have checkpoints only.
-if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import CheckpointShard, Restored
+STOPS = "elaunch.stops"
+"""Among the facts of a vote: whether a script has asked to end the job."""
+
+_BEFORE, _AFTER = 0, 1  # the micro-batches of a step
 
 
 class Job(BaseJob):
-    """A training job, seen from one of its workers.
-
-    Attributes:
-        step: number of the step in flight, which is also the number of steps that have committed.
-    """
+    """A training job, seen from one of its workers."""
 
     def __init__(self, client: agent_client.Client) -> None:
         self._reducer = Reducer()
+        self._state = RegisteredState(ReplicaWatch(replica_check.from_environment(os.environ)))
         closers = [self._reducer.close]
-        super().__init__(Member(client, self, self._durable, lambda: self.step, state_is_whole=True, closers=closers))
-        self._plans = Plans(self._member, lambda: trained_bytes(self._objects.values()))
+        super().__init__(
+            Member(
+                client,
+                self,
+                lambda: self._state.durable(self._known_layout, self._member.group),
+                lambda: self.step,
+                boundary=lambda group, saving: self._state.at_boundary(self._member, group, saving),
+                state_is_whole=True,
+                closers=closers,
+            )
+        )
+        self._plans = Plans(self._member, lambda: trained_bytes(self._state.objects.values()))
         self._buckets: GradientBuckets | None = None
         self._model_buffers: ModelBuffers | None = None
-        self._objects: dict[str, Any] = {}
         self._layout: SampleLayout | None = None
         self._order: data.SampleOrder | None = None
         self._in_flight = StepInFlight()
-        self._went_back: Restored[None] | None = None
-        self._holds = False
-        self.step = 0
+        self._step: Step | None = None
+        self._wants_stop = self._stops = False
 
     # -- what scripts use ---------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Returns the number of the step in flight, which is also the number of steps that have committed."""
+        return self._state.step
 
     @property
     def last_micro_batch(self) -> bool:
@@ -115,10 +131,10 @@ class Job(BaseJob):
         Raises:
             StateError: called twice, or the peers registered something else.
         """
-        if self._objects:
+        if self._state.objects:
             raise StateError("register was called twice; name all objects in one call")
-        self._objects = objects
-        take_over(objects.values(), self._takes_effect, lambda: self._buckets is not None)
+        self._state.objects = objects
+        take_over(objects, self._takes_effect, lambda: self._buckets is not None)
         self._become_member()
 
     def batches(
@@ -148,6 +164,78 @@ class Job(BaseJob):
             TypeError: the data set is not map-style.
             StateError: the members train with different settings.
         """
+        self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle)
+        while not self._ended(steps):
+            self._member.begin_step()
+            yield from self._attempt(dataset, collate_fn)
+
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        steps: int,
+        shuffle: bool = True,
+        collate_fn: data.Collate | None = None,
+    ) -> Iterator[Step]:
+        """Yields the steps of the job, whose loop yields this worker's micro-batches, until `steps` have committed.
+
+            for step in job.steps(dataset, global_batch_size=64, micro_batch_size=8, steps=1000):
+                for inputs, targets in step:
+                    loss = loss_fn(model(inputs), targets)
+                    loss.backward()
+                    job.report(loss=loss)
+                optimizer.step()
+
+        The inner loop ends when the step has committed on all members. What stands after it runs once a step on each of
+        them, whatever happens: optimizers, schedules made by hand, averages of weights, logging. An interrupted step
+        begins again in the inner loop, so that one may run any number of times.
+
+        Args:
+            dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn: as for `batches`.
+
+        Raises:
+            StateError: a step was left before its inner loop was through, or as for `batches`.
+            ValueError, TypeError: as for `batches`.
+        """
+        self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle)
+        while not self._ended(steps):
+            self._member.begin_step()
+            self._seed_alike(_BEFORE)
+            step = self._step = Step(self.step, lambda step: self._micro_batches(step, dataset, collate_fn))
+            yield step
+            if not step.committed:
+                raise StateError(
+                    f"step {step.number} was left before it had committed: the loop over its micro-batches must run "
+                    "to its end. To end the job before its last step, call job.stop()"
+                )
+            self._step = None
+
+    def stop(self) -> None:
+        """Ends the job before its last step, on all workers: after the next step that commits.
+
+        One worker's call is enough, so one of them may decide, such as by an evaluation that only rank 0 makes.
+        """
+        self._wants_stop = True
+
+    def report(self, *, loss: torch.Tensor | float) -> None:
+        """Gives the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
+        self._in_flight.add_loss(loss)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        micro_batch_size: int | None,
+        seed: int,
+        steps: int,
+        shuffle: bool,
+    ) -> None:
+        """Checks what a loop over the data is given, and becomes a member."""
         n_samples = data.count_samples(dataset)
         unit = micro_batch_size or 1
         if wrong := size_findings(1, global_batch_size, unit):
@@ -157,25 +245,42 @@ class Job(BaseJob):
         self._layout = SampleLayout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
         self._order = data.SampleOrder(n_samples, seed, shuffle)
         self._become_member()
-        self._check_origin(self._layout)
+        self._state.check_origin(self._member, self._layout)
+
+    def _ended(self, steps: int) -> bool:
+        """Whether all steps are done, and all members have come to the end."""
         while True:
             self._member.settle()
-            if self.step < steps:
-                self._member.begin_step()
-                yield from self._attempt(dataset, collate_fn)
-            elif self._member.finish():
-                break
+            if self.step < steps and not self._stops:
+                return False
+            if self._member.finish():
+                return True
 
-    def report(self, *, loss: torch.Tensor | float) -> None:
-        """Gives the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
-        self._in_flight.add_loss(loss)
+    def _micro_batches(self, step: Step, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
+        """Yields the micro-batches of a step as often as it is begun, until it has committed."""
+        yield from self._attempt(dataset, collate_fn)
+        while not self._in_flight.committed:
+            self._member.begin_step()
+            self._zero_gradients()
+            yield from self._attempt(dataset, collate_fn)
+        self._seed_alike(_AFTER)
+        step.committed, step.loss = True, self._loss()
 
-    # -- one step -----------------------------------------------------------------------------------------------
+    def _zero_gradients(self) -> None:
+        """Drops what an interrupted attempt has left; gradients in buckets are zeroed when a step begins."""
+        if self._buckets is None:
+            for thing in self._state.objects.values():
+                if isinstance(thing, torch.optim.Optimizer):
+                    thing.zero_grad()
+
+    def _seed_alike(self, place: int) -> None:
+        """Starts the random numbers of what all members do alike, before or after the micro-batches of a step."""
+        layout, step = self._known_layout, self._state.step - (place == _AFTER)
+        seed_micro_batch(layout.seed, step, -1 - place)
 
     def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
         """Yields the micro-batches of the step in flight; it ends committed, or dropped."""
-        layout, order = self._layout, self._order
-        assert layout is not None
+        layout, order = self._known_layout, self._order
         assert order is not None
         share = self._begin_step(layout)
         step = self._in_flight
@@ -248,27 +353,35 @@ class Job(BaseJob):
                 (self._model_buffers.commit if step.committed else self._model_buffers.drop)()
             step.waited_s += time.monotonic() - begin_s
             if step.committed:
-                self.step += 1
+                self._state.watch.committed(step.whole, self._member.generation.number)
+                self._stops = self._stops or (step.whole is not None and step.whole.stops > 0)
+                self._state.step += 1
         return step.committed
 
     def _recover(self, error: StepInterrupted | None) -> bool:
         """Agrees with the survivors on the step in flight; moving state waits for the step boundary."""
         return self._member.agree(error).step > self.step
 
+    @property
+    def _known_layout(self) -> SampleLayout:
+        assert self._layout is not None, "no loop over the data has begun"
+        return self._layout
+
     def _pass_barrier(self, step: StepInFlight) -> StepRecord:
-        assert self._layout is not None
         if self._buckets is not None:
             self._buckets.flush()
         self._reducer.wait()
         self._reducer.raise_error()
         if self._model_buffers is not None:
             self._model_buffers.exchange(self._member.group)
-        code = self._layout.code()
+        code = self._known_layout.code()
         try:
             whole = self._member.pass_barrier(
                 StepRecord.at(
                     self.step,
                     settings=(code, code),
+                    effects=self._state.watch.calls.span,
+                    stops=int(self._wants_stop),
                     coverage=step.coverage,
                     samples=step.loss_samples,
                     loss=step.loss,
@@ -284,21 +397,38 @@ class Job(BaseJob):
 
     def _tell(self) -> None:
         """Reports the step that has just committed."""
-        whole, step = self._in_flight.whole, self.step - 1
-        if whole is None:
+        step = self.step - 1
+        if self._in_flight.whole is None:
             self._member.committed(self.step)
             return
-        assert self._layout is not None
         assert self._order is not None
-        batch = self._layout.global_batch_size
-        loss = whole.loss.value / whole.samples if whole.samples else None
-        self._member.report(step, loss=loss, sample_ids=self._order.ids(step * batch, batch))
+        batch = self._known_layout.global_batch_size
+        self._member.report(step, loss=self._loss(), sample_ids=self._order.ids(step * batch, batch))
 
-    def _takes_effect(self) -> bool:
-        """Whether a call of `step` by the script acts: not in a micro-batch before the last, nor in a dropped step."""
-        if not self._in_flight.in_micro_batch:
-            return True
-        return self._in_flight.last_micro_batch and self._resolve()
+    def _loss(self) -> float | None:
+        """The mean loss of the step that has just committed; where a recovery committed it, what the others know."""
+        whole = self._in_flight.whole
+        if whole is None:
+            return self._member.last_loss
+        return whole.loss.value / whole.samples if whole.samples else None
+
+    def _takes_effect(self, name: str, thing: Any) -> bool:
+        """Whether a call of `step` by the script acts: not in a micro-batch before the last, nor in a dropped step.
+
+        Raises:
+            StateError: it is in the loop over the micro-batches of a step, or before it.
+        """
+        in_flight, step = self._in_flight, self._step
+        if step is not None and not step.committed:
+            if in_flight.in_micro_batch or isinstance(thing, torch.optim.Optimizer):
+                raise StateError(
+                    f"{name}.step() was called {'in' if in_flight.in_micro_batch else 'before'} the loop over the "
+                    f"micro-batches of step {step.number}: call it once in a step, after that loop"
+                )
+        elif in_flight.in_micro_batch and not (in_flight.last_micro_batch and self._resolve()):
+            return False
+        self._state.watch.calls.add(name)
+        return True
 
     # -- membership ---------------------------------------------------------------------------------------------
 
@@ -311,35 +441,12 @@ class Job(BaseJob):
             raise StateError("call register() first: this worker is no member of its job yet")
         return self._member.group
 
-    def _durable(self) -> CheckpointShard:
-        assert self._layout is not None
-        return part_of(self._objects, self._layout.cursor, self._member.rank, self._member.size)
-
-    def _go_back(self, group: Group, step: int) -> None:
-        """All members read a checkpoint, that of `step` or an older one.
-
-        Whether its settings are those of this job is known when `batches` is called.
-        """
-        from elaunch.workers.state.checkpoint import Restored
-
-        found = self._member.checkpoints.restore(group, step, read)
-        fill(self._objects, found.saved, found.state)
-        # The tensors are in the objects now.
-        self.step = found.saved.step
-        self._went_back = Restored(found.saved, None, found.read_bytes, found.seconds)
-
-    def _check_origin(self, layout: SampleLayout) -> None:
-        """That the checkpoint from which this job goes on, if any, is of one with the same samples."""
-        if self._went_back is not None:
-            self._went_back.saved.check("objects", layout.cursor)
-            self._member.checkpoints.resumed(self._member.group, self._went_back, 0)
-            self._went_back = None
-
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 
     def vote(self) -> Vote:
         """Says how far this worker is: entered, from the barrier until the step is settled."""
-        return Vote(self.step, self._member.entered and self._in_flight.committed is None, self._holds)
+        entered = self._member.entered and self._in_flight.committed is None
+        return Vote(self.step, entered, self._state.holds, {CHECK: str(self._state.watch.check), STOPS: self._stops})
 
     def pause(self) -> None:
         """Ends the reductions of the step in flight."""
@@ -348,7 +455,11 @@ class Job(BaseJob):
             self._buckets.disarm()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        """The step in flight is settled where the script calls its optimizer."""
+        """The step in flight is settled where the script calls its optimizer; here, what else the others know."""
+        first = verdict.facts[0].get(CHECK)
+        if isinstance(first, str):
+            self._state.watch.check = replica_check.parse(first)
+        self._stops = self._stops or any(facts.get(STOPS) for facts in verdict.facts)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses how the micro-batches are shared out, or leaves it to the first step."""
@@ -357,16 +468,15 @@ class Job(BaseJob):
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Brings the state to those that lack it, from memory or from a checkpoint."""
         if verdict.fresh and verdict.saved is not None:
-            self._go_back(group, verdict.saved)
+            self._state.go_back(self._member, group, verdict.saved)
             return 0
         if not verdict.receivers:
             return 0
-        received_bytes, self.step = move_objects(group, verdict, self._objects, self.step)
-        return received_bytes
+        return self._state.move(self._member, group, verdict)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         """This worker holds the state from now on."""
-        self._holds = True
+        self._state.holds = True
 
 
 def init() -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,19 +11,22 @@ import torch
 from elaunch.errors import StateError
 
 
-def take_over(objects: Iterable[Any], takes_effect: Callable[[], bool], owns_gradients: Callable[[], bool]) -> None:
+def take_over(
+    objects: Mapping[str, Any], takes_effect: Callable[[str, Any], bool], owns_gradients: Callable[[], bool]
+) -> None:
     """Takes over what there is of optimizers and schedulers.
 
     Args:
-        objects: of the script.
-        takes_effect: returns whether a call of `step` that the script makes now is to act.
+        objects: of the script, by the name under which it registers them.
+        takes_effect: returns whether a call of `step` of an object, given with its name, is to act now.
         owns_gradients: returns whether the gradients are the job's, which zeroes them itself.
     """
-    for thing in objects:
+    for name, thing in objects.items():
+        acts = functools.partial(takes_effect, name, thing)
         if isinstance(thing, torch.optim.Optimizer):
-            _take_over_optimizer(thing, takes_effect, owns_gradients)
+            _take_over_optimizer(thing, acts, owns_gradients)
         elif isinstance(thing, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
-            _take_over_scheduler(thing, takes_effect)
+            _take_over_scheduler(thing, acts)
 
 
 def trained_bytes(objects: Iterable[Any]) -> int:

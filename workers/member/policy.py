@@ -15,7 +15,7 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.measure import Step
+from elaunch.policy.measure import MeasuredStep
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import Selector, make_selector
 from elaunch.rendezvous.membership import Generation
@@ -103,7 +103,7 @@ class Policy:
     def took(self, seconds: float, rows: int) -> None:
         """Tells the selector what this worker's own part of the step under way took; see `Member.took`."""
         if self.selector is not None and rows and self.selector.measures():
-            self.selector.add([Step.of(seconds, rows)], {}, 0.0, 0)
+            self.selector.add([MeasuredStep.of(seconds, rows)], {}, 0.0, 0)
 
     def note(self, transport: Transport) -> dict[str, Any]:
         """Returns what to tell the others at the coming barrier, as JSON values; mostly nothing."""

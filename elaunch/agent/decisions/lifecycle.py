@@ -284,6 +284,11 @@ class Lifecycle:
         """Notes that a worker has left the job and is about to end."""
         self.workers.happens(SlotEvent.LEAVE, worker, News())
 
+    def on_abandoned(self, worker: str, why: str) -> None:
+        """Notes that the job cannot go on, as a worker says: the leader ends it."""
+        if self.workers.find(worker) is not None:
+            self.workers.blame.abandoned = self.workers.blame.abandoned or why
+
     def evict(self, worker: str, replace: bool, why: str) -> list[Action]:
         """Lets one worker leave at the next step boundary; the others go on without it.
 

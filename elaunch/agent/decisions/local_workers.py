@@ -105,6 +105,7 @@ class LocalWorkers:
             takes_plans=self.takes_plans,
             finished=self.finished,
             failed=self.blame.failed,
+            abandoned=self.blame.abandoned,
         )
 
     def find(self, worker: str) -> Slot | None:
@@ -138,7 +139,7 @@ class LocalWorkers:
 
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""
-        self.blame.failed, self.took_part = "", False
+        self.blame.failed, self.blame.abandoned, self.took_part = "", "", False
         self.blame.failures.clear()
         for slot in self.slots:
             self.apply(slot, SlotEvent.RESET, News())

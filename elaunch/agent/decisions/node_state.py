@@ -79,12 +79,14 @@ class Blame:
 
     Attributes:
         failed: why nothing of this node runs or will; "" while that is not so.
+        abandoned: why the job cannot go on, as a worker says; "" while none does.
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds.
         failures: by local rank, workers that failed and were not replaced.
     """
 
     failed: str = ""
+    abandoned: str = ""
     cause: str = ""
     cause_t: float = 0.0
     failures: dict[int, Ended] = field(default_factory=dict)
