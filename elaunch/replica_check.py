@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elaunch.errors import UsageError
 
 NAME = "ELAUNCH_CHECK_REPLICAS"
-DEFAULT_EVERY = 100
+DEFAULT_EVERY = 500
 OFF = "off"
 REPAIR = "repair"
 

@@ -55,8 +55,8 @@ class TestSetting:
     @pytest.mark.parametrize(
         ("text", "meant"),
         [
-            (None, ReplicaCheck(100, False)),
-            ("", ReplicaCheck(100, False)),
+            (None, ReplicaCheck(500, False)),
+            ("", ReplicaCheck(500, False)),
             ("off", ReplicaCheck(0, False)),
             ("7", ReplicaCheck(7, False)),
             ("7,repair", ReplicaCheck(7, True)),
