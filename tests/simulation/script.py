@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.errors import StateLost
 from elaunch.rendezvous.membership import Generation
+from elaunch.workers import replicas
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.runtime import Member
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 N_PARTS = 3
 N_SAMPLES = 6
 COPIES = 2
+COMPARE_EVERY = 3
 _WORD = (1 << 61) - 1
 
 
@@ -71,6 +73,7 @@ class Framework:
         self.step = 0
         self.holds = False
         self.summed = 0
+        self.compared = (0, 0)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -88,6 +91,13 @@ class Framework:
             assert value == EXPECTED.value(part, self.step), (
                 f"{self.worker.id} has another value of part {part} after step {self.step - 1} than an undisturbed job"
             )
+
+    def boundary(self, group: Group, saving: bool) -> None:
+        """Compares the state with the other members every so many steps, as data-parallel jobs do."""
+        if (saving or self.step % COMPARE_EVERY == 0) and self.compared != (group.generation, self.step):
+            digest = self.step * 1000 + hash(tuple(self.parts.values())) % 1000 if self.whole else self.step
+            assert replicas.agree(group, digest), f"members differ after {self.step} steps"
+            self.compared = (group.generation, self.step)
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 

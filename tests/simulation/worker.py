@@ -183,6 +183,7 @@ class Worker:
             self.channel,
             hooks,
             step=lambda: hooks.step,
+            boundary=hooks.boundary,
             state_is_whole=hooks.whole,
             transport=self.transport,
         )
