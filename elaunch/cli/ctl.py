@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent import local_jobs
 from elaunch.cli import status
+from elaunch.cli.flags import VERBATIM, FlagParser, where_to_read
 from elaunch.cli.request_plan import change_plan
 from elaunch.cli.resize import drain, resize
-from elaunch.cli.run import FlagParser
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
 from elaunch.ranges import parse_range
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
@@ -38,7 +38,14 @@ MOST_JOBS = 50  # that are named where one is asked for that is not there
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line of `elaunch ctl`."""
-    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask it for something.")
+    p = FlagParser(
+        prog="elaunch ctl",
+        description="Look at a job that runs, or ask it for something. Without --rdzv-endpoint it is the job of this "
+        "user that hosts its rendezvous on this machine.\n\n"
+        f"{VERBATIM}elaunch ctl status\n"
+        f"{VERBATIM}elaunch ctl status --json --rdzv-endpoint=etcd:2379 --rdzv-id=run-17\n"
+        f"{VERBATIM}elaunch ctl drain node-b",
+    )
     commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
     show = commands.add_parser("status", help="how far the job is, its last recovery, its nodes and workers")
     show.set_defaults(run=_status)
@@ -51,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         type=_seconds,
         default=TIMEOUT_S,
-        help=f"how long to wait until the members go by it; if not given, {TIMEOUT_S:g} s",
+        help="seconds to wait until the members go by it",
     )
     profile = commands.add_parser("profile", help="what the job has measured of its layers, workers and links")
     profile.set_defaults(run=_profile)
@@ -69,12 +76,17 @@ def parser() -> argparse.ArgumentParser:
             metavar="S",
             type=_seconds,
             default=TIMEOUT_S,
-            help=f"how long to wait until nodes have left; if not given, {TIMEOUT_S:g} s",
+            help="seconds to wait until nodes have left",
         )
     for command in (show, plan, profile, drain, resize):
-        command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
-        command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
-        command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
+        command.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the job's etcd, as its agents were told")
+        command.flag("--rdzv-id", default="", metavar="ID", help="name of the job, as its agents were told")
+        command.flag(
+            "--rdzv-conf",
+            default="",
+            metavar="KEY=VALUE,…",
+            help="connect_timeout, user, password, cacert, cert and key, as its agents were told",
+        )
     return p
 
 
@@ -89,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(args)
     except UsageError as error:
-        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        print(f"elaunch ctl: error: {error}", where_to_read("elaunch ctl"), sep="\n", file=sys.stderr)
         return 2
     except ElaunchError as error:
         print(f"elaunch ctl: error: {error}", file=sys.stderr)

@@ -112,9 +112,10 @@ class TestTheCommandLine:
     def test_values_that_cannot_be_used_exit_with_2_too(self, capsys: pytest.CaptureFixture[str]) -> None:
         for flag in ("--rdzv-endpoint=:x", "--rdzv-conf=user=me"):
             assert cli.main(["ctl", "status", flag]) == 2
+        hint = "  `elaunch ctl --help` shows what can be given, with examples\n"
         assert capsys.readouterr().err == (
-            "elaunch ctl: error: --rdzv-endpoint=:x: expected HOST:PORT\n"
-            "elaunch ctl: error: --rdzv-conf: user and password go together\n"
+            f"elaunch ctl: error: --rdzv-endpoint=:x: expected HOST:PORT\n{hint}"
+            f"elaunch ctl: error: --rdzv-conf: user and password go together\n{hint}"
         )
 
     def test_flags_take_their_defaults_from_the_variables_of_the_agents(self, monkeypatch: pytest.MonkeyPatch) -> None:
