@@ -250,6 +250,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command
         line that cannot be read exits with 2 and the usage.
     """
+    if "_ARGCOMPLETE" in os.environ and argv is None:
+        from elaunch.cli import completion
+
+        completion.answer()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["plan"]:
         from elaunch.cli import plan
