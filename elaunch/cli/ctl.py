@@ -164,13 +164,16 @@ def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
 
 def _no_such_job(store: Store, endpoint: str, job: str) -> RequestRefused:
     """Names the jobs that there are, for there is none of this name."""
-    jobs = find_jobs(store, MOST_JOBS)
+    what = f"there is no job {job!r} at {endpoint}"
+    try:
+        found = find_jobs(store, MOST_JOBS)
+    except ElaunchError:  # this user may read one job only
+        return RequestRefused(f"{what}: check --rdzv-endpoint and --rdzv-id")
+    jobs = sorted(set(found) - {job})  # strangers may have left something under its name
     if not jobs:
-        return RequestRefused(f"there is no job {job!r} at {endpoint}, nor any other: check --rdzv-endpoint")
-    more = " and others" if len(jobs) == MOST_JOBS else ""
-    return RequestRefused(
-        f"there is no job {job!r} at {endpoint}; the jobs there are {', '.join(jobs)}{more}: give --rdzv-id"
-    )
+        return RequestRefused(f"{what}, nor any other: check --rdzv-endpoint")
+    more = " and others" if len(found) == MOST_JOBS else ""
+    return RequestRefused(f"{what}; the jobs there are {', '.join(jobs)}{more}: give --rdzv-id")
 
 
 # -- status ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from elaunch.cli import run as cli
 from elaunch.cli.ctl import find_job, read_plan
 from elaunch.cli.request_plan import RequestState, able, change_plan, fitted, standing
 from elaunch.cli.status import ago_text, as_values, describe
-from elaunch.errors import RequestRefused, UsageError
+from elaunch.errors import LaunchError, RequestRefused, UsageError
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
@@ -37,7 +37,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.observer import Documents
+from elaunch.rendezvous.observer import Documents, find_jobs
 from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 
@@ -226,14 +226,33 @@ class TestTheCommands:
         store.put("/elaunch/run-1", b"a stranger's")
         assert cli.main(["ctl", command]) == 1
         assert capsys.readouterr().err == (
-            "elaunch ctl: error: there is no job 'x' at etcd:2379; the jobs there are my/job, run-17, run.1, run: "
+            "elaunch ctl: error: there is no job 'x' at etcd:2379; the jobs there are my/job, run, run-17, run.1: "
             "give --rdzv-id\n"
         )
 
     def test_what_strangers_have_left_is_no_job(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
         store.put("/elaunch/x/notes", b"")
         assert cli.main(["ctl", "status"]) == 1
-        assert "there is no job 'x' at etcd:2379; the jobs there are x: " in capsys.readouterr().err
+        assert "there is no job 'x' at etcd:2379, nor any other: " in capsys.readouterr().err
+
+    def test_who_may_not_look_at_other_jobs_is_told_no_more(
+        self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def next_key(self: MemoryStore, prefix: str, start: str) -> str | None:
+            if prefix == "/elaunch/":
+                raise LaunchError("permission denied")
+            return None
+
+        monkeypatch.setattr(MemoryStore, "next_key", next_key)
+        assert cli.main(["ctl", "status"]) == 1
+        assert capsys.readouterr().err == (
+            "elaunch ctl: error: there is no job 'x' at etcd:2379: check --rdzv-endpoint and --rdzv-id\n"
+        )
+
+    def test_of_very_many_jobs_some_are_named(self, store: MemoryStore) -> None:
+        for number in range(60):
+            store.put(f"/elaunch/job{number:02}/config", b"")
+        assert find_jobs(store, 50) == [f"job{number:02}" for number in range(50)]
 
     def test_status_is_also_for_programs(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
         Leader(store, lambda leader, request: None).put("status", STATUS)
