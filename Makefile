@@ -14,7 +14,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := train,etcd,test,lint
+EXTRAS := train,test,lint
 
 # Another torch than the pinned one, for all further calls: export TORCH=torch==2.12.1
 TORCH ?= $(shell grep '^torch==' constraints.txt)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elaunch.workers.layers.job import HybridJob, hybrid
     from elaunch.workers.runtime import Member
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "HybridJob",
     "Job",

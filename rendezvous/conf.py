@@ -54,25 +54,35 @@ class EtcdCredentials:
                 raise UsageError(f"--rdzv-conf {name}={path}: no such file")
 
 
+KEYS = {
+    "join_timeout": "how long a job may have fewer nodes than its minimum before it fails",
+    "last_call_timeout": "how long a job with enough nodes waits for more before it starts (c10d: 30)",
+    "connect_timeout": "how long an agent tries to reach the store at the start (etcd: 10; else the next two)",
+    "read_timeout": "for c10d, how long a node tries to reach the one that hosts the rendezvous",
+    "timeout": "for static, the same",
+    "lease_ttl": "a node that is silent for this long has left; at least 1",
+    "ready_timeout": "how long ready workers wait for others that still start before the first step",
+    "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
+    "stop_timeout": "how long a worker may be stopped (SIGSTOP) before it is replaced",
+    "link_timeout": "how long nothing may come from the machine of a worker for which others wait, not even the "
+    "acknowledgement of a byte, before their link counts as cut; at least 2",
+    "keep_alive_interval": "its product with keep_alive_max_attempt is lease_ttl where that is not given",
+    "keep_alive_max_attempt": "see keep_alive_interval",
+    "is_host": "for c10d, true or false: whether this node hosts the rendezvous; otherwise it finds out by itself",
+    "user": "for etcd, with password; better: ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD, which no process list shows",
+    "password": "see user",
+    "cacert": "for etcd with TLS: file of the CA; also ELAUNCH_ETCD_CACERT",
+    "cert": "file of this node's own certificate, with key; also ELAUNCH_ETCD_CERT",
+    "key": "file of its key; also ELAUNCH_ETCD_KEY",
+}
+"""What each key of `--rdzv-conf` means; times are in seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class RendezvousConf:
-    """The keys of `--rdzv-conf`. Times in seconds.
+    """The values of `--rdzv-conf`, of which `KEYS` says what they mean. Times in seconds.
 
-    Attributes:
-        join_timeout: how long a job may have fewer nodes than its minimum before it fails.
-        last_call_timeout: how long a job with enough nodes waits for more before it starts.
-        connect_timeout: how long an agent tries to reach the store at the start; 0 for what is usual for the backend.
-        lease_ttl: a node that is silent for this long has left.
-        ready_timeout: how long ready workers wait for others that still start before the first step.
-        attach_timeout: how long a script has to call `elaunch.init()` before a new node restarts it as a whole.
-        stop_timeout: how long a worker may be stopped (SIGSTOP) before it is replaced.
-        link_timeout: how long nothing may come from the machine of a worker for which others wait, not even the
-            acknowledgement of a byte, before their link counts as cut.
-        read_timeout: for c10d, how long a node tries to reach the one that hosts the rendezvous.
-        timeout: for static, the same.
-        keep_alive_interval, keep_alive_max_attempt: their product is `lease_ttl` where that is not given.
-        is_host: for c10d, whether this node hosts the rendezvous; otherwise it finds out by itself.
-        etcd: its keys `user`, `password`, `cacert`, `cert` and `key`.
+    `connect_timeout` 0 is what is usual for the backend; `etcd` has the keys of `EtcdCredentials`.
     """
 
     join_timeout: float = 600.0

@@ -122,6 +122,13 @@ class EtcdStore:
         answer = self._call(f"range {prefix!r}", lambda server: server.kv.Range, request, repeatable=True)
         return [_entry(kv) for kv in answer.kvs], int(answer.header.revision)
 
+    def next_key(self, prefix: str, start: str) -> str | None:
+        """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
+        first, end = _prefix_range(prefix)
+        request = etcdrpc.RangeRequest(key=max(first, start.encode()), range_end=end, limit=1, keys_only=True)
+        answer = self._call(f"range {prefix!r}", lambda server: server.kv.Range, request, repeatable=True)
+        return _entry(answer.kvs[0]).key if answer.kvs else None
+
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
         request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)

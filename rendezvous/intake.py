@@ -21,7 +21,18 @@ from elaunch.rendezvous.store import Entry
 MOST_LINES = 100
 """Lines about strangers' keys that one agent prints; somebody may write them without end."""
 
-_NAMES = {"config", "leader", "generation", "size", "result", "profile", "waiting", "requests/plan", "requests/size"}
+_NAMES = {
+    "config",
+    "leader",
+    "generation",
+    "size",
+    "result",
+    "profile",
+    "status",
+    "waiting",
+    "requests/plan",
+    "requests/size",
+}
 _FOLDERS = ("nodes/", "checks/", "requests/drain/", "requests/deadlock/")
 _NUMBER = r"#\d{1,15}"
 _NODE = re.compile(r"[A-Za-z0-9._-]{1,255}")

@@ -7,6 +7,7 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     leader                    leased; name of the leading node      text
     waiting                   leased; what the leader waits for     text
     profile                   leased; what the job has measured     elaunch.policy.profile.Profile
+    status                    leased; how far the training is       TrainingStatus
     generation                compare-and-swap by the leader        Generation
     size                      leased; written by the leader         JobSize
     checks/<node>             leased; figures of its --node-check   elaunch.agent.watch.node_check.Figures
@@ -24,14 +25,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 NAMES_SHOWN = 8  # in a message
 
 
+JOBS_PREFIX = "/elaunch/"
+
+
 def job_prefix(job: str) -> str:
     """Returns the beginning of the keys under which the documents of a job stand in the store."""
-    return f"/elaunch/{quote(job, safe='')}/"
+    return f"{JOBS_PREFIX}{quote(job, safe='')}/"
+
+
+def job_of(key: str) -> str:
+    """Returns the job whose document stands under a key that begins with `JOBS_PREFIX`."""
+    return unquote(key.removeprefix(JOBS_PREFIX).partition("/")[0])
 
 
 class GenerationStage(enum.StrEnum):
@@ -430,6 +439,40 @@ class Deadlock:
     worker: str
     members: int
     waits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LastRecovery:
+    """The newest repair of the job: from its `cause` to the next commit, at Unix time `t`, it took `seconds`."""
+
+    cause: str
+    t: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStatus:
+    """How far the training is, for people. The agent of the first member writes it, every few seconds at most.
+
+    Attributes:
+        generation: number of the generation in which the last step committed.
+        step: number of that step, from 0.
+        t: Unix time of its commit.
+        members: how many did it.
+        steps_per_s: over the last steps; 0: not known yet.
+        loss: of the step, as the script has reported it; None: it has reported none, or no finite number.
+        has_diverged: the script has reported a loss that is no finite number.
+        recovery: the newest one that the writer knows of.
+    """
+
+    generation: int
+    step: int
+    t: float
+    members: int = 0
+    steps_per_s: float = 0.0
+    loss: float | None = None
+    has_diverged: bool = False
+    recovery: LastRecovery | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,12 @@ class MemoryStore:
             data = self._open(f"range {prefix!r}")
             return [data.entries[key] for key in sorted(data.entries) if key.startswith(prefix)], data.revision
 
+    def next_key(self, prefix: str, start: str) -> str | None:
+        """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
+        with self._data.lock:
+            keys = self._open(f"range {prefix!r}").entries
+            return min((key for key in keys if key.startswith(prefix) and key >= start), default=None)
+
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
         with self._data.lock:

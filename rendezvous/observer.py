@@ -12,6 +12,7 @@ from elaunch.errors import ProtocolError, RequestRefused, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.intake import is_ours, read_generation, read_node, read_size
 from elaunch.rendezvous.membership import (
+    JOBS_PREFIX,
     DrainRequest,
     Generation,
     JobConfig,
@@ -19,6 +20,8 @@ from elaunch.rendezvous.membership import (
     NodeDoc,
     PlanRequest,
     Result,
+    TrainingStatus,
+    job_of,
     job_prefix,
 )
 from elaunch.rendezvous.store import Store, WatchEvent
@@ -29,6 +32,7 @@ class Documents:
     """What stands in the store of a job; `nodes` in the order in which ranks are given out.
 
     `profile` is what the job has measured of its layers, workers and links, in its JSON form; "": nothing yet.
+    `status` is how far the training is; None: no step has committed yet.
     `unreadable` are the keys, without the job's prefix, that hold no document of the job, and why. Of those that could
     be read before, the last version is shown.
     """
@@ -37,6 +41,7 @@ class Documents:
     generation: Generation | None = None
     result: Result | None = None
     profile: str = ""
+    status: TrainingStatus | None = None
     config: JobConfig | None = None
     size: JobSize | None = None
     unreadable: tuple[tuple[str, str], ...] = ()
@@ -145,8 +150,24 @@ class Observer:
         elif name == "size":
             if value is not None:  # it counts on where its writer has gone
                 self._documents = replace(self._documents, size=read_size(value))
+        elif name == "status":
+            status = None if value is None else from_json(TrainingStatus, value)
+            self._documents = replace(self._documents, status=status)
         elif name == "profile":
             self._documents = replace(self._documents, profile=(value or b"").decode(errors="replace"))
+
+
+def find_jobs(store: Store, most: int) -> list[str]:
+    """Returns the names of jobs that have documents in the store, at most so many, by one short request for each."""
+    jobs: list[str] = []
+    former, key = None, store.next_key(JOBS_PREFIX, "")
+    while key is not None and key != former and len(jobs) < most:
+        folder, slash, _ = key.removeprefix(JOBS_PREFIX).partition("/")
+        if slash:
+            jobs.append(job_of(key))
+        after = f"{JOBS_PREFIX}{folder}0" if slash else f"{key}\0"  # "0" comes after "/"
+        former, key = key, store.next_key(JOBS_PREFIX, after)
+    return jobs
 
 
 @contextlib.contextmanager

@@ -81,9 +81,9 @@ class Participant:
         """Leaves the node's newest report; the thread writes it at once, or when the store is back."""
         self._mail.publish(doc)
 
-    def leave_profile(self, text: str) -> None:
-        """Leaves what the job has measured for whoever looks at it; it stands as long as this node does."""
-        self._mail.leave_profile(text.encode())
+    def show(self, name: str, document: str) -> None:
+        """Leaves the profile or the status of the job for whoever looks at it; it stands as long as this node does."""
+        self._mail.show(name, document.encode())
 
     def drain_all(self, reason: str) -> None:
         """Has all nodes that are here now leave the job at a step boundary, this one too."""
@@ -145,8 +145,8 @@ class Participant:
             self._leader.take(item)
         if mail.doc != self._session.written:
             self._session.write(mail.doc)
-        if mail.profile is not None:
-            self._session.write_profile(mail.profile)
+        for name, document in mail.shown.items():
+            self._session.write_shown(name, document)
         if mail.drain_all is not None:
             self._requests.drain_all(mail.drain_all)
             self._mail.drained_all(mail.drain_all)

@@ -70,6 +70,9 @@ class Store(Protocol):
         A watch from that revision + 1 sees every later change and no earlier one.
         """
 
+    def next_key(self, prefix: str, start: str) -> str | None:
+        """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
+
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
 

@@ -73,11 +73,12 @@ class Left(ElaunchError):
 
 @dataclass(slots=True)
 class _Clock:
-    """When the phases of the transition under way ended, in Unix seconds."""
+    """When the phases of the transition under way ended, in Unix seconds; `interrupted`: it came in mid-step."""
 
     cause: str = ""
     begin_t: float = 0.0
     told_t: float = 0.0
+    interrupted: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
 
@@ -189,7 +190,8 @@ class Recovery:
             generation = self._next_generation(error)
             heartbeat.enter(Phase.CHANGING)
             try:
-                self._enter(generation, firm=self._is_due(generation) and self._all_are_here(generation))
+                firm = self._is_due(generation) and self._all_are_here(generation)
+                self._enter(generation, firm, interrupted=error is not None)
                 assert self._verdict is not None
                 return self._verdict
             except StepInterrupted as again:
@@ -241,7 +243,7 @@ class Recovery:
                 self._verdict = None
                 self.agree(error)
 
-    def _enter(self, generation: Generation, firm: bool) -> None:
+    def _enter(self, generation: Generation, firm: bool, interrupted: bool) -> None:
         worker = self._client.worker
         started_t = time.time()
         with self._lock:
@@ -252,6 +254,7 @@ class Recovery:
         if self._clock is None:
             begin_t = generation.cause_t or self._told_t.get(generation.number, started_t)
             self._clock = _Clock(generation.cause, begin_t, self._told_t.get(generation.number, started_t))
+        self._clock.interrupted |= interrupted
         newest = self._client.newest()
         if newest is not None and newest.number > generation.number and self._overtaken(newest, generation):
             raise GenerationChanged(newest.number)
@@ -348,6 +351,7 @@ class Recovery:
                 {
                     "generation": self.generation.number,
                     "cause": clock.cause,
+                    "interrupted": clock.interrupted,
                     "bytes_moved": clock.bytes_moved,
                     "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
                     "total_s": round(total_s, 6),

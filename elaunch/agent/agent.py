@@ -157,6 +157,7 @@ class Agent:
         self._liveness.on_time(time.monotonic())
         self._act(self._watches.check_timers())
         now_s = time.monotonic()
+        self._messages.show_status(now_s)
         if self._quiet and (due_s is None or now_s < due_s) and not self._watches.is_due(now_s):
             return
         while self._inbox.signals:

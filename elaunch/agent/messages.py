@@ -11,11 +11,13 @@ from elaunch.agent.control import ControlConnection, ControlServer
 from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.output.journal import Journal
+from elaunch.agent.output.status import StatusBoard
 from elaunch.agent.participation import JobListener
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.host import ancestors
 from elaunch.detect.watchdog import worker_of
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.participant import Participant
 from elaunch.threads import describe, tell
@@ -71,6 +73,13 @@ class WorkerMessages:
         self._job = job
         self._journal = journal
         self._act = act
+        self._status = StatusBoard()
+
+    def show_status(self, now_s: float) -> None:
+        """Shows how far the training is, if that is due at this time of the monotonic clock."""
+        status = self._status.due(now_s)
+        if status is not None:
+            self._participant.show("status", to_json(status).decode())
 
     def serve(self, connection: ControlConnection, mask: int) -> bool:
         """Takes what a worker sends. Whatever is wrong with that ends its connection, and nothing else.
@@ -107,10 +116,11 @@ class WorkerMessages:
         match message:
             case Report():
                 self._journal.forward(message)
+                self._status.take(message, time.time())
             case Attach():
                 return self._attach(connection, message.worker)
             case Profiled():
-                self._participant.leave_profile(message.profile)
+                self._participant.show("profile", message.profile)
             case Unreachable():
                 self._on_unreachable(worker, message)
             case _:

@@ -9,42 +9,47 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent import local_jobs
-from elaunch.cli.request_plan import change_plan, still_changing
+from elaunch.cli import status
+from elaunch.cli.flags import VERBATIM, FlagParser, where_to_read
+from elaunch.cli.request_plan import change_plan
 from elaunch.cli.resize import drain, resize
-from elaunch.cli.run import FlagParser
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
 from elaunch.ranges import parse_range
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.membership import (
-    Generation,
-    GenerationStage,
-    NodeDoc,
-    NodeWorker,
-    WorkerState,
     job_prefix,
     names_text,
-    slot_of,
 )
-from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.rendezvous.observer import Documents, Observer, find_jobs
 from elaunch.rendezvous.store import Store
 
 if TYPE_CHECKING:
     from elaunch.plan import Plan
 
 TIMEOUT_S = 120.0
+MOST_JOBS = 50  # that are named where one is asked for that is not there
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line of `elaunch ctl`."""
-    p = FlagParser(prog="elaunch ctl", description="Look at a job that runs, or ask it for something.")
+    p = FlagParser(
+        prog="elaunch ctl",
+        description="Look at a job that runs, or ask it for something. Without --rdzv-endpoint it is the job of this "
+        "user that hosts its rendezvous on this machine.\n\n"
+        f"{VERBATIM}elaunch ctl status\n"
+        f"{VERBATIM}elaunch ctl status --json --rdzv-endpoint=etcd:2379 --rdzv-id=run-17\n"
+        f"{VERBATIM}elaunch ctl drain node-b",
+    )
     commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    status = commands.add_parser("status", help="the job, its nodes and its workers")
-    status.set_defaults(run=_status)
+    show = commands.add_parser("status", help="how far the job is, its last recovery, its nodes and workers")
+    show.set_defaults(run=_status)
+    show.add_argument("--json", action="store_true", help="the same for programs")
     plan = commands.add_parser("plan", help="show the plan that was asked for, or ask for another one")
     plan.set_defaults(run=_plan)
     plan.add_argument("--set", metavar="FILE", dest="file", help="the text of the plan to go on by")
@@ -53,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         type=_seconds,
         default=TIMEOUT_S,
-        help=f"how long to wait until the members go by it; if not given, {TIMEOUT_S:g} s",
+        help="seconds to wait until the members go by it",
     )
     profile = commands.add_parser("profile", help="what the job has measured of its layers, workers and links")
     profile.set_defaults(run=_profile)
@@ -71,12 +76,17 @@ def parser() -> argparse.ArgumentParser:
             metavar="S",
             type=_seconds,
             default=TIMEOUT_S,
-            help=f"how long to wait until nodes have left; if not given, {TIMEOUT_S:g} s",
+            help="seconds to wait until nodes have left",
         )
-    for command in (status, plan, profile, drain, resize):
-        command.flag("--rdzv-endpoint", default="", help="HOST:PORT of the job's etcd, as its agents were told")
-        command.flag("--rdzv-id", default="", help="name of the job, as its agents were told")
-        command.flag("--rdzv-conf", default="", help="connect_timeout, user, password, cacert, cert, key: key=value,…")
+    for command in (show, plan, profile, drain, resize):
+        command.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the job's etcd, as its agents were told")
+        command.flag("--rdzv-id", default="", metavar="ID", help="name of the job, as its agents were told")
+        command.flag(
+            "--rdzv-conf",
+            default="",
+            metavar="KEY=VALUE,…",
+            help="connect_timeout, user, password, cacert, cert and key, as its agents were told",
+        )
     return p
 
 
@@ -91,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(args)
     except UsageError as error:
-        print(f"elaunch ctl: error: {error}", file=sys.stderr)
+        print(f"elaunch ctl: error: {error}", where_to_read("elaunch ctl"), sep="\n", file=sys.stderr)
         return 2
     except ElaunchError as error:
         print(f"elaunch ctl: error: {error}", file=sys.stderr)
@@ -129,8 +139,9 @@ def find_job(endpoint: str, job: str) -> tuple[str, str]:
         what = "--rdzv-endpoint and --rdzv-id" if job else "--rdzv-id"
         raise UsageError(f"{len(found)} jobs run here: {', '.join(map(str, found))}; give {what} of one of them")
     which = f"no job {job!r}" if job else "no job"
+    others = names_text([str(local) for local in local_jobs.running()])
     raise UsageError(
-        f"{which} of this user with an etcd of its own runs on this machine; "
+        f"{which} of this user with an etcd of its own runs on this machine{others and f', but {others}'}; "
         "give --rdzv-endpoint=HOST:PORT and --rdzv-id=ID of one that runs elsewhere"
     )
 
@@ -144,9 +155,25 @@ def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
 
     store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.etcd.arguments())
     try:
+        if store.next_key(job_prefix(job), "") is None:
+            raise _no_such_job(store, endpoint, job)
         yield store, endpoint, job
     finally:
         store.close()
+
+
+def _no_such_job(store: Store, endpoint: str, job: str) -> RequestRefused:
+    """Names the jobs that there are, for there is none of this name."""
+    what = f"there is no job {job!r} at {endpoint}"
+    try:
+        found = find_jobs(store, MOST_JOBS)
+    except ElaunchError:  # this user may read one job only
+        return RequestRefused(f"{what}: check --rdzv-endpoint and --rdzv-id")
+    jobs = sorted(set(found) - {job})  # strangers may have left something under its name
+    if not jobs:
+        return RequestRefused(f"{what}, nor any other: check --rdzv-endpoint")
+    more = " and others" if len(found) == MOST_JOBS else ""
+    return RequestRefused(f"{what}; the jobs there are {', '.join(jobs)}{more}: give --rdzv-id")
 
 
 # -- status ---------------------------------------------------------------------------------------------------------
@@ -155,98 +182,15 @@ def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
 def _status(args: argparse.Namespace) -> None:
     with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
         documents = observer.documents
-    if replace(documents, unreadable=documents.damaged) == Documents():
-        raise RequestRefused(f"there is no job {job!r} at {endpoint}: check --rdzv-endpoint and --rdzv-id")
-    print(f"job {job} at {endpoint}: {describe(documents)}")
+        if replace(documents, unreadable=documents.damaged) == Documents():
+            raise _no_such_job(store, endpoint, job)
+    if args.json:
+        print(json.dumps(status.as_values(documents, job, endpoint, time.time()), indent=2))
+        return
+    print(f"job {job} at {endpoint}: {status.describe(documents, time.time())}")
     for name, why in documents.unreadable:
         then = "nothing changes until it is mended" if (name, why) in documents.damaged else "it is ignored"
         print(f"{job_prefix(job)}{name} is no document of this job, {then}: {why}")
-
-
-def describe(documents: Documents) -> str:
-    """Returns a few words, then a line each for the generation, the plan, the nodes and every worker."""
-    generation = documents.generation
-    if documents.result is not None:
-        return f"ended {'well' if documents.result.succeeded else 'with a failure'}: {documents.result.message}"
-    if generation is None:
-        return f"its nodes meet\n{_nodes_line(documents)}"
-    lines = [
-        _state(documents, generation),
-        f"generation {generation.number}, attempt {generation.attempt}: {generation.cause}",
-    ]
-    if generation.plan_request:
-        left = still_changing(documents)
-        lines.append(
-            f"plan: asked for; {f'still to change over: {names_text(left)}' if left else 'all have changed over'}"
-        )
-    lines += [_nodes_line(documents), *_worker_lines(documents, generation)]
-    return "\n".join(lines)
-
-
-def _state(documents: Documents, generation: Generation) -> str:
-    if not documents.nodes:
-        return "none of its nodes is here"
-    if generation.stage is GenerationStage.TRAIN:
-        return "waits for nodes" if generation.hold else "trains"
-    if generation.stage is GenerationStage.ASSEMBLE:
-        return "its nodes meet again"
-    if any(doc.summary.elastic for doc in documents.nodes):
-        return "its workers start"
-    return "runs, but no worker has called elaunch.init() or elaunch.hybrid()"
-
-
-def _nodes_line(documents: Documents) -> str:
-    present = [f"{doc.node}{_mark(doc, documents.generation)}" for doc in documents.nodes]
-    return f"nodes: {', '.join(present) or 'none'}"
-
-
-def _mark(doc: NodeDoc, generation: Generation | None) -> str:
-    if doc.draining:
-        return " (leaves)"
-    if doc.peers.cut:
-        return f" (does not reach {', '.join(one.node for one in doc.peers.cut)})"
-    if doc.peers.stalled:
-        return " (all its workers wait for others)"
-    return "" if generation is None or doc.node in generation.nodes else " (waits)"
-
-
-def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
-    """The members by rank, then the workers that are none."""
-    reported = [(doc.node, worker) for doc in documents.nodes for worker in doc.workers]
-    rows: list[tuple[str, str, str, str]] = []
-    members: set[str] = set()
-    for rank, place in enumerate(generation.workers):
-        # Before training, a generation names slots, not the workers in them.
-        worker = next(
-            (w for node, w in reported if place.id in (w.id, f"{node}/{w.local_rank}")),
-            NodeWorker(place.id, place.local_rank, WorkerState.STARTING),
-        )
-        members.add(worker.id)
-        known = any(w.id == worker.id for _, w in reported)
-        rows.append((f"rank {rank}", worker.id, worker.state.value if known else "not here", place.address))
-    rows += [("no rank", w.id, w.state.value, w.address) for _, w in reported if w.id not in members]
-    speeds = _speeds(documents.profile)
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3], _slow(row[1], speeds)]).rstrip()
-        for row in rows
-    ]
-
-
-def _slow(worker: str, speeds: Mapping[str, float]) -> str:
-    """What is said of a slow worker; empty of others. After a replacement it is of the slot, until it is found anew."""
-    speed = speeds.get(slot_of(worker), 1.0)
-    return f"slow: {1 / speed:.2f} times as long as others" if speed < 1 else ""
-
-
-def _speeds(profile: str) -> dict[str, float]:
-    """By slot, of the workers that are slow or fast, from the JSON form of a profile."""
-    try:
-        workers = json.loads(profile)["workers"]
-        speeds = {slot: float(one.get("speed", 1.0)) for slot, one in workers.items()}
-        return {slot: speed for slot, speed in speeds.items() if speed > 0}
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------

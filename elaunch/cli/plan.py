@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elaunch.cli.flags import VERBATIM, FlagParser
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.policy.candidates.reparallelize import Degrees
@@ -34,10 +35,10 @@ class Situation:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line of `elaunch plan`."""
-    p = argparse.ArgumentParser(
+    p = FlagParser(
         prog="elaunch plan",
-        description="Show what a job would do if workers were lost, joined or became slow; nothing is run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Show what a job would do if workers were lost, joined or became slow; nothing is run.\n\n"
+        f"{VERBATIM}elaunch plan --profile=model.json --plan=now.plan --lose=a/0 --svg=after.svg",
     )
     p.add_argument("--profile", required=True, metavar="FILE", help="what layers, workers and links cost, as JSON")
     p.add_argument("--plan", required=True, metavar="FILE", help="the text of the plan by which the job runs")

@@ -12,15 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elaunch import __version__, checkpoints, replica_check
+from elaunch import checkpoints, replica_check
 from elaunch.agent import notices
 from elaunch.agent.config import (
     BACKENDS,
-    HEALTH_INTERVAL_S,
     HOSTED_PORT,
     MASTER_PORT,
-    NUMA_MODES,
-    PRELOAD,
     STATIC_SHIFT,
     AgentConfig,
     DetectionSettings,
@@ -36,6 +33,7 @@ from elaunch.agent.config import (
 )
 from elaunch.agent.launch import is_free_here, launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
+from elaunch.cli.flags import parser, where_to_read
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import settings as policies
@@ -44,211 +42,6 @@ from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_e
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
 FOREIGN = "foreign"  # a rendezvous of somebody else's
-
-
-class FlagParser(argparse.ArgumentParser):
-    """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
-
-    def flag(self, *names: str, in_environment: bool = True, **options: object) -> None:
-        """Adds a flag in both spellings, with dashes and with underscores.
-
-        Its default is the value of PET_<NAME> where that is set, unless `in_environment` is False. `options` are
-        those of `add_argument`.
-        """
-        long = next(name for name in names if name.startswith("--"))
-        dashed = long.removeprefix("--")
-        spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
-        dest = dashed.replace("-", "_")
-        value = os.environ.get(f"PET_{dest.upper()}") if in_environment else None
-        if value is not None:
-            options["default"] = value not in ("", "0", "false", "False") if "action" in options else value
-        self.add_argument(*spellings, dest=dest, **options)  # type: ignore[arg-type]
-
-
-def parser() -> argparse.ArgumentParser:
-    """Returns the command line of elaunch."""
-    p = FlagParser(
-        prog="elaunch",
-        description="Launch a training job whose surviving workers go on when its membership changes.",
-        epilog="`elaunch ctl --help`: look at a job that runs, or ask for another plan; `elaunch plan --help`: what a "
-        "job would do if workers were lost or joined; scripts of these names are ./ctl and ./plan",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    p.add_argument("--version", action="version", version=f"elaunch {__version__}")
-    p.flag("--nnodes", default="1:1", help="number of nodes, or MIN:MAX")
-    p.flag("--nproc-per-node", default="1", help="workers on this node: a number, cpu, gpu, npu, xpu or auto")
-
-    p.flag(
-        "--rdzv-backend",
-        default="",
-        help="static: nodes meet at --master-addr and --master-port, each has its --node-rank; c10d: the first node "
-        "hosts the rendezvous at --rdzv-endpoint; etcd: the server there. Not given: etcd if there is an endpoint and "
-        "no --node-rank, else static",
-    )
-    p.flag("--rdzv-endpoint", default="", help="HOST:PORT of the rendezvous")
-    p.flag("--rdzv-id", default="none", help="name of the job; nodes of one job give the same")
-    p.flag("--rdzv-conf", default="", help="further settings: key=value,…")
-    p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
-    p.flag("--node-rank", default=None, type=int, help="static: rank of this node, 0 to N-1")
-    p.flag("--master-addr", default="127.0.0.1", help="static: address of node 0")
-    p.flag("--master-port", default=None, type=int, help=f"static: port on node 0; if not given, {MASTER_PORT}")
-    p.flag("--local-addr", default="", help="address of this node; default: the one on the route to the endpoint")
-    p.flag("--node-name", default="", help="name of this node in identities and logs, unique in the job")
-
-    p.flag(
-        "--max-restarts",
-        default=None,
-        type=int,
-        help="replacements of workers on a node, and restarts of the whole job after a failure that memory cannot "
-        "mend; not given: workers are replaced as long as steps commit between failures, and there is no restart",
-    )
-    p.flag("--monitor-interval", default=0.1, type=float, help="no effect: ends of workers are reported by the kernel")
-    p.flag(
-        "--start-method",
-        default="spawn",
-        choices=("spawn", "fork", "forkserver"),
-        help="no effect",
-    )
-    p.flag("--role", default="default", help="role of the workers of this node")
-    p.flag("--module", "-m", action="store_true", default=False, help="run the script as python -m does")
-    p.flag("--no-python", action="store_true", default=False, help="the script is a program, not a Python file")
-    p.flag("--run-path", action="store_true", default=False, help="run the script by runpy.run_path")
-    p.flag(
-        "--virtual-local-rank",
-        action="store_true",
-        default=False,
-        help="each worker sees its own device only, and LOCAL_RANK 0",
-    )
-    p.flag(
-        "--numa-binding",
-        default=None,
-        choices=NUMA_MODES,
-        in_environment=False,
-        help="bind each worker to the CPUs near its GPU",
-    )
-    p.flag("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="signals that end this node's workers")
-    p.flag("--shutdown-timeout", default=None, type=float, help="seconds between the signal and SIGKILL for workers")
-
-    p.flag("--log-dir", default=None, help="folder for log files; default: a fresh temporary one")
-    p.flag(
-        "--redirects",
-        "-r",
-        default="0",
-        help="streams that go into files: 0, 1 (stdout), 2 (stderr), 3, or rank:mask,…",
-    )
-    p.flag("--tee", "-t", default="0", help="the same, and to the console too")
-    p.flag("--local-ranks-filter", default="", help="local ranks whose streams the console shows")
-    p.flag("--duplicate-stdout-filters", default="", help="lines of tee'd stdout to duplicate: with one of these")
-    p.flag("--duplicate-stderr-filters", default="", help="the same for stderr; ,, is a comma")
-    p.flag("--logs-specs", default="", in_environment=False, help="name of a torchrun.logs_specs entry point")
-    p.flag("--event-log-handler", default="null", help="null, or console: events are printed to standard error")
-
-    p.add_argument(
-        "--events", default=os.environ.get("ELAUNCH_EVENTS"), help="append events to this file; %%n: the node"
-    )
-    p.add_argument(
-        "--checkpoint-dir",
-        default=os.environ.get(checkpoints.FOLDER),
-        help="folder for checkpoints of a script that uses elaunch, the same for all nodes; the job resumes from there",
-    )
-    p.add_argument(
-        "--checkpoint-every",
-        default=os.environ.get(checkpoints.EVERY),
-        help=f"steps from one checkpoint to the next; if not given, {checkpoints.DEFAULT_EVERY}",
-    )
-    p.add_argument(
-        "--check-replicas",
-        metavar="N[,repair]|off",
-        default=os.environ.get(replica_check.NAME),
-        help="steps from one comparison of the workers' model and optimizer to the next; where they differ the job "
-        f"ends, or with repair they get the state of most workers; if not given, {replica_check.DEFAULT_EVERY}",
-    )
-    p.add_argument(
-        "--notice",
-        metavar="NAME[:ARG],…",
-        default=os.environ.get("ELAUNCH_NOTICE", ""),
-        help="who announces that this machine is taken away, so that the node drains before: file:PATH, aws, gcp, "
-        "azure, or what a package adds",
-    )
-    p.add_argument(
-        "--policy",
-        default=os.environ.get(policies.POLICY, ""),
-        help="how a script that uses elaunch goes on after a change: auto, reroute, resize or reparallelize",
-    )
-    p.add_argument(
-        "--consistency",
-        default=os.environ.get(policies.CONSISTENCY, ""),
-        help="bitwise: no plan changes a bit of the result; fast: gradients are summed in any order",
-    )
-    p.add_argument(
-        "--allow-dvfs",
-        action="store_true",
-        default=os.environ.get(policies.ALLOW_DVFS, "0") not in ("", "0"),
-        help="the clocks of devices may be locked, to a higher frequency where one holds up the others",
-    )
-    for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
-        p.add_argument(
-            f"--{name}",
-            metavar="MIN:MAX",
-            default=os.environ.get(variable, ""),
-            help=f"{what} that reparallelize may make",
-        )
-    p.add_argument(
-        "--tp",
-        metavar="N,...",
-        default=os.environ.get(policies.TP, ""),
-        help="numbers of workers that a tensor-parallel group may get besides its own",
-    )
-    p.add_argument(
-        "--profile",
-        default=os.environ.get(policies.PROFILE, ""),
-        help="file with what the model's layers cost: read at the start, if it is there, and kept up to date",
-    )
-    p.add_argument(
-        "--node-check",
-        action="store_true",
-        default=os.environ.get("ELAUNCH_NODE_CHECK", "0") not in ("", "0"),
-        help="before it joins, this node multiplies matrices on each device and reduces over its loopback; one that "
-        "fails, or is far slower than its peers, does not join",
-    )
-    p.add_argument(
-        "--health-policy",
-        default=os.environ.get("ELAUNCH_HEALTH_POLICY", ""),
-        help="when a device of this node is about to fail: drain (its workers leave the job; the default), report (a "
-        "line and an event), off (nobody looks)",
-    )
-    p.add_argument(
-        "--health-interval",
-        default=os.environ.get("ELAUNCH_HEALTH_INTERVAL", ""),
-        help=f"seconds between two looks at the memory of this node; if not given, {HEALTH_INTERVAL_S:g}. GPUs are "
-        "looked at every fifth time, disks every tenth",
-    )
-    p.add_argument(
-        hang.FLAG,
-        default=os.environ.get(hang.VARIABLE, ""),
-        metavar="SECONDS",
-        help="of a script that uses elaunch: end a worker that does not go on, nor wait for others, for so long; auto "
-        "(default): a limit learnt from the job's steps; off: never",
-    )
-    p.add_argument(
-        "--slow-policy",
-        default=os.environ.get(policies.SLOW_POLICY, ""),
-        help="what is done about a slow worker of a script that uses elaunch: rebalance, replace, exclude or report",
-    )
-    p.add_argument(
-        "--preload",
-        default=os.environ.get("ELAUNCH_PRELOAD", ",".join(PRELOAD)),
-        help="modules that the warm parent of replacements imports, separated by commas; empty: no warm parent",
-    )
-    p.add_argument(
-        "--warm-start",
-        action="store_true",
-        default=os.environ.get("ELAUNCH_WARM_START", "0") not in ("", "0"),
-        help="the first workers of a node, too, are forks of the warm parent: its modules are imported once",
-    )
-    p.add_argument("script", help="the training script, module or program")
-    p.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
-    return p
 
 
 def parse(argv: Sequence[str] | None = None) -> AgentConfig:
@@ -458,6 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the job ended well; 1 when it or the launcher failed, also for a value that cannot be used. A command
         line that cannot be read exits with 2 and the usage.
     """
+    if "_ARGCOMPLETE" in os.environ and argv is None:
+        from elaunch.cli import completion
+
+        completion.answer()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["plan"]:
         from elaunch.cli import plan
@@ -492,4 +289,6 @@ def _refuse(error: Exception) -> int:
 
     record_own_error(error)
     print(f"elaunch: error: {error}", file=sys.stderr)
+    if isinstance(error, UsageError):
+        print(where_to_read("elaunch"), file=sys.stderr)
     return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaunch.errors import StoreUnavailable
@@ -22,13 +22,13 @@ class Mail:
     Attributes:
         news: what the watches have delivered, in order.
         doc: the node's newest report.
-        profile: what the job has measured, if that is new.
+        shown: documents that are only looked at, such as the profile, by name: those that are new.
         drain_all: the request that all nodes leave; it stands until `Mailbox.drained_all`.
     """
 
     news: tuple[News, ...]
     doc: NodeDoc
-    profile: bytes | None
+    shown: Mapping[str, bytes]
     drain_all: DrainRequest | None
 
 
@@ -43,7 +43,7 @@ class Mailbox:
         self._wake = threading.Condition()
         self._news: deque[News] = deque()
         self._doc = doc
-        self._profile: bytes | None = None
+        self._shown: dict[str, bytes] = {}
         self._drain_all: DrainRequest | None = None
         self._suspects_leader = False
         self._is_stopping = False
@@ -78,10 +78,10 @@ class Mailbox:
             self._doc = doc
             self._wake.notify()
 
-    def leave_profile(self, profile: bytes) -> None:
-        """Leaves a profile to be written; a newer one replaces one that was not written yet."""
+    def show(self, name: str, document: bytes) -> None:
+        """Leaves a document to be written; a newer one replaces one that was not written yet."""
         with self._wake:
-            self._profile = profile
+            self._shown[name] = document
             self._wake.notify()
 
     def drain_all(self, request: DrainRequest) -> None:
@@ -113,13 +113,13 @@ class Mailbox:
             wait_s: how long to wait at most, in seconds; asked only where there is nothing to do yet.
         """
         with self._wake:
-            has_wishes = self._profile is not None or self._drain_all is not None or self._suspects_leader
+            has_wishes = self._shown or self._drain_all is not None or self._suspects_leader
             is_busy = self._news or self._is_stopping or has_wishes
             if not is_busy and self._doc == written:
                 self._wake.wait(wait_s())
-            mail = Mail(tuple(self._news), self._doc, self._profile, self._drain_all)
+            mail = Mail(tuple(self._news), self._doc, self._shown, self._drain_all)
             self._news.clear()
-            self._profile = None
+            self._shown = {}
         return mail
 
     def drained_all(self, request: DrainRequest) -> None:

@@ -385,16 +385,16 @@ class Session:
             return
         raise StoreUnavailable(f"{self.store.endpoint}: a new lease was gone at once")
 
-    def write_profile(self, profile: bytes) -> None:
-        """Writes what the job has measured. Nothing depends on it, so a store that refuses it costs a line."""
+    def write_shown(self, name: str, document: bytes) -> None:
+        """Writes what is only looked at. Nothing depends on it, so a store that refuses it costs a line."""
         try:
-            self.put("profile", profile)
+            self.put(name, document)
         except LeaseGone:
             pass  # the next one comes
         except StoreUnavailable:
             raise
         except LaunchError as error:
-            self._reporter.tell_setback(error, "what the job has measured is not shown; training goes on")
+            self._reporter.tell_setback(error, f"the {name} of the job is not shown; training goes on")
 
     def note_report(self, revision: int) -> None:
         """Has the report written again if a change of it that was seen is not this node's own."""

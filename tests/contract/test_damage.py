@@ -443,9 +443,9 @@ class TestRefusals:
         nodes = a, _, _ = trains(moody_job)
         monkeypatch.setattr(Moody, "refused", staticmethod(lambda key: key.endswith("profile")))
         for _ in range(3):
-            a.participant.leave_profile("large")
+            a.participant.show("profile", "large")
             time.sleep(0.05)
-        hears(a, "profile': etcd refused the request (no); what the job has measured is not shown; training goes on")
+        hears(a, "profile': etcd refused the request (no); the profile of the job is not shown; training goes on")
         loses_c_and_goes_on(nodes)
         assert len(a.warnings) == 1
 

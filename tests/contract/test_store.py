@@ -116,6 +116,15 @@ class TestKeys:
         store.put(prefix + "a", b"1")
         assert prefix + "a" in [entry.key for entry in store.range("")[0]]
 
+    def test_the_next_key_is_the_first_that_does_not_sort_before_a_place(self, store: Store, prefix: str) -> None:
+        for name in ("b", "a/2", "a/1"):
+            store.put(prefix + name, b"v" * 100)
+        store.put(prefix[:-1] + "0", b"outside")
+        found = [store.next_key(prefix, start) for start in ("", prefix + "a/1", prefix + "a/1\0", prefix + "a0")]
+        assert found == [prefix + name for name in ("a/1", "a/1", "a/2", "b")]
+        assert store.next_key(prefix, prefix + "b0") is None
+        assert store.next_key(prefix + "none/", "") is None
+
     def test_the_revision_of_a_range_is_that_of_the_last_change_of_any_key(self, store: Store, prefix: str) -> None:
         store.put(prefix + "a", b"1")
         other = store.put(prefix + "elsewhere", b"1")

@@ -19,6 +19,8 @@ from tests.jobs.plain_etcd import etcdctl
 from tests.jobs.watch import Node, elaunch, wait_for
 
 LIMIT_S = 40.0
+USAGE = "usage: elaunch [FLAGS] SCRIPT [ARGUMENTS]"
+WHERE_TO_READ = "  `elaunch --help` shows what can be given, with examples"
 
 # Stands where an etcd wheel is not installed: the launcher finds no module of that name.
 WITHOUT_WHEEL = """
@@ -76,10 +78,9 @@ def launch(tmp_path: Path) -> Launcher:
 
 
 def assert_refused(ended: Ended, code: int, *words: str) -> None:
-    """It ended with the code and one line (after the usage, where that was printed) with all the words in it."""
-    usage = [line for line in ended.lines if line.startswith(("usage:", "  "))]
-    rest = [line for line in ended.lines if line not in usage]
-    assert bool(usage) == (code == 2), ended
+    """It ended with the code and one line with all the words in it; another one may say where to read on."""
+    rest = [line for line in ended.lines if line not in (USAGE, WHERE_TO_READ)]
+    assert code != 2 or ended.lines == [USAGE, *rest, WHERE_TO_READ], ended
     assert len(rest) == 1, ended
     assert rest[0].startswith(("elaunch: error: ", "[elaunch ")), ended
     for word in words:
@@ -141,8 +142,9 @@ def test_a_static_rendezvous_whose_port_is_taken_says_which_flag_to_change(launc
     ("arguments", "words"),
     [
         (("--no-such-flag", "script.py"), ("unrecognized arguments: --no-such-flag",)),
-        (("--standalone",), ("required: script",)),
-        ((), ("required: script",)),
+        (("--nodes=2", "script.py"), ("unrecognized arguments: --nodes=2; did you mean --nnodes?",)),
+        (("--standalone",), ("required: SCRIPT",)),
+        ((), ("required: SCRIPT",)),
         (("--max-restarts=some", "script.py"), ("--max-restarts", "invalid int value: 'some'")),
         (("--shutdown-timeout=soon", "script.py"), ("--shutdown-timeout", "invalid float value: 'soon'")),
         (("--start-method=none", "script.py"), ("--start-method", "invalid choice: 'none'")),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.helpers import ROOT, Spawned, Spawner, find_free_port
 from tests.jobs.watch import START_S, Node, elaunch, wait_for
 
 SCRIPT = ROOT / "tests" / "jobs" / "plans.py"
+TRAIN = ROOT / "tests" / "jobs" / "train.py"
 LIMIT_S = 60.0
 TWO = ("--standalone", "--nproc-per-node=2")
 SLEEP = ("--no-python", "sleep", "600")
@@ -51,7 +54,10 @@ def test_a_plan_that_is_asked_for_reaches_all_members_and_those_that_come_later(
     wait_for_members(spawn, node, "node0/0#0", "node0/1#0")
     first = ctl(spawn, "status")
     assert re.fullmatch(r"job \S+ at 127\.0\.0\.1:\d+: trains", first[0])
-    assert first[1:3] == ["generation 2, attempt 0: start", "nodes: node0"]
+    assert [one for one in first if one.startswith(("gen", "nodes"))] == [
+        "generation 2, attempt 0: start",
+        "nodes: node0",
+    ]
     assert ctl(spawn, "plan")[0].startswith("no plan was asked for in job ")
 
     plan = symmetric(["first", "second"], 4, 8, 2, dp=1, pp=2)
@@ -107,3 +113,34 @@ def test_jobs_with_an_etcd_of_their_own_are_found_until_they_end(spawn: Spawner,
     first.agent.signal(signal.SIGINT)
     assert first.agent.wait(LIMIT_S) == 1, first.agent.tail()
     ctl(spawn, "status", code=2)
+
+
+def test_status_follows_the_training(spawn: Spawner, tmp_path: Path) -> None:
+    script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=script)
+
+    def training() -> dict[str, Any]:
+        return json.loads("\n".join(ctl(spawn, "status", "--json")))["training"] or {"generation": 0, "step": -1}
+
+    wait_for(node, lambda: training()["generation"] >= 4, START_S, "the replacement to train")
+    shown = training()
+    recovery = next(event for event in node.events("transition") if event["interrupted"])
+    assert recovery["cause"] == shown["recovery"]["cause"] == "worker node0/1#0 was killed by SIGKILL"
+    assert (shown["recovery"]["seconds"], shown["members"]) == (recovery["total_s"], 3)
+    assert [event["interrupted"] for event in node.events("transition")[-2:]] == [True, False], "then one joins"
+    losses = {event["step"]: event["loss"] for event in node.events("step")}
+    assert shown["loss"] == losses[shown["step"]]
+    assert shown["steps_per_s"] > 0
+    lines = ctl(spawn, "status")
+    assert re.fullmatch(r"step [\d,]+ committed .* s ago, .* steps/s, loss .*", lines[1])
+    assert re.fullmatch(r"last recovery .* s ago, in .* s: worker node0/1#0 was killed by SIGKILL", lines[2])
+    wait_for(node, lambda: training()["step"] > shown["step"], START_S, "the status to follow the steps")
+
+    (other,) = ctl(spawn, "status", "--rdzv-id=other", code=2)
+    assert "no job 'other' of this user with an etcd of its own runs on this machine, but " in other
+    _, job, _, endpoint, _ = lines[0].split()
+    endpoint = endpoint.rstrip(":")
+    (other,) = ctl(spawn, "status", f"--rdzv-endpoint={endpoint}", "--rdzv-id=other", code=1)
+    assert other.endswith(f"there is no job 'other' at {endpoint}; the jobs there are {job}: give --rdzv-id")
+    node.agent.signal(signal.SIGINT)
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()

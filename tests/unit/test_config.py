@@ -386,7 +386,7 @@ class TestExitCodes:
         [
             (["--max-restarts=many", "t.py"], "invalid int value: 'many'"),
             (["--no-such-flag", "t.py"], "unrecognized arguments|ambiguous|no-such-flag"),
-            ([], "required: script"),
+            ([], "required: SCRIPT"),
             (["--nnodes"], "expected one argument"),
         ],
     )
@@ -400,9 +400,13 @@ class TestExitCodes:
         assert written.startswith("usage: elaunch")
         assert any(part in written for part in message.split("|"))
 
-    def test_a_value_that_cannot_be_used_ends_with_1_and_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_value_that_cannot_be_used_ends_with_1_and_says_where_to_read_on(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert cli.main(["--nnodes=3:1", "t.py"]) == 1
-        assert capsys.readouterr().err == "elaunch: error: --nnodes=3:1: expected N or MIN:MAX with 1 <= MIN <= MAX\n"
+        first, *rest = capsys.readouterr().err.splitlines()
+        assert first == "elaunch: error: --nnodes=3:1: expected N or MIN:MAX with 1 <= MIN <= MAX"
+        assert rest == ["  `elaunch --help` shows what can be given, with examples"]
 
     def test_a_script_that_is_not_there_ends_with_1_and_its_name(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,9 +14,10 @@ import pytest
 from elaunch.agent.local_jobs import LocalJob
 from elaunch.cli import ctl
 from elaunch.cli import run as cli
-from elaunch.cli.ctl import describe, find_job, read_plan
+from elaunch.cli.ctl import find_job, read_plan
 from elaunch.cli.request_plan import RequestState, able, change_plan, fitted, standing
-from elaunch.errors import RequestRefused, UsageError
+from elaunch.cli.status import ago_text, as_values, describe
+from elaunch.errors import LaunchError, RequestRefused, UsageError
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.membership import (
@@ -24,17 +25,19 @@ from elaunch.rendezvous.membership import (
     Generation,
     GenerationStage,
     JobConfig,
+    LastRecovery,
     NodeDoc,
     NodeWorker,
     PlanRequest,
     RequestedPlan,
     Result,
     Stalled,
+    TrainingStatus,
     Worker,
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.observer import Documents
+from elaunch.rendezvous.observer import Documents, find_jobs
 from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 
@@ -44,6 +47,16 @@ GENERATION = Generation(
     GenerationStage.TRAIN,
     (Worker("a/0#0", "a", 0, "a:1"), Worker("b/0#3", "b", 0, "b:1")),
     cause="b/0#3 joins",
+)
+NOW_T = 1000.0
+STATUS = TrainingStatus(
+    generation=5,
+    step=1240,
+    t=999.5,
+    members=2,
+    steps_per_s=3.412,
+    loss=2.896144,
+    recovery=LastRecovery("worker a/0#0 was killed by SIGKILL", 800.0, 0.9628),
 )
 REQUEST = PlanRequest("r1", 5, "plan layers 4", 1.0)
 TWO = symmetric(["w0", "w1"], 4, 8, 2, dp=1, pp=2)
@@ -99,9 +112,10 @@ class TestTheCommandLine:
     def test_values_that_cannot_be_used_exit_with_2_too(self, capsys: pytest.CaptureFixture[str]) -> None:
         for flag in ("--rdzv-endpoint=:x", "--rdzv-conf=user=me"):
             assert cli.main(["ctl", "status", flag]) == 2
+        hint = "  `elaunch ctl --help` shows what can be given, with examples\n"
         assert capsys.readouterr().err == (
-            "elaunch ctl: error: --rdzv-endpoint=:x: expected HOST:PORT\n"
-            "elaunch ctl: error: --rdzv-conf: user and password go together\n"
+            f"elaunch ctl: error: --rdzv-endpoint=:x: expected HOST:PORT\n{hint}"
+            f"elaunch ctl: error: --rdzv-conf: user and password go together\n{hint}"
         )
 
     def test_flags_take_their_defaults_from_the_variables_of_the_agents(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +152,9 @@ class TestWhichJob:
         ):
             find_job("", "")
         local(("x", 1))
-        with pytest.raises(UsageError, match=r"^no job 'y' of this user"):
+        with pytest.raises(
+            UsageError, match=r"^no job 'y' of this user .* machine, but x at 127\.0\.0\.1:1 \(pid 1\); give"
+        ):
             find_job("", "y")
 
     def test_several_are_listed(self, local: Callable[..., None]) -> None:
@@ -196,11 +212,53 @@ class TestTheCommands:
         assert ghost.startswith("/elaunch/x/nodes/ghost is no document of this job, it is ignored: expected a NodeDoc")
         assert size.startswith("/elaunch/x/size is no document of this job, nothing changes until it is mended: ")
 
-    def test_a_job_that_is_not_there_is_an_error(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("command", ["status", "plan", "profile"])
+    def test_a_job_that_is_not_there_is_an_error_with_those_that_are(
+        self, command: str, store: MemoryStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["ctl", command]) == 1
+        assert capsys.readouterr().err == (
+            "elaunch ctl: error: there is no job 'x' at etcd:2379, nor any other: check --rdzv-endpoint\n"
+        )
+        for key in ("run", "run-17", "my%2Fjob", "run.1"):
+            for name in ("config", "nodes/a"):
+                store.put(f"/elaunch/{key}/{name}", b"")
+        store.put("/elaunch/run-1", b"a stranger's")
+        assert cli.main(["ctl", command]) == 1
+        assert capsys.readouterr().err == (
+            "elaunch ctl: error: there is no job 'x' at etcd:2379; the jobs there are my/job, run, run-17, run.1: "
+            "give --rdzv-id\n"
+        )
+
+    def test_what_strangers_have_left_is_no_job(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+        store.put("/elaunch/x/notes", b"")
+        assert cli.main(["ctl", "status"]) == 1
+        assert "there is no job 'x' at etcd:2379, nor any other: " in capsys.readouterr().err
+
+    def test_who_may_not_look_at_other_jobs_is_told_no_more(
+        self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def next_key(self: MemoryStore, prefix: str, start: str) -> str | None:
+            if prefix == "/elaunch/":
+                raise LaunchError("permission denied")
+            return None
+
+        monkeypatch.setattr(MemoryStore, "next_key", next_key)
         assert cli.main(["ctl", "status"]) == 1
         assert capsys.readouterr().err == (
             "elaunch ctl: error: there is no job 'x' at etcd:2379: check --rdzv-endpoint and --rdzv-id\n"
         )
+
+    def test_of_very_many_jobs_some_are_named(self, store: MemoryStore) -> None:
+        for number in range(60):
+            store.put(f"/elaunch/job{number:02}/config", b"")
+        assert find_jobs(store, 50) == [f"job{number:02}" for number in range(50)]
+
+    def test_status_is_also_for_programs(self, store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+        Leader(store, lambda leader, request: None).put("status", STATUS)
+        assert cli.main(["ctl", "status", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["job"], shown["state"], shown["training"]["step"]) == ("x", "training", 1240)
 
     def test_a_plan_is_set_and_then_shown(
         self, store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -221,18 +279,95 @@ class TestTheCommands:
         assert Plan.parse(capsys.readouterr().out) == fitted(TWO, GENERATION.ids)
 
 
+class TestHowFarTheTrainingIs:
+    def test_step_rate_loss_and_the_last_recovery(self) -> None:
+        lines = describe(replace(TRAINING, status=STATUS), NOW_T).splitlines()
+        assert lines[:4] == [
+            "trains",
+            "step 1,240 committed 0.5 s ago, 3.41 steps/s, loss 2.89614",
+            "last recovery 3 min ago, in 0.963 s: worker a/0#0 was killed by SIGKILL",
+            "generation 5, attempt 0: b/0#3 joins",
+        ]
+
+    def test_what_is_not_known_is_left_out(self) -> None:
+        status = TrainingStatus(generation=5, step=0, t=NOW_T + 3.0)
+        assert describe(replace(TRAINING, status=status), NOW_T).splitlines()[1:3] == [
+            "step 0 committed 0.0 s ago",
+            "generation 5, attempt 0: b/0#3 joins",
+        ]
+
+    def test_a_loss_that_is_no_number_is_told(self) -> None:
+        status = replace(STATUS, loss=None, has_diverged=True)
+        assert "steps/s, loss is not a finite number\n" in describe(replace(TRAINING, status=status), NOW_T)
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (-1.0, "0.0 s"),
+            (9.94, "9.9 s"),
+            (9.96, "10 s"),
+            (119.0, "119 s"),
+            (150.0, "2 min"),
+            (7300.0, "2 h 2 min"),
+            (200_000.0, "2 days 7 h"),
+        ],
+    )
+    def test_how_long_ago_it_was(self, seconds: float, text: str) -> None:
+        assert ago_text(seconds) == text
+
+    def test_programs_get_the_same_as_values(self) -> None:
+        profile = json.dumps({"workers": {"a/0": {"speed": 0.5}}})
+        documents = replace(TRAINING, status=STATUS, profile=profile)
+        values = as_values(documents, "x", "etcd:2379", NOW_T)
+        assert json.loads(json.dumps(values, allow_nan=False)) == {
+            "job": "x",
+            "endpoint": "etcd:2379",
+            "state": "training",
+            "message": None,
+            "generation": 5,
+            "attempt": 0,
+            "cause": "b/0#3 joins",
+            "training": {
+                "generation": 5,
+                "step": 1240,
+                "t": 999.5,
+                "ago_s": 0.5,
+                "members": 2,
+                "steps_per_s": 3.412,
+                "loss": 2.896144,
+                "has_diverged": False,
+                "recovery": {"cause": "worker a/0#0 was killed by SIGKILL", "t": 800.0, "seconds": 0.9628},
+            },
+            "slow": {"a/0": 2.0},
+            "nodes": [{"node": "a", "host": "a", "remark": ""}, {"node": "b", "host": "b", "remark": ""}],
+            "workers": [
+                {"rank": 0, "worker": "a/0#0", "state": "member", "address": "a:1", "times_as_long": 2.0},
+                {"rank": 1, "worker": "b/0#3", "state": "member", "address": "b:1", "times_as_long": 1.0},
+            ],
+            "unreadable": [],
+        }
+
+    def test_a_job_that_has_ended_has_no_figures(self) -> None:
+        documents = Documents((), None, Result(False, "it died"), status=STATUS)
+        values = as_values(documents, "x", "etcd:2379", NOW_T)
+        assert (values["state"], values["message"], values["training"]) == ("failed", "it died", None)
+
+
 class TestStatus:
     def test_slow_workers_are_marked(self) -> None:
         profile = json.dumps({"workers": {"a/0": {"speed": 0.5}, "b/0": {"speed": 1.4}, "b/1": {"memory_bytes": 7}}})
-        lines = describe(Documents((A, B), GENERATION, profile=profile)).splitlines()
-        assert [line for line in lines if "slow" in line] == [next(line for line in lines if " a/0#" in line)]
+        lines = describe(Documents((A, B), GENERATION, profile=profile), NOW_T).splitlines()
+        assert [line for line in lines if "slow" in line] == [
+            "slow: a/0 (2.00 times as long as others)",
+            next(line for line in lines if " a/0#" in line),
+        ]
         assert lines[-len(GENERATION.workers)].endswith("  slow: 2.00 times as long as others")
         for damaged in ("", "{", "[]", '{"workers": 3}', '{"workers": {"a/0": {"speed": "x"}}}'):
-            assert "slow" not in describe(Documents((A, B), GENERATION, profile=damaged))
+            assert "slow" not in describe(Documents((A, B), GENERATION, profile=damaged), NOW_T)
 
     def test_a_training_job_has_a_line_for_each_worker(self) -> None:
         spare = node("c", 0, STARTING)
-        assert describe(Documents((A, changed_report(B, draining=True), spare), GENERATION)).splitlines() == [
+        assert describe(Documents((A, changed_report(B, draining=True), spare), GENERATION), NOW_T).splitlines() == [
             "trains",
             "generation 5, attempt 0: b/0#3 joins",
             "nodes: a, b (leaves), c (waits)",
@@ -243,33 +378,33 @@ class TestStatus:
 
     def test_who_does_not_reach_whom_is_told(self) -> None:
         cut = changed_report(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))
-        assert "nodes: a (does not reach b, c), b" in describe(Documents((cut, B), GENERATION))
+        assert "nodes: a (does not reach b, c), b" in describe(Documents((cut, B), GENERATION), NOW_T)
 
     def test_a_node_whose_workers_all_wait(self) -> None:
         waits = changed_report(A, stalled=(Stalled("a/0#0", 7, "in step 7", 4, 12, ("b/0#0",)),))
-        assert "nodes: a (all its workers wait for others), b" in describe(Documents((waits, B), GENERATION))
+        assert "nodes: a (all its workers wait for others), b" in describe(Documents((waits, B), GENERATION), NOW_T)
 
     def test_a_plan_that_was_asked_for_is_mentioned(self) -> None:
         carrying = replace(GENERATION, requested_plan=RequestedPlan("plan layers 4", "r1"))
         settled = changed_report(A, plan_request="r1")
-        assert "plan: asked for; still to change over: b" in describe(Documents((settled, B), carrying))
+        assert "plan: asked for; still to change over: b" in describe(Documents((settled, B), carrying), NOW_T)
         both = Documents((settled, changed_report(B, plan_request="r1")), carrying)
-        assert "plan: asked for; all have changed over" in describe(both)
+        assert "plan: asked for; all have changed over" in describe(both, NOW_T)
 
     def test_a_member_that_no_node_reports_is_not_here(self) -> None:
-        assert "rank 1  b/0#3  not here  b:1" in describe(Documents((A,), GENERATION))
+        assert "rank 1  b/0#3  not here  b:1" in describe(Documents((A,), GENERATION), NOW_T)
 
     def test_before_training_the_workers_of_the_slots_are_shown(self) -> None:
         start = Generation(1, GenerationStage.START, (Worker("a/0", "a", 0), Worker("b/0", "b", 0)), cause="start")
         docs = node("a", 0, STARTING, elastic=False), NodeDoc("b", "b", 1)
-        assert describe(Documents(docs, start)).splitlines() == [
+        assert describe(Documents(docs, start), NOW_T).splitlines() == [
             "runs, but no worker has called elaunch.init() or elaunch.hybrid()",
             "generation 1, attempt 0: start",
             "nodes: a, b",
             "rank 0  a/0#0  starting",
             "rank 1  b/0    not here",
         ]
-        assert describe(Documents((node("a", 0, READY),), start)).startswith("its workers start\n")
+        assert describe(Documents((node("a", 0, READY),), start), NOW_T).startswith("its workers start\n")
 
     @pytest.mark.parametrize(
         ("documents", "first"),
@@ -283,7 +418,7 @@ class TestStatus:
         ],
     )
     def test_other_states_have_words_of_their_own(self, documents: Documents, first: str) -> None:
-        assert describe(documents).splitlines()[0] == first
+        assert describe(documents, NOW_T).splitlines()[0] == first
 
 
 class TestThePlan:

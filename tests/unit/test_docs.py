@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import elaunch
 from tests.helpers import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAPERS = (ROOT / "docs" / "papers.md").read_text()
 
 
@@ -69,6 +70,14 @@ def test_every_name_that_the_papers_page_cites_is_in_its_module() -> None:
         if not re.search(rf"^\s*(?:def |class )?{name}\b", (ROOT / path).read_text(), re.MULTILINE)
     ]
     assert missing == []
+
+
+def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
+    versions = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0][0] == elaunch.__version__
+    numbers = [tuple(map(int, version.split("."))) for version, _ in versions]
+    assert numbers == sorted(numbers, reverse=True)
+    assert [day for _, day in versions] == sorted((day for _, day in versions), reverse=True)
 
 
 def test_the_readme_can_be_read_at_once() -> None:

