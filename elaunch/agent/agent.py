@@ -13,7 +13,7 @@ from typing import Any
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.inbox import Inbox
@@ -226,8 +226,9 @@ class Agent:
             worker, code, number = message["exited"], message["exitcode"], message["signal"]
             ended = {"exitcode": code} if number is None else {"signal": number}
             slot = self._life.find(worker)
-            reason = self._outputs.reason(worker) if code != 0 else ""
-            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), reason)
+            others = [each.worker for each in self._life.slots if each.worker not in ("", worker)]
+            why = self._outputs.account(worker, message["t"], others) if code != 0 else NO_ACCOUNT
+            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), why)
 
             def act() -> None:
                 self._outputs.ended(worker)

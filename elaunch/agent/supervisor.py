@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from elaunch.agent.decisions.actions import Start
 
 
-# As torchrun's --run-path: the folder of the script is not put into sys.path, and the interpreter is the launcher's.
-_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
 class Supervisor:
     """Starts workers, passes signals to them and hears of their ends, through the fork server process."""
 
@@ -111,8 +107,8 @@ def command(program: WorkerProgram) -> tuple[list[str], dict[str, Any] | None]:
     if program.no_python:
         return [program.script, *program.args], None
     python = os.environ.get("PYTHON_EXEC") or sys.executable
-    if program.run_path:
-        return [sys.executable, "-u", "-c", _RUN_PATH, program.script, *program.args], None
+    if program.run_path:  # as with torchrun, the interpreter is the launcher's
+        return [sys.executable, "-u", "-m", "elaunch.run_path", program.script, *program.args], None
     argv = [python, "-u", *(["-m"] if program.module else []), program.script, *program.args]
     if os.environ.get("PYTHON_EXEC"):
         return argv, None
@@ -129,8 +125,8 @@ def problem_with(program: WorkerProgram) -> str:
     return f"{script}: no such file" if not os.path.exists(script) else f"{script}: not a file"
 
 
-def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
-    """Returns the environment of a worker: torchrun's variables, and the address of its agent.
+def torchrun_variables(config: AgentConfig, start: Start) -> dict[str, str]:
+    """Returns the variables that torchrun sets for a worker.
 
     A worker that joins a running job gets the rank it would have now; `elaunch.init()` tells it the true one.
     """
@@ -164,19 +160,24 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         # The store at MASTER_ADDR:MASTER_PORT is the one that the worker of rank 0 makes.
         "TORCHELASTIC_USE_AGENT_STORE": False,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.stop.signals),
-        "ELAUNCH_CONTROL": control,
-        "ELAUNCH_WORKER": start.worker,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    threads = os.environ.get("OMP_NUM_THREADS", "1" if config.nproc_per_node > 1 else None)
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = threads
+    return {name: str(value) for name, value in variables.items()}
+
+
+def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
+    """Returns the environment of a worker: the launcher's, torchrun's variables, and what `elaunch.init()` reads."""
+    variables: dict[str, object] = {"ELAUNCH_CONTROL": control, "ELAUNCH_WORKER": start.worker}
     variables |= config.training.policy.variables()
     variables[hang.VARIABLE] = config.detection.hang
     variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
     if (checkpoints := config.training.checkpoints) is not None:
         variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}
-    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if config.nproc_per_node > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+    own = {name: str(value) for name, value in variables.items()}
+    return {**os.environ, **torchrun_variables(config, start), **own}
 
 
 def fill(argument: str, local_rank: int) -> str:

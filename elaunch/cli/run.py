@@ -10,22 +10,17 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from elaunch import __version__, checkpoints
 from elaunch.agent import notices
 from elaunch.agent.config import (
-    BACKENDS,
     HEALTH_INTERVAL_S,
-    HOSTED_PORT,
     MASTER_PORT,
     NUMA_MODES,
     PRELOAD,
-    STATIC_SHIFT,
     AgentConfig,
     DetectionSettings,
     OutputSettings,
-    RendezvousSettings,
     StartSettings,
     StopSettings,
     TrainingSettings,
@@ -34,16 +29,16 @@ from elaunch.agent.config import (
     parse_nproc,
     parse_signals,
 )
-from elaunch.agent.launch import is_free_here, launch
+from elaunch.agent.launch import launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
+from elaunch.cli.rendezvous_flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
-from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
-FOREIGN = "foreign"  # a rendezvous of somebody else's
+NO_ID = "none"  # torchrun's name for a job that was given none
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -59,14 +54,36 @@ class FlagParser(argparse.ArgumentParser):
         dashed = long.removeprefix("--")
         spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
         dest = dashed.replace("-", "_")
-        value = os.environ.get(f"PET_{dest.upper()}") if in_environment else None
+        variable = f"PET_{dest.upper()}"
+        value = os.environ.get(variable) if in_environment else None
         if value is not None:
-            options["default"] = value not in ("", "0", "false", "False") if "action" in options else value
+            options["default"] = parse_switch(variable, value) if "action" in options else value
         self.add_argument(*spellings, dest=dest, **options)  # type: ignore[arg-type]
 
 
+def parse_switch(variable: str, text: str) -> bool:
+    """Reads the environment variable of a flag without a value: a number, as for torchrun, or a word.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    word = text.strip().lower()
+    if word in ("", "false", "no", "off"):
+        return False
+    if word in ("true", "yes", "on"):
+        return True
+    try:
+        return int(word) != 0
+    except ValueError:
+        raise UsageError(f"{variable}={text}: expected 1 or 0, true or false") from None
+
+
 def parser() -> argparse.ArgumentParser:
-    """Returns the command line of elaunch."""
+    """Returns the command line of elaunch, whose defaults are those of the environment.
+
+    Raises:
+        UsageError: a variable of a flag without a value is neither true nor false.
+    """
     p = FlagParser(
         prog="elaunch",
         description="Launch a training job whose surviving workers go on when its membership changes.",
@@ -86,7 +103,11 @@ def parser() -> argparse.ArgumentParser:
         "no --node-rank, else static",
     )
     p.flag("--rdzv-endpoint", default="", help="HOST:PORT of the rendezvous")
-    p.flag("--rdzv-id", default="none", help="name of the job; nodes of one job give the same")
+    p.flag(
+        "--rdzv-id",
+        default=NO_ID,
+        help="name of the job; nodes of one job give the same; a job of one node without a name is given one",
+    )
     p.flag("--rdzv-conf", default="", help="further settings: key=value,…")
     p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
     p.flag("--node-rank", default=None, type=int, help="static: rank of this node, 0 to N-1")
@@ -176,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--allow-dvfs",
         action="store_true",
-        default=os.environ.get(policies.ALLOW_DVFS, "0") not in ("", "0"),
+        default=parse_switch(policies.ALLOW_DVFS, os.environ.get(policies.ALLOW_DVFS, "")),
         help="the clocks of devices may be locked, to a higher frequency where one holds up the others",
     )
     for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
@@ -200,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--node-check",
         action="store_true",
-        default=os.environ.get("ELAUNCH_NODE_CHECK", "0") not in ("", "0"),
+        default=parse_switch("ELAUNCH_NODE_CHECK", os.environ.get("ELAUNCH_NODE_CHECK", "")),
         help="before it joins, this node multiplies matrices on each device and reduces over its loopback; one that "
         "fails, or is far slower than its peers, does not join",
     )
@@ -236,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--warm-start",
         action="store_true",
-        default=os.environ.get("ELAUNCH_WARM_START", "0") not in ("", "0"),
+        default=parse_switch("ELAUNCH_WARM_START", os.environ.get("ELAUNCH_WARM_START", "")),
         help="the first workers of a node, too, are forks of the warm parent: its modules are imported once",
     )
     p.add_argument("script", help="the training script, module or program")
@@ -254,7 +275,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     args = parser().parse_args(argv)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
-    rendezvous = _rendezvous(args, low, high)
+    rendezvous = read_rendezvous(args, low, high)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
         raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
     if args.node_name and not re.fullmatch(r"[A-Za-z0-9._-]+", args.node_name):
@@ -266,7 +287,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     if timeout is None:
         timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
     preload = tuple(name for name in args.preload.split(",") if name)
-    job = _fresh_id() if rendezvous.backend == "standalone" and rendezvous.master is None else args.rdzv_id
+    nameless = args.rdzv_id == NO_ID and rendezvous.backend == "standalone" and rendezvous.master is None
+    job = _fresh_id() if nameless else args.rdzv_id
     return AgentConfig(
         min_nodes=low,
         max_nodes=high,
@@ -280,7 +302,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             no_python=args.no_python and not args.run_path,
             run_path=args.run_path,
         ),
-        max_restarts=None if args.max_restarts is None else _count("--max-restarts", args.max_restarts),
+        max_restarts=None if args.max_restarts is None else count("--max-restarts", args.max_restarts),
         node=args.node_name or _node_name(standalone=rendezvous.backend == "standalone"),
         role=args.role,
         local_addr=args.local_addr,
@@ -338,94 +360,10 @@ def _logs(args: argparse.Namespace, job: str) -> LogSettings:
     )
 
 
-def _rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
-    backend = args.rdzv_backend
-    if backend and backend not in BACKENDS:
-        from elaunch.agent import plugins
-
-        if plugins.find(plugins.HANDLERS, backend) is None:
-            raise UsageError(
-                f"--rdzv-backend={backend}: expected one of {', '.join(BACKENDS)}, or the name of a "
-                f"{plugins.HANDLERS} entry point; etcd is spoken to as etcd v3"
-            )
-        return RendezvousSettings(FOREIGN, "", RendezvousConf())
-    if args.standalone:
-        if high > 1:
-            raise UsageError(f"--standalone is for one node, not for --nnodes={args.nnodes}")
-        backend = "standalone"
-    backend = backend or _default_backend(args, high)
-    if backend == "static" and not args.rdzv_endpoint and args.master_port is None and high == 1:
-        backend = "standalone"
-    # torchrun's own defaults; with etcd, nodes that come later join the running job.
-    defaults = {"c10d": RendezvousConf(last_call_timeout=30.0), "static": RendezvousConf(join_timeout=0.0)}
-    conf = parse_conf(args.rdzv_conf, defaults.get(backend, RendezvousConf()))
-    alone = RendezvousSettings("standalone", "", _reach(conf, CONNECT_S))
-    if backend == "standalone":
-        return alone
-    endpoint = args.rdzv_endpoint
-    if backend == "static":
-        return _static(args, low, high, replace(conf, join_timeout=conf.join_timeout or conf.timeout))
-    if backend == "c10d":
-        endpoint = endpoint or f"localhost:{HOSTED_PORT}"
-        name, port = parse_endpoint(endpoint, HOSTED_PORT)
-        if port:
-            return RendezvousSettings("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
-        if high > 1:
-            raise UsageError(f"--rdzv-endpoint={endpoint}: port 0 is for one node, not for --nnodes={args.nnodes}")
-        return alone
-    if not endpoint:
-        raise UsageError(f"--rdzv-backend={backend} needs --rdzv-endpoint=HOST:PORT of an etcd server")
-    for member in endpoint.split(","):
-        parse_endpoint(member, ETCD_PORT)
-    return RendezvousSettings("etcd", endpoint, _reach(conf, CONNECT_S))
-
-
-def _reach(conf: RendezvousConf, usual_s: float) -> RendezvousConf:
-    """With the time to connect that the user has given, else the usual one."""
-    return replace(conf, connect_timeout=conf.connect_timeout or usual_s)
-
-
-def _default_backend(args: argparse.Namespace, high: int) -> str:
-    """What torchrun would do by default, but for an endpoint at which an etcd may be."""
-    if not args.rdzv_endpoint or args.node_rank is not None:
-        return "static"
-    if high == 1 and "," not in args.rdzv_endpoint and is_free_here(*parse_endpoint(args.rdzv_endpoint, MASTER_PORT)):
-        return "static"  # the way to give a job on one machine a port of its own
-    return "etcd"
-
-
-def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf) -> RendezvousSettings:
-    if low != high:
-        raise UsageError(
-            f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: "
-            "a static rendezvous has a fixed number of nodes"
-        )
-    if args.rdzv_endpoint:
-        name, port = parse_endpoint(args.rdzv_endpoint, MASTER_PORT)
-    else:
-        name, port = args.master_addr, MASTER_PORT if args.master_port is None else args.master_port
-        name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-    rank = _count("--node-rank", args.node_rank or 0)
-    if rank >= high:
-        raise UsageError(f"--node-rank={rank}: expected 0 to {high - 1} with --nnodes={args.nnodes}")
-    if not 0 < port < 65536:
-        raise UsageError(f"--master-port={port}: expected a port, 1 to 65535")
-    if high == 1:
-        return RendezvousSettings("standalone", "", _reach(conf, CONNECT_S), master=(name, port))
-    shifted = port - STATIC_SHIFT if port > STATIC_SHIFT + 1024 else port + STATIC_SHIFT
-    return RendezvousSettings("static", join_endpoint(name, shifted), _reach(conf, conf.timeout), rank, (name, port))
-
-
 def _fresh_id() -> str:
     """A random UUID, as torchrun names a job that needs no name; the module uuid takes longer to import."""
     digits = secrets.token_hex(16)
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
-
-
-def _count(flag: str, text: object) -> int:
-    if not str(text).isdecimal():
-        raise UsageError(f"{flag}={text}: expected a number of at least 0")
-    return int(str(text))
 
 
 def _seconds(flag: str, text: str | float) -> float:

@@ -191,6 +191,30 @@ class TestRestart:
         assert len(reports(folder)) == 2
         assert "worker node0/0#0 exited with code 3 (after 0 of 0 restarts)" in node.agent.text()
 
+    def test_the_first_failure_is_told_first_whichever_end_is_seen_first(self, spawn: Spawner, tmp_path: Path) -> None:
+        # Rank 0 fails, and takes its time to end; rank 1 fails of that, and ends at once.
+        script = tmp_path / "fails.py"
+        script.write_text(
+            "import json, os, sys, time\n"
+            "rank, late = int(os.environ['RANK']), '1700000005'\n"
+            "while rank == 1 and not os.path.exists('written'): time.sleep(0.01)\n"
+            "extra = {'py_callstack': 'x', 'timestamp': late if rank else '1700000000'}\n"
+            "told = {'message': {'message': f'ValueError: rank {rank}', 'extraInfo': extra}}\n"
+            "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(json.dumps(told))\n"
+            "open('written', 'w').close()\n"
+            "if rank == 0: time.sleep(600)\n"
+            "sys.exit(1)\n"
+        )
+        node = elaunch(spawn, tmp_path, *TWO, script=(script,))
+        assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+        told = (
+            "worker node0/0#0 failed: ValueError: rank 0, then worker node0/1#0 exited with code 1: ValueError: rank 1"
+        )
+        assert f"{told}\n" in node.agent.text()
+        assert f"{told} (after 0 of 0 restarts)\n" in node.agent.text()
+        root = node.agent.text()[node.agent.text().index("Root Cause") :]
+        assert "rank      : 0 (local_rank: 0)" in root
+
     def test_nothing_of_the_failed_attempt_is_left(self, spawn: Spawner, tmp_path: Path, folder: Path) -> None:
         script = (WORKER, folder, "--fail=1:1", "--wait", "--child")
         node = elaunch(spawn, tmp_path, *TWO, "--max-restarts=1", script=script)
