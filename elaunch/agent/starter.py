@@ -20,6 +20,7 @@ from elaunch.agent.supervisor import (
     worker_devices,
     worker_env,
 )
+from elaunch.agent.tcp_store.process import AgentStore
 from elaunch.errors import DeviceError
 
 
@@ -32,19 +33,27 @@ class WorkerStarter:
         outputs: prepares streams.
         control: path of the socket at which the agent listens for its workers.
         variables: more of the workers' environment.
+        store: the one that this node offers its workers.
 
     Raises:
         LaunchError: the devices or CPUs that the flags ask for are not there.
     """
 
     def __init__(
-        self, config: AgentConfig, supervisor: Supervisor, outputs: Outputs, control: str, variables: Mapping[str, str]
+        self,
+        config: AgentConfig,
+        supervisor: Supervisor,
+        outputs: Outputs,
+        control: str,
+        variables: Mapping[str, str],
+        store: AgentStore,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._outputs = outputs
         self._control = control
         self._variables = variables
+        self._store = store
         self._argv, self._program = command(config.program)
         self._cpus = worker_cpus(config)
         self._devices = worker_devices(config)
@@ -56,7 +65,7 @@ class WorkerStarter:
             LaunchError: a folder or file for its streams cannot be made.
         """
         local_rank = start.local_rank
-        env = worker_env(self._config, start, self._control)
+        env = worker_env(self._config, start, self._control, self._store.served)
         env |= {**self._variables, **self._devices.get(local_rank, {})}
         attempt, told = start.generation.attempt, partial(self._told, start)
         logs, more = self._outputs.prepare(start.worker, attempt, local_rank, int(env["RANK"]), told)
@@ -74,7 +83,7 @@ class WorkerStarter:
         """Returns what torchrun would tell the workers of this node that start with this one, by local rank."""
         return {
             local_rank: {
-                **torchrun_variables(self._config, replace(start, local_rank=local_rank)),
+                **torchrun_variables(self._config, replace(start, local_rank=local_rank), self._store.served),
                 **self._devices.get(local_rank, {}),
             }
             for local_rank in range(self._config.nproc_per_node)

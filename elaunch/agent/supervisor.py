@@ -18,6 +18,10 @@ from elaunch.detect import hang
 from elaunch.errors import ProtocolError
 from elaunch.wire import LINK_TIMEOUT
 
+MOST_WAITING = (
+    4096  # connections that are not accepted yet: as many as a job may have workers; the kernel has its limit
+)
+
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig, WorkerProgram
     from elaunch.agent.decisions.actions import Start
@@ -125,10 +129,15 @@ def problem_with(program: WorkerProgram) -> str:
     return f"{script}: no such file" if not os.path.exists(script) else f"{script}: not a file"
 
 
-def torchrun_variables(config: AgentConfig, start: Start) -> dict[str, str]:
+def torchrun_variables(config: AgentConfig, start: Start, agent_store: bool) -> dict[str, str]:
     """Returns the variables that torchrun sets for a worker.
 
     A worker that joins a running job gets the rank it would have now; `elaunch.init()` tells it the true one.
+
+    Args:
+        config: the settings.
+        start: of the worker.
+        agent_store: whether agents serve the store at MASTER_ADDR and MASTER_PORT; else rank 0 makes it.
     """
     generation = start.generation
     nodes = list(generation.nodes)
@@ -157,8 +166,7 @@ def torchrun_variables(config: AgentConfig, start: Start) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": generation.restarts.count,
         "TORCHELASTIC_MAX_RESTARTS": config.max_restarts or 0,
         "TORCHELASTIC_RUN_ID": config.job,
-        # The store at MASTER_ADDR:MASTER_PORT is the one that the worker of rank 0 makes.
-        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "TORCHELASTIC_USE_AGENT_STORE": agent_store,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.stop.signals),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
@@ -168,7 +176,7 @@ def torchrun_variables(config: AgentConfig, start: Start) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
+def worker_env(config: AgentConfig, start: Start, control: str, agent_store: bool) -> dict[str, str]:
     """Returns the environment of a worker: the launcher's, torchrun's variables, and what `elaunch.init()` reads."""
     variables: dict[str, object] = {"ELAUNCH_CONTROL": control, "ELAUNCH_WORKER": start.worker}
     variables |= config.training.policy.variables()
@@ -177,7 +185,7 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
     if (checkpoints := config.training.checkpoints) is not None:
         variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}
     own = {name: str(value) for name, value in variables.items()}
-    return {**os.environ, **torchrun_variables(config, start), **own}
+    return {**os.environ, **torchrun_variables(config, start, agent_store), **own}
 
 
 def fill(argument: str, local_rank: int) -> str:
@@ -229,8 +237,8 @@ def listen(host: str) -> socket.socket:
     """Returns a listening TCP socket at a free port of this address, or of all where it is not this machine's own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family, backlog=MOST_WAITING)
     except OSError:
-        listener = socket.create_server(("", 0), family=family)
+        listener = socket.create_server(("", 0), family=family, backlog=MOST_WAITING)
     listener.setblocking(False)
     return listener
