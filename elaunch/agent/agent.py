@@ -25,7 +25,7 @@ from elaunch.agent.output.outputs import Folders, Outputs
 from elaunch.agent.participation import JobListener, make_participant
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
-from elaunch.agent.tcp_store.process import AgentStore, StoreProcess
+from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
@@ -82,7 +82,7 @@ class Agent:
         self._outputs = Outputs(config, folders)
         listener = listen(host)
         self._liveness = Accepting(self._selector, listener, listener, self._journal.say)
-        self._store = AgentStore(store, config.rendezvous, host, self._journal.say)
+        self._store = StoreOffer(store, config.rendezvous, host, self._journal.say)
         self._life = Lifecycle(
             NodeSettings(
                 node=config.node,

@@ -20,7 +20,7 @@ from elaunch.agent.supervisor import (
     worker_devices,
     worker_env,
 )
-from elaunch.agent.tcp_store.process import AgentStore
+from elaunch.agent.tcp_store.process import StoreOffer
 from elaunch.errors import DeviceError
 
 
@@ -46,7 +46,7 @@ class WorkerStarter:
         outputs: Outputs,
         control: str,
         variables: Mapping[str, str],
-        store: AgentStore,
+        store: StoreOffer,
     ) -> None:
         self._config = config
         self._supervisor = supervisor

@@ -19,7 +19,7 @@ class StoreData:
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._waiting: dict[bytes, list[Waiter]] = {}
+        self._waiting: dict[bytes, dict[Waiter, None]] = {}  # in the order in which they came
         self._awaited: dict[Waiter, set[bytes]] = {}
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -91,18 +91,15 @@ class StoreData:
     def cancel(self, waiter: Waiter) -> None:
         """Lets a client wait no more."""
         for key in self._awaited.pop(waiter, ()):
-            waiting = self._waiting[key]
-            waiting.remove(waiter)
-            if not waiting:
-                del self._waiting[key]
+            self._stop_waiting(waiter, key)
 
     def push(self, key: bytes, value: bytes) -> None:
         """Appends to a queue, and wakes one of those that wait for it."""
         self._queues.setdefault(key, deque()).append(value)
         if key in self._waiting:
-            self._one_less(self._waiting[key].pop(0), key)
-            if not self._waiting[key]:
-                del self._waiting[key]
+            first = next(iter(self._waiting[key]))
+            self._stop_waiting(first, key)
+            self._one_less(first, key)
 
     def pop(self, key: bytes) -> tuple[int, bytes]:
         """Returns the length of a queue, and its first value, which leaves it; an empty one where the length is 0."""
@@ -122,7 +119,13 @@ class StoreData:
         self.cancel(waiter)
         self._awaited[waiter] = keys
         for key in keys:
-            self._waiting.setdefault(key, []).append(waiter)
+            self._waiting.setdefault(key, {})[waiter] = None
+
+    def _stop_waiting(self, waiter: Waiter, key: bytes) -> None:
+        waiting = self._waiting[key]
+        del waiting[waiter]
+        if not waiting:
+            del self._waiting[key]
 
     def _came(self, key: bytes) -> None:
         for waiter in self._waiting.pop(key, ()):

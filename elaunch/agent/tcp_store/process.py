@@ -96,7 +96,7 @@ def _become(server: StoreServer, agent: int, *others: socket.socket) -> None:
         os._exit(status)  # nothing may return into the agent's code
 
 
-class AgentStore:
+class StoreOffer:
     """What this node offers its job as MASTER_ADDR and MASTER_PORT: for each attempt an empty store.
 
     Args:
