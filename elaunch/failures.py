@@ -29,6 +29,7 @@ from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 NOT_AVAILABLE = "<N/A>"
+EXCEPTION = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 MAX_WIDTH = 60
 MAX_SUMMARY = 300  # characters of an exception in a line of the log
@@ -97,26 +98,44 @@ def read_failure(
         host: this machine's name, by default `this_host()`.
     """
     host = this_host() if host is None else host
-    record: dict[str, Any] | None = None
-    problem = ""
-    written_t = t
-    if error_file is None or not os.path.isfile(error_file):
+    if error_file is not None and not os.path.isfile(error_file):
         error_file = None
-    else:
-        try:
-            written_t = os.stat(error_file).st_mtime
-            record = _parse(error_file)
-        except (OSError, ValueError, RecursionError) as error:
-            problem = f"the error file cannot be read: {_one_line(error)}"
-    message, told_s = _content(record)
+    record, written_t, problem = _read(error_file, t)
+    message, _ = _content(record)
     if not message:
         message = _without_traceback(pid, exitcode, problem)
     elif problem:
         message = f"{message}; {problem}"
-    timestamp = int(written_t) if told_s is None else told_s
+    timestamp, written_t = _moment(record, written_t)
     return Failure(
         rank, local_rank, host, pid, exitcode, error_file, t, timestamp, written_t, message=message, record=record
     )
+
+
+def failed_at(error_file: str, t: float) -> tuple[int, float]:
+    """Returns when a worker failed, for comparing: the second that its error file gives, and when it was written.
+
+    Where there is no such file it is `t`, in Unix seconds.
+    """
+    record, written_t, _ = _read(error_file or None, t)
+    return _moment(record, written_t)
+
+
+def _read(error_file: str | None, t: float) -> tuple[dict[str, Any] | None, float, str]:
+    """Returns the content, when it was written (`t` where it is not there), and why it cannot be read."""
+    if error_file is None:
+        return None, t, ""
+    written_t = t
+    try:
+        written_t = os.stat(error_file).st_mtime
+        return _parse(error_file), written_t, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return None, written_t, f"the error file cannot be read: {_one_line(error)}"
+
+
+def _moment(record: dict[str, Any] | None, written_t: float) -> tuple[int, float]:
+    told_s = _content(record)[1]
+    return int(written_t) if told_s is None else told_s, written_t
 
 
 def summary(path: str) -> str:
@@ -183,12 +202,15 @@ def _without_traceback(pid: int, exitcode: int, problem: str) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the earliest failure by the second that it gives; within a second, the one written down first."""
-    return min(failures, key=lambda failure: (failure.timestamp, failure.written_t))
+    """Returns the earliest failure by the second that it gives; within a second, the one written down first.
+
+    The order of `failures` does not matter: of two at one time it is the one of the lower rank.
+    """
+    return min(failures, key=lambda failure: (failure.timestamp, failure.written_t, failure.rank))
 
 
 def report(name: str, failures: Sequence[Failure]) -> str:
-    """Returns the table of failures that torchrun prints, without the line break around it.
+    """Returns the table of failures under the name of the exception with which torchrun ends: logs are searched for it.
 
     Args:
         name: of what was launched: the script's path, the module or the program.
@@ -200,6 +222,7 @@ def report(name: str, failures: Sequence[Failure]) -> str:
     root = entries.pop(failures.index(root_cause(failures)))
     return "\n".join(
         [
+            f"{EXCEPTION}: ",  # the blank is torchrun's
             "=" * width,
             title,
             "-" * width,

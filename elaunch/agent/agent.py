@@ -13,7 +13,7 @@ from typing import Any
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.inbox import Inbox
@@ -24,7 +24,8 @@ from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.outputs import Folders, Outputs
 from elaunch.agent.participation import JobListener, make_participant
 from elaunch.agent.starter import WorkerStarter, unlock_clock
-from elaunch.agent.supervisor import Supervisor, free_port, listen
+from elaunch.agent.supervisor import Supervisor, listen
+from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
@@ -46,8 +47,12 @@ class Agent:
         supervisor: the fork server, forked before this process had threads.
         host: the address at which workers of other nodes reach this node.
         folders: where the streams of workers go; by default as the flags say.
-        hosts: other nodes use a store that ends with this agent.
+        hosts: other nodes use a rendezvous store that ends with this agent.
         figures: of this node's check, for those that come later.
+        store: the process that serves the workers' own store; None: rank 0 makes it.
+
+    Raises:
+        LaunchError: what the settings ask for is not there.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Agent:
         folders: Folders | None = None,
         hosts: bool = False,
         figures: str = "",
+        store: StoreProcess | None = None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -76,6 +82,7 @@ class Agent:
         self._outputs = Outputs(config, folders)
         listener = listen(host)
         self._liveness = Accepting(self._selector, listener, listener, self._journal.say)
+        self._store = StoreOffer(store, config.rendezvous, host, self._journal.say)
         self._life = Lifecycle(
             NodeSettings(
                 node=config.node,
@@ -89,7 +96,7 @@ class Agent:
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
             ),
-            port=free_port(host),
+            port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
         )
         self._watches = Watches(
@@ -101,7 +108,9 @@ class Agent:
             self._journal,
             self._inbox,
         )
-        self._starter = WorkerStarter(config, supervisor, self._outputs, self._control.path, self._watches.variables)
+        self._starter = WorkerStarter(
+            config, supervisor, self._outputs, self._control.path, self._watches.variables, self._store
+        )
         job = JobListener(self._inbox, self._journal.say, self._watches.take_out)
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
         self._messages = WorkerMessages(
@@ -127,6 +136,7 @@ class Agent:
             notices.close()
             self._participant.stop(last=self._hosts and self._life.result is not None)
             self._supervisor.close()
+            self._store.close()
             self._outputs.close()
             self._control.close()
             self._watches.close()
@@ -176,10 +186,10 @@ class Agent:
         self._publish()
 
     def _publish(self) -> None:
-        """Reports this node as it is now; with the report that it is ready for an attempt goes a port for that."""
+        """Reports this node as it is now; with the report that it is ready for an attempt goes a store for that."""
         if self._life.attempt != self._attempt:
             self._attempt = self._life.attempt
-            self._life.port = free_port(self._life.settings.host)
+            self._life.port = self._store.renew()
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
@@ -227,8 +237,9 @@ class Agent:
             worker, code, number = message["exited"], message["exitcode"], message["signal"]
             ended = {"exitcode": code} if number is None else {"signal": number}
             slot = self._life.find(worker)
-            reason = self._outputs.reason(worker) if code != 0 else ""
-            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), reason)
+            others = [each.worker for each in self._life.slots if each.worker not in ("", worker)]
+            why = self._outputs.account(worker, message["t"], others) if code != 0 else NO_ACCOUNT
+            actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), why)
 
             def act() -> None:
                 self._outputs.ended(worker)

@@ -16,6 +16,7 @@ from elaunch.agent.config import STATIC_SHIFT, AgentConfig, RendezvousSettings
 from elaunch.agent.forkserver import end_with_parent
 from elaunch.agent.local_jobs import LocalJob, make_folder, register
 from elaunch.agent.supervisor import Supervisor, problem_with
+from elaunch.agent.tcp_store.process import StoreProcess, make_store_process
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
@@ -43,7 +44,9 @@ def launch(config: AgentConfig) -> int:
     try:
         hosted, directory, host = _host_rendezvous(config.rendezvous, config.local_addr)
         supervisor = Supervisor()
+        store: StoreProcess | None = None
         try:
+            store = make_store_process(supervisor.link)
             if directory:
                 supervisor.remove_at_the_end(directory)
             # From here on there are threads: everything that forks has been forked. These imports take as long as an
@@ -65,9 +68,11 @@ def launch(config: AgentConfig) -> int:
                 folders = plugin_folders(config)
             hosts = hosted is not None and config.rendezvous.backend != "standalone"
             figures = _check_node(config, open_store) if config.detection.node_check else ""
-            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures)
+            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures, store)
         except BaseException:
             supervisor.close()
+            if store is not None:
+                store.close()
             raise
         return agent.run()
     finally:

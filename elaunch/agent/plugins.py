@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.output.logs import Masks, WorkerLogs
+from elaunch.agent.output.logs import Masks, Told, WorkerLogs
 from elaunch.errors import LaunchError
 
 LOGS_SPECS = "torchrun.logs_specs"
@@ -30,28 +30,35 @@ class PluginFolders:
 
     Args:
         specs: an instance of the class.
-        job: its name.
-        slots: workers of this node.
+        name: what the user has called it, for errors.
     """
 
-    def __init__(self, specs: Any, job: str, slots: int) -> None:
-        self._job = job
+    def __init__(self, specs: Any, name: str) -> None:
         self._specs = specs
-        self._slots = slots
+        self._name = name
         self._attempt = -1
         self._places: Any = None
         self._variables: dict[int, dict[str, str]] = {}
 
-    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Returns where the streams of a worker go."""
+    def worker(self, attempt: int, local_rank: int, told: Told) -> WorkerLogs:
+        """Returns where the streams of a worker go.
+
+        Raises:
+            LaunchError: the class fails.
+        """
         if attempt != self._attempt:
-            given = {"TORCHELASTIC_RUN_ID": self._job, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            self._variables = {rank: dict(given) for rank in range(self._slots)}
+            given = told()
+            self._variables = {rank: dict(variables) for rank, variables in given.items()}
             # The class may set variables for the workers, as torch's own does with their error files.
-            self._places, self._attempt = self._specs.reify(self._variables), attempt
-            for variables in self._variables.values():
-                for name in given:
-                    variables.pop(name, None)
+            try:
+                self._places = self._specs.reify(self._variables)
+            except Exception as error:  # of code that is not ours
+                raise LaunchError(f"{self._name}: reify failed: {type(error).__name__}: {error}") from error
+            self._attempt = attempt
+            for rank, variables in given.items():
+                for name, value in variables.items():
+                    if self._variables[rank].get(name) == value:
+                        del self._variables[rank][name]
         places = self._places
         tee_stdout = places.tee_stdouts.get(local_rank)
         tee_stderr = places.tee_stderrs.get(local_rank)
@@ -88,7 +95,7 @@ def plugin_folders(config: AgentConfig) -> PluginFolders:
         )
     except Exception as error:  # of code that is not ours
         raise LaunchError(f"--logs-specs={name} ({entry.value}): {type(error).__name__}: {error}") from error
-    return PluginFolders(specs, config.job, config.nproc_per_node)
+    return PluginFolders(specs, f"--logs-specs={name} ({entry.value})")
 
 
 def _text(masks: Masks) -> str:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.decisions.actions import Start
 from elaunch.agent.output.outputs import Outputs
-from elaunch.agent.supervisor import Supervisor, command, fill, worker_cpus, worker_devices, worker_env
+from elaunch.agent.supervisor import (
+    Supervisor,
+    command,
+    fill,
+    torchrun_variables,
+    worker_cpus,
+    worker_devices,
+    worker_env,
+)
+from elaunch.agent.tcp_store.process import StoreOffer
 from elaunch.errors import DeviceError
 
 
@@ -22,19 +33,27 @@ class WorkerStarter:
         outputs: prepares streams.
         control: path of the socket at which the agent listens for its workers.
         variables: more of the workers' environment.
+        store: the one that this node offers its workers.
 
     Raises:
         LaunchError: the devices or CPUs that the flags ask for are not there.
     """
 
     def __init__(
-        self, config: AgentConfig, supervisor: Supervisor, outputs: Outputs, control: str, variables: Mapping[str, str]
+        self,
+        config: AgentConfig,
+        supervisor: Supervisor,
+        outputs: Outputs,
+        control: str,
+        variables: Mapping[str, str],
+        store: StoreOffer,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._outputs = outputs
         self._control = control
         self._variables = variables
+        self._store = store
         self._argv, self._program = command(config.program)
         self._cpus = worker_cpus(config)
         self._devices = worker_devices(config)
@@ -46,9 +65,10 @@ class WorkerStarter:
             LaunchError: a folder or file for its streams cannot be made.
         """
         local_rank = start.local_rank
-        env = worker_env(self._config, start, self._control)
+        env = worker_env(self._config, start, self._control, self._store.served)
         env |= {**self._variables, **self._devices.get(local_rank, {})}
-        logs, more = self._outputs.prepare(start.worker, start.generation.attempt, local_rank, int(env["RANK"]))
+        attempt, told = start.generation.attempt, partial(self._told, start)
+        logs, more = self._outputs.prepare(start.worker, attempt, local_rank, int(env["RANK"]), told)
         self._supervisor.spawn(
             start.worker,
             [fill(arg, local_rank) for arg in self._argv],
@@ -58,6 +78,16 @@ class WorkerStarter:
             logs.stderr,
             self._cpus.get(local_rank),
         )
+
+    def _told(self, start: Start) -> dict[int, dict[str, str]]:
+        """Returns what torchrun would tell the workers of this node that start with this one, by local rank."""
+        return {
+            local_rank: {
+                **torchrun_variables(self._config, replace(start, local_rank=local_rank), self._store.served),
+                **self._devices.get(local_rank, {}),
+            }
+            for local_rank in range(self._config.nproc_per_node)
+        }
 
     def warm(self) -> None:
         """Begins to keep a preloaded process, where the script is Python's and the user has not forbidden it."""

@@ -19,13 +19,13 @@ from elaunch.detect import hang
 from elaunch.errors import ProtocolError
 from elaunch.wire import LINK_TIMEOUT
 
+MOST_WAITING = (
+    4096  # connections that are not accepted yet: as many as a job may have workers; the kernel has its limit
+)
+
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig, WorkerProgram
     from elaunch.agent.decisions.actions import Start
-
-
-# As torchrun's --run-path: the folder of the script is not put into sys.path, and the interpreter is the launcher's.
-_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 class Supervisor:
@@ -112,8 +112,8 @@ def command(program: WorkerProgram) -> tuple[list[str], dict[str, Any] | None]:
     if program.no_python:
         return [program.script, *program.args], None
     python = os.environ.get("PYTHON_EXEC") or sys.executable
-    if program.run_path:
-        return [sys.executable, "-u", "-c", _RUN_PATH, program.script, *program.args], None
+    if program.run_path:  # as with torchrun, the interpreter is the launcher's
+        return [sys.executable, "-u", "-m", "elaunch.run_path", program.script, *program.args], None
     argv = [python, "-u", *(["-m"] if program.module else []), program.script, *program.args]
     if os.environ.get("PYTHON_EXEC"):
         return argv, None
@@ -130,10 +130,15 @@ def problem_with(program: WorkerProgram) -> str:
     return f"{script}: no such file" if not os.path.exists(script) else f"{script}: not a file"
 
 
-def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str]:
-    """Returns the environment of a worker: torchrun's variables, and the address of its agent.
+def torchrun_variables(config: AgentConfig, start: Start, agent_store: bool) -> dict[str, str]:
+    """Returns the variables that torchrun sets for a worker.
 
     A worker that joins a running job gets the rank it would have now; `elaunch.init()` tells it the true one.
+
+    Args:
+        config: the settings.
+        start: of the worker.
+        agent_store: whether agents serve the store at MASTER_ADDR and MASTER_PORT; else rank 0 makes it.
     """
     generation = start.generation
     nodes = list(generation.nodes)
@@ -162,23 +167,27 @@ def worker_env(config: AgentConfig, start: Start, control: str) -> dict[str, str
         "TORCHELASTIC_RESTART_COUNT": generation.restarts.count,
         "TORCHELASTIC_MAX_RESTARTS": config.max_restarts or 0,
         "TORCHELASTIC_RUN_ID": config.job,
-        # The store at MASTER_ADDR:MASTER_PORT is the one that the worker of rank 0 makes.
-        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "TORCHELASTIC_USE_AGENT_STORE": agent_store,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in config.stop.signals),
-        "ELAUNCH_CONTROL": control,
-        "ELAUNCH_WORKER": start.worker,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    threads = os.environ.get("OMP_NUM_THREADS", "1" if config.nproc_per_node > 1 else None)
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = threads
+    return {name: str(value) for name, value in variables.items()}
+
+
+def worker_env(config: AgentConfig, start: Start, control: str, agent_store: bool) -> dict[str, str]:
+    """Returns the environment of a worker: the launcher's, torchrun's variables, and what `elaunch.init()` reads."""
+    variables: dict[str, object] = {"ELAUNCH_CONTROL": control, "ELAUNCH_WORKER": start.worker}
     variables |= config.training.policy.variables()
     variables[hang.VARIABLE] = config.detection.hang
     variables[replica_check.NAME] = config.training.replica_check
     variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
     if (checkpoints := config.training.checkpoints) is not None:
         variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}
-    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if config.nproc_per_node > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+    own = {name: str(value) for name, value in variables.items()}
+    return {**os.environ, **torchrun_variables(config, start, agent_store), **own}
 
 
 def fill(argument: str, local_rank: int) -> str:
@@ -230,8 +239,8 @@ def listen(host: str) -> socket.socket:
     """Returns a listening TCP socket at a free port of this address, or of all where it is not this machine's own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, 0), family=family)
+        listener = socket.create_server((host, 0), family=family, backlog=MOST_WAITING)
     except OSError:
-        listener = socket.create_server(("", 0), family=family)
+        listener = socket.create_server(("", 0), family=family, backlog=MOST_WAITING)
     listener.setblocking(False)
     return listener

@@ -14,8 +14,12 @@ from typing import Any, NoReturn
 from elaunch import __version__, checkpoints, replica_check
 from elaunch.agent.config import HEALTH_INTERVAL_S, MASTER_PORT, NUMA_MODES, PRELOAD
 from elaunch.detect import hang
+from elaunch.errors import UsageError
 from elaunch.policy import settings as policies
 from elaunch.rendezvous.conf import KEYS, RendezvousConf
+
+NO_ID = "none"
+"""torchrun's name for a job that was given none."""
 
 VERBATIM = "    "
 """Lines of a description that begin so are examples: they are printed as they are."""
@@ -74,16 +78,17 @@ class FlagParser(argparse.ArgumentParser):
         dashed = long.removeprefix("--")
         spellings = dict.fromkeys((*names, long, "--" + dashed.replace("-", "_")))
         dest = dashed.replace("-", "_")
-        value = os.environ.get(f"PET_{dest.upper()}") if in_environment else None
+        variable = f"PET_{dest.upper()}"
+        value = os.environ.get(variable) if in_environment else None
         if value is not None:
-            options["default"] = value not in ("", "0", "false", "False") if "action" in options else value
+            options["default"] = parse_switch(variable, value) if "action" in options else value
         self._section.add_argument(*spellings, dest=dest, **options)
 
     def own(self, name: str, variable: str, default: str | None = "", **options: Any) -> None:
         """Adds a flag that torchrun does not have; its default is the value of `variable` where that is set."""
         value = os.environ.get(variable)
         if "action" in options:
-            options["default"] = value not in (None, "", "0")
+            options["default"] = parse_switch(variable, value or "")
         else:
             options["default"] = default if value is None else value
         self._section.add_argument(name, **options)
@@ -98,6 +103,23 @@ class FlagParser(argparse.ArgumentParser):
             message += f"; did you mean {near[0]}?" if near else ""
         usage = f"usage: {self.usage or f'{self.prog} [FLAGS] ...'}"
         self.exit(2, f"{usage}\n{self.prog}: error: {message}\n{where_to_read(self.prog)}\n")
+
+
+def parse_switch(variable: str, text: str) -> bool:
+    """Reads the environment variable of a flag without a value: a number, as for torchrun, or a word.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    word = text.strip().lower()
+    if word in ("", "false", "no", "off"):
+        return False
+    if word in ("true", "yes", "on"):
+        return True
+    try:
+        return int(word) != 0
+    except ValueError:
+        raise UsageError(f"{variable}={text}: expected 1 or 0, true or false") from None
 
 
 def where_to_read(prog: str) -> str:
@@ -204,7 +226,12 @@ def _add_rendezvous(p: FlagParser) -> None:
         "no --node-rank, else static",
     )
     p.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the rendezvous; several etcd servers: with commas")
-    p.flag("--rdzv-id", default="none", metavar="ID", help="name of the job; nodes of one job give the same")
+    p.flag(
+        "--rdzv-id",
+        default=NO_ID,
+        metavar="ID",
+        help="name of the job; nodes of one job give the same; a job of one node without a name is given one",
+    )
     p.flag("--rdzv-conf", default="", metavar="KEY=VALUE,…", help="further settings, see above")
     p.flag("--node-rank", default=None, type=int, metavar="N", help="static: rank of this node, 0 to N-1")
     p.flag("--master-addr", default="127.0.0.1", metavar="HOST", help="static: address of node 0")

@@ -10,19 +10,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from elaunch import checkpoints, replica_check
 from elaunch.agent import notices
 from elaunch.agent.config import (
-    BACKENDS,
-    HOSTED_PORT,
-    MASTER_PORT,
-    STATIC_SHIFT,
     AgentConfig,
     DetectionSettings,
     OutputSettings,
-    RendezvousSettings,
     StartSettings,
     StopSettings,
     TrainingSettings,
@@ -31,17 +25,16 @@ from elaunch.agent.config import (
     parse_nproc,
     parse_signals,
 )
-from elaunch.agent.launch import is_free_here, launch
+from elaunch.agent.launch import launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
-from elaunch.cli.flags import parser, where_to_read
+from elaunch.cli.flags import NO_ID, parser, where_to_read
+from elaunch.cli.rendezvous_flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
-from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
-FOREIGN = "foreign"  # a rendezvous of somebody else's
 
 
 def parse(argv: Sequence[str] | None = None) -> AgentConfig:
@@ -54,7 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     args = parser().parse_args(argv)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
-    rendezvous = _rendezvous(args, low, high)
+    rendezvous = read_rendezvous(args, low, high)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
         raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
     if args.node_name and not re.fullmatch(r"[A-Za-z0-9._-]+", args.node_name):
@@ -66,7 +59,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     if timeout is None:
         timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
     preload = tuple(name for name in args.preload.split(",") if name)
-    job = _fresh_id() if rendezvous.backend == "standalone" and rendezvous.master is None else args.rdzv_id
+    nameless = args.rdzv_id == NO_ID and rendezvous.backend == "standalone" and rendezvous.master is None
+    job = _fresh_id() if nameless else args.rdzv_id
     return AgentConfig(
         min_nodes=low,
         max_nodes=high,
@@ -80,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             no_python=args.no_python and not args.run_path,
             run_path=args.run_path,
         ),
-        max_restarts=None if args.max_restarts is None else _count("--max-restarts", args.max_restarts),
+        max_restarts=None if args.max_restarts is None else count("--max-restarts", args.max_restarts),
         node=args.node_name or _node_name(standalone=rendezvous.backend == "standalone"),
         role=args.role,
         local_addr=args.local_addr,
@@ -139,94 +133,10 @@ def _logs(args: argparse.Namespace, job: str) -> LogSettings:
     )
 
 
-def _rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
-    backend = args.rdzv_backend
-    if backend and backend not in BACKENDS:
-        from elaunch.agent import plugins
-
-        if plugins.find(plugins.HANDLERS, backend) is None:
-            raise UsageError(
-                f"--rdzv-backend={backend}: expected one of {', '.join(BACKENDS)}, or the name of a "
-                f"{plugins.HANDLERS} entry point; etcd is spoken to as etcd v3"
-            )
-        return RendezvousSettings(FOREIGN, "", RendezvousConf())
-    if args.standalone:
-        if high > 1:
-            raise UsageError(f"--standalone is for one node, not for --nnodes={args.nnodes}")
-        backend = "standalone"
-    backend = backend or _default_backend(args, high)
-    if backend == "static" and not args.rdzv_endpoint and args.master_port is None and high == 1:
-        backend = "standalone"
-    # torchrun's own defaults; with etcd, nodes that come later join the running job.
-    defaults = {"c10d": RendezvousConf(last_call_timeout=30.0), "static": RendezvousConf(join_timeout=0.0)}
-    conf = parse_conf(args.rdzv_conf, defaults.get(backend, RendezvousConf()))
-    alone = RendezvousSettings("standalone", "", _reach(conf, CONNECT_S))
-    if backend == "standalone":
-        return alone
-    endpoint = args.rdzv_endpoint
-    if backend == "static":
-        return _static(args, low, high, replace(conf, join_timeout=conf.join_timeout or conf.timeout))
-    if backend == "c10d":
-        endpoint = endpoint or f"localhost:{HOSTED_PORT}"
-        name, port = parse_endpoint(endpoint, HOSTED_PORT)
-        if port:
-            return RendezvousSettings("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
-        if high > 1:
-            raise UsageError(f"--rdzv-endpoint={endpoint}: port 0 is for one node, not for --nnodes={args.nnodes}")
-        return alone
-    if not endpoint:
-        raise UsageError(f"--rdzv-backend={backend} needs --rdzv-endpoint=HOST:PORT of an etcd server")
-    for member in endpoint.split(","):
-        parse_endpoint(member, ETCD_PORT)
-    return RendezvousSettings("etcd", endpoint, _reach(conf, CONNECT_S))
-
-
-def _reach(conf: RendezvousConf, usual_s: float) -> RendezvousConf:
-    """With the time to connect that the user has given, else the usual one."""
-    return replace(conf, connect_timeout=conf.connect_timeout or usual_s)
-
-
-def _default_backend(args: argparse.Namespace, high: int) -> str:
-    """What torchrun would do by default, but for an endpoint at which an etcd may be."""
-    if not args.rdzv_endpoint or args.node_rank is not None:
-        return "static"
-    if high == 1 and "," not in args.rdzv_endpoint and is_free_here(*parse_endpoint(args.rdzv_endpoint, MASTER_PORT)):
-        return "static"  # the way to give a job on one machine a port of its own
-    return "etcd"
-
-
-def _static(args: argparse.Namespace, low: int, high: int, conf: RendezvousConf) -> RendezvousSettings:
-    if low != high:
-        raise UsageError(
-            f"--nnodes={args.nnodes} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: "
-            "a static rendezvous has a fixed number of nodes"
-        )
-    if args.rdzv_endpoint:
-        name, port = parse_endpoint(args.rdzv_endpoint, MASTER_PORT)
-    else:
-        name, port = args.master_addr, MASTER_PORT if args.master_port is None else args.master_port
-        name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-    rank = _count("--node-rank", args.node_rank or 0)
-    if rank >= high:
-        raise UsageError(f"--node-rank={rank}: expected 0 to {high - 1} with --nnodes={args.nnodes}")
-    if not 0 < port < 65536:
-        raise UsageError(f"--master-port={port}: expected a port, 1 to 65535")
-    if high == 1:
-        return RendezvousSettings("standalone", "", _reach(conf, CONNECT_S), master=(name, port))
-    shifted = port - STATIC_SHIFT if port > STATIC_SHIFT + 1024 else port + STATIC_SHIFT
-    return RendezvousSettings("static", join_endpoint(name, shifted), _reach(conf, conf.timeout), rank, (name, port))
-
-
 def _fresh_id() -> str:
     """A random UUID, as torchrun names a job that needs no name; the module uuid takes longer to import."""
     digits = secrets.token_hex(16)
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
-
-
-def _count(flag: str, text: object) -> int:
-    if not str(text).isdecimal():
-        raise UsageError(f"{flag}={text}: expected a number of at least 0")
-    return int(str(text))
 
 
 def _seconds(flag: str, text: str | float) -> float:

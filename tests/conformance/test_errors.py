@@ -54,6 +54,8 @@ def test_the_table_shows_the_root_cause_and_then_the_others(launch: Launcher, tm
     records = read_records(tmp_path)
     lines = ended.stderr.splitlines()
     title = lines.index(f"{WORKER} FAILED")
+    # What logs are searched for.
+    assert lines[title - 2].rstrip() == "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
     failures = lines.index("Failures:", title)
     root = lines.index("Root Cause (first observed failure):", failures)
     assert set(lines[title - 1]) == {"="}

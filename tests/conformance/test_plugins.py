@@ -21,7 +21,7 @@ class Specs(DefaultLogsSpecs):
         folder = os.environ["PLUG_FOLDER"]
         for rank, variables in envs.items():
             variables["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, f"{rank}-error.json")
-            variables["PLUG_SAYS"] = "hello"
+            variables["PLUG_SAYS"] = "rank {RANK} of {WORLD_SIZE}, {LOCAL_RANK} here".format(**variables)
         path = lambda rank, name: os.path.join(folder, f"{rank}-{name}")
         return LogsDest(
             {rank: path(rank, "out") for rank in envs},
@@ -74,10 +74,18 @@ def test_a_named_class_says_where_logs_go(launch: Launcher, tmp_path: Path, plug
     assert "[default1]:out" in ended.output
     assert "[default0]:out" not in ended.output
     records = read_records(tmp_path)
-    assert {record.environment["PLUG_SAYS"] for record in records.values()} == {"hello"}
+    assert [records[rank].environment["PLUG_SAYS"] for rank in (0, 1)] == ["rank 0 of 2, 0 here", "rank 1 of 2, 1 here"]
     assert [records[rank].environment["TORCHELASTIC_ERROR_FILE"] for rank in (0, 1)] == [
         str(folder / f"{rank}-error.json") for rank in (0, 1)
     ]
+
+
+def test_a_class_that_fails_is_named(launch: Launcher, tmp_path: Path, plugged: dict[str, str | None]) -> None:
+    broken = {**plugged, "PLUG_FOLDER": None}
+    ended = launch.run("--logs-specs", "mine", WORKER, tmp_path, env=broken)
+    assert ended.code == 1
+    assert "KeyError: 'PLUG_FOLDER'" in ended.stderr
+    assert not read_records(tmp_path)
 
 
 def test_a_class_that_nobody_has_registered_is_named(launch: Launcher, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -95,6 +96,18 @@ def test_run_path_reports_a_script_that_fails(launch: Launcher, tmp_path: Path) 
     ended = launch.run("--run-path", WORKER, tmp_path, "0=nested:100+exit:3")
     assert ended.code == 1
     assert "FAILED" in ended.stderr
+
+
+def test_run_path_writes_down_the_exception_that_ends_the_script(launch: Launcher, tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text("def main():\n    raise ValueError('no such data set')\n\nmain()\n")
+    own = tmp_path / "own.json"
+    ended = launch.run("--run-path", script, env={"TORCHELASTIC_ERROR_FILE": str(own)})
+    assert ended.code == 1
+    message = json.loads(own.read_text())["message"]
+    assert message["message"] == "ValueError: no such data set"
+    assert f'{script}", line 2, in main' in message["extraInfo"]["py_callstack"]
+    assert "ValueError: no such data set" in ended.stderr[ended.stderr.index("Root Cause") :]
 
 
 def test_python_exec_names_the_python_of_the_workers(launch: Launcher, tmp_path: Path) -> None:
@@ -232,7 +245,32 @@ def test_standalone_overrides_the_rendezvous_flags(launch: Launcher, tmp_path: P
     assert launched.code == 0
     run_ids = {record.environment["TORCHELASTIC_RUN_ID"] for record in read_records(tmp_path).values()}
     assert len(run_ids) == 1
-    assert "given" not in run_ids
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        pytest.param(("--standalone",), marks=pytest.mark.beyond("torchrun --standalone gives every job another id")),
+        pytest.param((), marks=pytest.mark.beyond("so does one node without an endpoint")),
+    ],
+    ids=["c10d", "standalone", "nothing"],
+)
+def test_a_job_of_one_node_has_the_id_that_it_is_given(
+    launch: Launcher, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    logs = tmp_path / "logs"
+    launched = launch.run(*flags, "--log-dir", logs, WORKER, tmp_path, env={"PET_RDZV_ID": "given"})
+    assert launched.code == 0
+    assert read_records(tmp_path)[0].environment["TORCHELASTIC_RUN_ID"] == "given"
+    assert [path.name.startswith("given_") for path in logs.iterdir()] == [True]
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(launch: Launcher, tmp_path: Path) -> None:
+    launched = launch.run(WORKER, tmp_path, env={"PET_STANDALONE": "abc"})
+    assert launched.code == 1
+    assert "abc" in launched.stderr
+    assert not read_records(tmp_path)
 
 
 def test_a_failed_worker_has_all_started_anew_until_the_attempt_that_succeeds(launch: Launcher, tmp_path: Path) -> None:

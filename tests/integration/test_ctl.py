@@ -91,8 +91,9 @@ def test_a_plan_that_is_asked_for_reaches_all_members_and_those_that_come_later(
 def test_jobs_with_an_etcd_of_their_own_are_found_until_they_end(spawn: Spawner, tmp_path: Path) -> None:
     file = tmp_path / "my.plan"
     file.write_text(str(symmetric(["w0"], 1, 2, 1, dp=1, pp=1)))
-    alone = elaunch(spawn, tmp_path, "--standalone", script=SLEEP, name="alone")
+    alone = elaunch(spawn, tmp_path, "--standalone", "--rdzv-id=run-16", script=SLEEP, name="alone")
     wait_for(alone, alone.all_pids, START_S, "the job to start")
+    assert ctl(spawn, "status")[0].startswith("job run-16 at ")
     assert ctl(spawn, "status")[0].endswith(": runs, but no worker has called elaunch.init() or elaunch.hybrid()")
     assert "a plain script takes no plan" in ctl(spawn, "plan", "--set", file, code=1)[0]
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,7 +85,7 @@ class TestWhatAWorkerIsGiven:
                 "MASTER_ADDR": "127.0.0.1",
                 "TORCHELASTIC_RESTART_COUNT": 0,
                 "TORCHELASTIC_MAX_RESTARTS": 4,
-                "TORCHELASTIC_USE_AGENT_STORE": False,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
                 "OMP_NUM_THREADS": 1,
             }
@@ -168,6 +169,39 @@ class TestWhatIsRun:
         assert "the last one" in node.agent.text()
 
 
+# meets.py FOLDER [once] [wait]: meets by the launcher's variables. In attempt 0, rank 0 leaves a value and dies, and
+# rank 1 then reads it. `once`: both exit with 3 there; `wait`: they wait for a file `go` before that.
+MEETS = """
+import os, signal, sys, time
+from torch.distributed import rendezvous
+folder, *how = sys.argv[1:]
+rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+place = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+store, _, _ = next(rendezvous("env://"))
+def told_to_end(*_):
+    print("rank 1 found:", store.get("from 0").decode(), flush=True)
+    os._exit(0)
+if rank == 0:
+    print(f"rank 0 in attempt {attempt} at {place} finds its key: {store.check(['from 0'])}", flush=True)
+else:
+    signal.signal(signal.SIGTERM, told_to_end)
+store.set(f"from {rank}", f"of rank {rank}")
+store.wait(["from 0", "from 1"])
+open(os.path.join(folder, "met"), "w").close()
+while "wait" in how and attempt == "0" and not os.path.exists(os.path.join(folder, "go")):
+    time.sleep(0.02)
+if attempt != "0":
+    store.wait(["over"]) if rank == 0 else store.set("over", "")
+    sys.exit(0)
+if "once" in how:
+    sys.exit(3)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(1)
+"""
+
+
 class TestRestart:
     def test_a_failure_restarts_all_workers(self, spawn: Spawner, tmp_path: Path, folder: Path) -> None:
         node = elaunch(spawn, tmp_path, *TWO, "--max-restarts=2", script=(WORKER, folder, "--fail=1:2"))
@@ -190,6 +224,30 @@ class TestRestart:
         assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
         assert len(reports(folder)) == 2
         assert "worker node0/0#0 exited with code 3 (after 0 of 0 restarts)" in node.agent.text()
+
+    def test_the_first_failure_is_told_first_whichever_end_is_seen_first(self, spawn: Spawner, tmp_path: Path) -> None:
+        # Rank 0 fails, and takes its time to end; rank 1 fails of that, and ends at once.
+        script = tmp_path / "fails.py"
+        script.write_text(
+            "import json, os, sys, time\n"
+            "rank, late = int(os.environ['RANK']), '1700000005'\n"
+            "while rank == 1 and not os.path.exists('written'): time.sleep(0.01)\n"
+            "extra = {'py_callstack': 'x', 'timestamp': late if rank else '1700000000'}\n"
+            "told = {'message': {'message': f'ValueError: rank {rank}', 'extraInfo': extra}}\n"
+            "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(json.dumps(told))\n"
+            "open('written', 'w').close()\n"
+            "if rank == 0: time.sleep(600)\n"
+            "sys.exit(1)\n"
+        )
+        node = elaunch(spawn, tmp_path, *TWO, script=(script,))
+        assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+        told = (
+            "worker node0/0#0 failed: ValueError: rank 0, then worker node0/1#0 exited with code 1: ValueError: rank 1"
+        )
+        assert f"{told}\n" in node.agent.text()
+        assert f"{told} (after 0 of 0 restarts)\n" in node.agent.text()
+        root = node.agent.text()[node.agent.text().index("Root Cause") :]
+        assert "rank      : 0 (local_rank: 0)" in root
 
     def test_nothing_of_the_failed_attempt_is_left(self, spawn: Spawner, tmp_path: Path, folder: Path) -> None:
         script = (WORKER, folder, "--fail=1:1", "--wait", "--child")
@@ -288,6 +346,50 @@ class TestNodes:
                 os.kill(report["child"], signal.SIGKILL)
             else:
                 assert_gone([report["child"]])
+
+
+class TestTheStore:
+    """The workers' store at MASTER_ADDR:MASTER_PORT, which the agent of the first node serves."""
+
+    def test_it_outlives_rank_0(self, spawn: Spawner, tmp_path: Path) -> None:
+        script = tmp_path / "meets.py"
+        script.write_text(MEETS)
+        node = elaunch(spawn, tmp_path, *TWO, "--shutdown-timeout=60", script=(script, tmp_path))
+        assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+        assert "rank 1 found: of rank 0" in node.agent.text(), node.agent.tail()
+
+    def test_nothing_of_the_former_attempt_is_in_it(self, spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+        script = tmp_path / "meets.py"
+        script.write_text(MEETS)
+        # Fixed by the user, the port is the same in both attempts.
+        flags = ("--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port}")
+        node = elaunch(spawn, tmp_path, *flags, script=(script, tmp_path, "once"))
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        assert f"rank 0 in attempt 0 at 127.0.0.1:{free_port} finds its key: False" in node.agent.text()
+        assert f"rank 0 in attempt 1 at 127.0.0.1:{free_port} finds its key: False" in node.agent.text()
+
+    def test_rank_0_makes_it_once_the_process_that_served_it_was_killed(self, spawn: Spawner, tmp_path: Path) -> None:
+        script = tmp_path / "meets.py"
+        script.write_text(MEETS)
+        node = elaunch(spawn, tmp_path, *TWO, "--max-restarts=1", script=(script, tmp_path, "once", "wait"))
+        wait_for(node, lambda: (tmp_path / "met").exists(), LIMIT_S, "the workers to meet")
+        of_agent = [each for each in psutil.Process(node.agent.pid).children() if not each.name().startswith("etcd")]
+        (server,) = [each for each in of_agent if not each.children()]
+        server.kill()
+        (tmp_path / "go").touch()
+        assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+        assert "rank 0 makes their store" in node.agent.text()
+        assert re.search("rank 0 in attempt 1 at 127.0.0.1:[0-9]+ finds its key: False", node.agent.text())
+
+    def test_a_port_that_somebody_else_has_is_named(self, spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+        with socket.create_server(("127.0.0.1", free_port)):
+            agent = spawn.python("-m", "elaunch", f"--master-port={free_port}", PROBE, tmp_path / "facts")
+            assert agent.wait(LIMIT_S) == 1, agent.tail()
+        said = (
+            f"elaunch: error: --master-port={free_port}: the store of the workers cannot listen there: Address already"
+        )
+        assert said in agent.text()
+        assert "Traceback" not in agent.text()
 
 
 class TestTheEndOfTheAgent:

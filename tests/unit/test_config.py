@@ -325,6 +325,24 @@ class TestEnvironment:
         monkeypatch.setenv("PET_STANDALONE", value)
         assert parse("--rdzv-endpoint=h", "t.py").rendezvous.backend == backend
 
+    @pytest.mark.parametrize("name", ["PET_STANDALONE", "PET_MODULE", "ELAUNCH_NODE_CHECK", "ELAUNCH_WARM_START"])
+    @pytest.mark.parametrize("value", ["abc", "1.5", "yes please"])
+    def test_a_switch_that_is_neither_on_nor_off_is_refused(
+        self, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=f"^{name}={value}: expected 1 or 0, true or false$"):
+            parse("t.py")
+
+    @pytest.mark.parametrize(
+        "flags", [["--standalone"], [], ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]], ids=str
+    )
+    def test_a_job_of_one_node_is_named_unless_it_has_a_name(self, flags: list[str]) -> None:
+        assert parse(*flags, "--rdzv-id=given", "t.py").job == "given"
+        assert parse(*flags, "--rdzv-id=given", "t.py").output.logs.run_id == "given"
+        assert len(parse(*flags, "t.py").job) == 36
+        assert parse(*flags, "t.py").job != parse(*flags, "t.py").job
+
     def test_the_command_line_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
         monkeypatch.setenv("PET_RDZV_ID", "env")

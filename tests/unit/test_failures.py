@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from datetime import datetime
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from elaunch.failures import (
     ERROR_FILE,
+    EXCEPTION,
     HINT,
     Failure,
     copy_to_launcher,
@@ -27,7 +29,7 @@ T = 1_700_000_000.75
 
 # A worker as users write them, and torch's own reading of what it left: the table that torchrun would print.
 RECORDED_WORKER = """
-import json, os, sys
+import json, os, sys, traceback
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 @record
@@ -40,7 +42,8 @@ if "--read" in sys.argv:
         failures[rank] = ProcessFailure(local_rank=rank, pid=pid, exitcode=exitcode, error_file=path)
         if not os.path.isfile(path):
             failures[rank].timestamp = 1_700_000_000
-    sys.stdout.write(str(ChildFailedError("train.py", failures)))
+    error = ChildFailedError("train.py", failures)
+    sys.stdout.write("".join(traceback.format_exception_only(error)).removesuffix("\\n"))
 else:
     try:
         main()
@@ -195,6 +198,7 @@ def test_the_report_of_one_failure_names_every_field() -> None:
     time = "2023-11-14_22:13:20"
     text = report("train.py", [replace(failure(rank=3, exitcode=-9), timestamp=local_second(time))])
     assert text.split("\n") == [
+        f"{EXCEPTION}: ",
         "=" * 52,
         "train.py FAILED",
         "-" * 52,
@@ -211,6 +215,17 @@ def test_the_report_of_one_failure_names_every_field() -> None:
         "  traceback : Signal 9 (SIGKILL) received by PID 103",
         "=" * 52,
     ]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_root_cause_is_the_earliest_in_whatever_order_the_ends_were_seen(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    seconds = ["1600000002", "1600000001", "1600000002"]
+    failures = [failure(rank=rank, content=nested(seconds[rank]), folder=tmp_path) for rank in range(3)]
+    assert root_cause([failures[number] for number in order]).rank == 1
+    same = [replace(each, timestamp=5, written_t=5.5) for each in failures]
+    assert root_cause([same[number] for number in order]).rank == 0
 
 
 def test_the_other_failures_stand_above_the_root_cause_under_their_own_numbers(tmp_path: Path) -> None:
@@ -248,7 +263,7 @@ def test_a_recorded_worker_is_read_and_reported_as_torchrun_does(tmp_path: Path,
         script, "--read", json.dumps([(worker.pid, code, str(path)), *others]), env={ERROR_FILE: None}, name="reader"
     )
     assert reader.wait(60) == 0
-    assert f"\n{report('train.py', ours)}" == reader.text()
+    assert report("train.py", ours) == reader.text()
 
 
 def test_a_nested_root_cause_reaches_the_launchers_error_file_with_its_exit_code(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm
+from elaunch.agent.decisions.actions import Account, Action, Exit, Say, Signal, Start, Tell, Warm
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
@@ -667,7 +667,7 @@ class TestUnreachablePeers:
 class TestWhatIsNamedAsTheCause:
     def test_the_first_of_deaths_that_come_together_and_not_what_follows_from_it(self) -> None:
         node = member_node(slots=3)
-        node.life.on_exit("a/1#0", 1, None, T, NOW_S, "ValueError: no (train.py:3 in main)")
+        node.life.on_exit("a/1#0", 1, None, T, NOW_S, Account("ValueError: no (train.py:3 in main)"))
         node.life.on_exit("a/0#0", None, signal.SIGABRT, T + 0.3, NOW_S)
         first = "worker a/1#0 exited with code 1: ValueError: no (train.py:3 in main)"
         assert (node.life.doc().cause, node.life.doc().cause_t) == (first, T)
@@ -876,7 +876,7 @@ class TestSignals:
         node.exits("a/0#0", 3)
         node.life.on_signal(signal.SIGINT, NOW_S)
         node.dies("a/1#0", signal.SIGINT)
-        node.life.on_exit("a/2#0", 1, None, T, NOW_S, reason="ValueError: no such split")
+        node.life.on_exit("a/2#0", 1, None, T, NOW_S, Account("ValueError: no such split"))
         failures = node.life.workers.blame.failures
         assert {rank: one.own for rank, one in failures.items()} == {0: True, 1: False, 2: True}
 

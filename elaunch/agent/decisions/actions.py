@@ -72,6 +72,27 @@ class Ended:
     own: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What workers have written down of a failure.
+
+    Attributes:
+        reason: why the worker failed that has ended; empty where it says nothing.
+        before: the earlier failure of another worker of its node, whose end may not have been seen yet; empty: none.
+    """
+
+    reason: str = ""
+    before: str = ""
+
+    def tell(self, end: str) -> str:
+        """Returns the failures in the order in which they came; `end` says which worker has ended, and how."""
+        last = f"{end}: {self.reason}" if self.reason else end
+        return f"{self.before}, then {last}" if self.before else last
+
+
+NO_ACCOUNT = Account()
+
+
 def signal_name(number: int) -> str:
     """Returns the name of a signal, or its number where it has none."""
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field, replace
 
-from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, signal_name
+from elaunch.agent.decisions.actions import NO_ACCOUNT, Account, Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
 from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
@@ -302,24 +302,24 @@ class Lifecycle:
         return self.workers.happens(SlotEvent.REPLACE if replace else SlotEvent.EVICT, worker, News(text=why))
 
     def on_exit(
-        self, worker: str, exitcode: int | None, number: int | None, t: float, now_s: float, reason: str = ""
+        self, worker: str, exitcode: int | None, number: int | None, t: float, now_s: float, why: Account = NO_ACCOUNT
     ) -> list[Action]:
         """Reacts to the end of a worker's process: with `exitcode`, or by signal `number`, at Unix time `t`.
 
-        `reason`: what it has written down of why; then it failed by itself, even if it was told to end meanwhile.
+        `why`: what is written down; with a reason it failed by itself, even if it was told to end meanwhile.
         """
         slot = self.workers.find(worker)
         if slot is None or not slot.alive:
             return []
         if exitcode != 0:
             code = -number if number is not None else exitcode or 0
-            own = bool(reason) or not slot.told_to_end
+            own = bool(why.reason) or not slot.told_to_end
             self.workers.blame.failures[slot.local_rank] = Ended(worker, slot.local_rank, slot.pid, code, t, own)
         slot.pid, slot.address, slot.refused_s, slot.exitcode = 0, "", None, exitcode
         how = f"exited with code {exitcode}" if number is None else f"was killed by {signal_name(number)}"
         news = News(
             now_s=now_s,
-            text=f"worker {worker} {how}{f': {reason}' if reason else ''}",
+            text=why.tell(f"worker {worker} {how}"),
             t=t,
             training=self.training,
             restarts_left=self.workers.restarts_left,

@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaunch.errors import LaunchError, UsageError
@@ -65,6 +65,10 @@ class LogSettings:
     def tees_something(self) -> bool:
         """Returns whether any worker's file may have to be followed; without that, a `Tee` starts no thread."""
         return self.log_dir != os.devnull and _any(self.tee)
+
+
+Told = Callable[[], dict[int, dict[str, str]]]
+"""Returns torchrun's variables for each local rank of a node, for plug-ins that go by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,7 @@ class LogFolders:
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
 
-    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
+    def worker(self, attempt: int, local_rank: int, told: Told | None = None) -> WorkerLogs:
         """Prepares for the start of a worker; called once for each start.
 
         The first start of a local rank in an attempt has `error.json`, the k-th replacement `error.<k>.json`: so no

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-from elaunch.agent.output.logs import LogFolders, WorkerLogs
+from elaunch.agent.decisions.actions import Account
+from elaunch.agent.output.logs import LogFolders, Told, WorkerLogs
 from elaunch.agent.output.tee import Tee
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ RESULT = "ELAUNCH_RESULT"  # set by elaunch.api: where the end of the job is wri
 class Folders(Protocol):
     """Says where the streams of a worker that is about to start go."""
 
-    def worker(self, attempt: int, local_rank: int) -> WorkerLogs:
+    def worker(self, attempt: int, local_rank: int, told: Told) -> WorkerLogs:
         """Returns where the streams of the worker in slot `local_rank` go in its attempt number `attempt`."""
 
 
@@ -46,13 +47,15 @@ class Outputs:
         self._error_files: dict[str, str] = {}
         self._stacks: dict[str, str] = {}
 
-    def prepare(self, worker: str, attempt: int, local_rank: int, rank: int) -> tuple[WorkerLogs, dict[str, str]]:
+    def prepare(
+        self, worker: str, attempt: int, local_rank: int, rank: int, told: Told
+    ) -> tuple[WorkerLogs, dict[str, str]]:
         """Prepares for the start of a worker: its streams, and what its environment says of them.
 
         Raises:
-            LaunchError: a folder or file cannot be made.
+            LaunchError: a folder or file cannot be made, or a plug-in fails.
         """
-        logs = self._folders.worker(attempt, local_rank)
+        logs = self._folders.worker(attempt, local_rank, told)
         self._tee.follow(worker, local_rank, rank, logs)
         self._ranks[worker] = rank
         self._error_files[worker] = logs.error_file or ""
@@ -69,14 +72,21 @@ class Outputs:
         """Returns the file for the stacks of a worker that hangs, beside its other ones; empty where it has none."""
         return self._stacks.get(worker, "")
 
-    def reason(self, worker: str) -> str:
-        """Returns, in a line, why the worker failed, as it has written down; empty where it has not."""
-        path = self._error_files.get(worker, "")
-        if not os.path.exists(path):
-            return ""
-        from elaunch.failures import summary  # only where something has failed
+    def account(self, worker: str, t: float, others: Iterable[str]) -> Account:
+        """Returns what `worker`, which failed and ended at Unix time `t`, and others of this node have written down.
 
-        return summary(path)
+        Of the `others` the earliest failure counts, if it came before that of `worker`: the order of ends does not
+        matter.
+        """
+        files = {each: path for each in (worker, *others) if os.path.exists(path := self._error_files.get(each, ""))}
+        if not files:
+            return Account()
+        from elaunch.failures import failed_at, summary  # only where something has failed
+
+        moments = {each: (failed_at(files.get(each, ""), t), self._ranks[each]) for each in (worker, *files)}
+        first = min(moments, key=lambda each: moments[each])
+        reason = summary(files[worker]) if worker in files else ""
+        return Account(reason, "" if first == worker else f"worker {first} failed: {summary(files[first])}")
 
     def close(self) -> None:
         """Shows all that is left to show."""
@@ -95,7 +105,7 @@ class Outputs:
                 error_file=self._error_files[ended.worker] or None,
                 t=ended.t,
             )
-            for ended in failed
+            for ended in sorted(failed, key=lambda ended: self._ranks[ended.worker])
         ]
         if code != 0 and failures:
             sys.stderr.write(report(self._config.program.script, failures) + "\n")
