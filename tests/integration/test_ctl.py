@@ -102,7 +102,8 @@ def test_jobs_with_an_etcd_of_their_own_are_found_until_they_end(spawn: Spawner,
         spawn, tmp_path, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=run-17", script=SLEEP
     )
     wait_for(first, first.all_pids, START_S, "the other job to start")
-    (line,) = ctl(spawn, "status", code=2)
+    line, hint = ctl(spawn, "status", code=2)
+    assert hint == "  `elaunch ctl --help` shows what can be given, with examples"
     assert "2 jobs run here: " in line
     assert f"run-17 at {endpoint} (pid {first.agent.pid})" in line
     assert line.endswith("give --rdzv-id of one of them")
@@ -123,7 +124,8 @@ def test_status_follows_the_training(spawn: Spawner, tmp_path: Path) -> None:
     def training() -> dict[str, Any]:
         return json.loads("\n".join(ctl(spawn, "status", "--json")))["training"] or {"generation": 0, "step": -1}
 
-    wait_for(node, lambda: training()["generation"] >= 4, START_S, "the replacement to train")
+    wait_for(node, lambda: len(node.events("transition")) >= 3, START_S, "the replacement to join")
+    wait_for(node, lambda: training()["generation"] >= 4, START_S, "the status to follow the job")
     shown = training()
     recovery = next(event for event in node.events("transition") if event["interrupted"])
     assert recovery["cause"] == shown["recovery"]["cause"] == "worker node0/1#0 was killed by SIGKILL"
@@ -137,7 +139,7 @@ def test_status_follows_the_training(spawn: Spawner, tmp_path: Path) -> None:
     assert re.fullmatch(r"last recovery .* s ago, in .* s: worker node0/1#0 was killed by SIGKILL", lines[2])
     wait_for(node, lambda: training()["step"] > shown["step"], START_S, "the status to follow the steps")
 
-    (other,) = ctl(spawn, "status", "--rdzv-id=other", code=2)
+    other, _ = ctl(spawn, "status", "--rdzv-id=other", code=2)
     assert "no job 'other' of this user with an etcd of its own runs on this machine, but " in other
     _, job, _, endpoint, _ = lines[0].split()
     endpoint = endpoint.rstrip(":")
