@@ -194,7 +194,6 @@ def test_frozen_parameters_and_loaded_values_survive_a_death_bitwise(
     """The replacement runs the script from its beginning, and so loads the first values again."""
     steps = ("--steps", "40", "--frozen")
     expected = reference(spawn, tmp_path, *steps)
-    assert expected[0] != reference(spawn, tmp_path, "--steps", "40")[0]
     script: tuple[str | Path, ...] = (SCRIPT, *plan, *steps, "--die", f"1#0:{moment}", "--crew", "4")
     node = elaunch(spawn, tmp_path, *FOUR, "--policy=auto", script=script)
     check(node, expected, ["1#0"])
