@@ -181,6 +181,28 @@ def test_eight_workers_with_tensor_parallelism_survive_the_loss_of_one(spawn: Sp
     assert digests(node) == samples
 
 
+@pytest.mark.parametrize(
+    ("plan", "moment"),
+    [
+        (("--pp=4",), "5:compute"),  # nobody else has its layers
+        soak(("--dp=2", "--pp=2"), "5:half"),
+    ],
+)
+def test_frozen_parameters_and_loaded_values_survive_a_death_bitwise(
+    spawn: Spawner, tmp_path: Path, plan: tuple[str, ...], moment: str
+) -> None:
+    """The replacement runs the script from its beginning, and so loads the first values again."""
+    steps = ("--steps", "40", "--frozen")
+    expected = reference(spawn, tmp_path, *steps)
+    script: tuple[str | Path, ...] = (SCRIPT, *plan, *steps, "--die", f"1#0:{moment}", "--crew", "4")
+    node = elaunch(spawn, tmp_path, *FOUR, "--policy=auto", script=script)
+    check(node, expected, ["1#0"])
+    plans = [Plan.parse(event["plan"]) for event in node.events("decision")]
+    # Its layers went to others, and on to the replacement.
+    assert len(plans) == 3
+    assert "node0/1#1" in plans[-1].workers
+
+
 def test_without_copies_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, *STEPS, "--snapshots", "0", "--die", "1:5:compute")
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()

@@ -116,9 +116,12 @@ class Layer(nn.Module):
 
     row_s: ClassVar[Callable[[], float]] = lambda: 0.0
 
-    def __init__(self, number: int, raise_at: tuple[int, int] | None) -> None:
+    def __init__(self, number: int, raise_at: tuple[int, int] | None, frozen: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        if frozen:
+            self.up.requires_grad_(False)
+            self.shift = nn.Buffer(torch.zeros(WIDTH), persistent=False)
         self.raise_at = raise_at
         self.number, self.step = number, 0
         self.before: Callable[[], object] = lambda: None
@@ -129,7 +132,20 @@ class Layer(nn.Module):
         if self.raise_at == (self.number, self.step) and not x.is_meta:
             raise RuntimeError("the layer that breaks the script")
         self.before()
+        if hasattr(self, "shift"):
+            x = x + self.shift
         return x + torch.dropout(self.down(torch.tanh(self.up(x))), 0.1, True)
+
+
+def load(engine: Engine) -> None:
+    """Puts values that no seed gives into all layers, as a script does that has pretrained ones."""
+    for (number, _), layer in engine.layers.items():
+        values = {}
+        for name, value in layer.module.named_parameters():
+            drawn = torch.sin(torch.arange(value.numel(), dtype=value.dtype) * (number + 0.7))
+            values[name] = 0.3 * drawn.view(value.shape)
+        layer.module.load_state_dict(values)
+        layer.module.get_buffer("shift").data.fill_(0.1 * (number + 1))
 
 
 def hold_changes(step: int, gate: Path) -> None:
@@ -197,6 +213,7 @@ def main() -> None:
     parser.add_argument("--slow-again", action="store_true", help="--slow is of the slot: replacements are slow too")
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
     parser.add_argument("--hang-between", action="store_true", help="it does so before the step, not in a layer")
+    parser.add_argument("--frozen", action="store_true", help="layers have frozen parameters; loads values into all")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
@@ -233,7 +250,7 @@ def main() -> None:
     workers = [f"w{rank}" for rank in range(busy + args.idle)]
     plan = symmetric(workers[:busy], 4, 3 * args.units, 3, dp=args.dp, pp=args.pp, tp=args.tp)
     engine = job.engine(
-        [partial(Layer, number, raise_at) for number in range(4)],
+        [partial(Layer, number, raise_at, args.frozen) for number in range(4)],
         loss_fn,
         partial(torch.optim.AdamW, lr=3e-3),
         replace(plan, idle=tuple(workers[busy:])),
@@ -244,6 +261,8 @@ def main() -> None:
         snapshots=args.snapshots,
         max_extra_bytes=args.max_extra_bytes,
     )
+    if args.frozen:
+        load(engine)
     say(f"trains {job.worker} pid {os.getpid()} layers {sorted(number for number, _ in engine.layers)}")
 
     def before() -> None:
@@ -269,7 +288,7 @@ def main() -> None:
             say(f"step {report.step} loss {report.loss!r} norm {report.gradient_norm!r}")
     job.finish()
     for (number, _), layer_here in engine.layers.items():
-        weights = b"".join(value.detach().numpy().tobytes() for value in layer_here.parameters.values())
+        weights = b"".join(value.numpy().tobytes() for value in layer_here.tensors().values())
         say(f"weights {number} {zlib.crc32(weights):08x}")
     say(f"ended {job.worker} pid {os.getpid()}")
 

@@ -107,6 +107,7 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
     layers = settings.pop("layers", None) or model(plan.n_layers)
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     loss_fn = settings.pop("loss_fn", loss)
+    script = settings.pop("script", lambda engine: None)
 
     def work(place: int) -> list[StepReport]:
         transport = transports[place]
@@ -114,6 +115,7 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
             transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
             group = Group(transport, 1, plan.workers)
             engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, EngineSettings(**settings), group=group)
+            script(engine)
             return [engine.train_step() for _ in range(steps)]
         except BaseException:
             # As when a process ends: the others must not wait for it.
@@ -133,12 +135,12 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
 
 
 def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
-    """The parameters of all layers, put together; all workers that hold the same part must have the same values."""
+    """All tensors of all layers, put together; all workers that hold the same part must have the same values."""
     parts: dict[tuple[int, str, int], dict[int, Tensor]] = {}
     dims: dict[tuple[int, str], int] = {}
     for engine in engines:
         for (index, _), layer in engine.layers.items():
-            for name, value in layer.parameters.items():
+            for name, value in layer.tensors().items():
                 cut = name in layer.spec.cuts
                 size, rank = (layer.tp_rank.size, layer.tp_rank.rank) if cut else (1, 0)
                 dims[index, name] = layer.spec.cuts.get(name, 0)
@@ -147,7 +149,8 @@ def whole(engines: Sequence[Engine]) -> dict[str, Tensor]:
                 seen[rank] = value.detach()
     found: dict[str, Tensor] = {}
     for (index, name, _), pieces in parts.items():
-        joined = torch.cat([pieces[rank] for rank in sorted(pieces)], dims[index, name])
+        held = [pieces[rank] for rank in sorted(pieces)]
+        joined = torch.cat(held, dims[index, name]) if len(held) > 1 else held[0]
         known = found.setdefault(f"{index}.{name}", joined)
         assert torch.equal(known, joined), f"{index}.{name} differs between TP groups of different size"
     return found

@@ -397,6 +397,7 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
     settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), "snapshots": 0, **settings}
     make_optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     layers = settings.pop("layers", None) or model(plan.n_layers)
+    script = settings.pop("script", lambda engine: None)
 
     def work(transport: Transport) -> list[StepReport]:
         try:
@@ -405,6 +406,7 @@ def crew(plan: Plan, steps: int, folder: Path, step: int | None, save: bool, **s
             make = partial(Engine, layers, loss, make_optimizer, plan, EngineSettings(**settings))
             if step is None:
                 engine = make(group=group)
+                script(engine)
             else:
                 engine = make(joining=True)
                 saved = SavedCheckpoint(checkpoints.path_of(folder, step))

@@ -42,6 +42,7 @@ def train_through(
     Args:
         course: plans, and steps under each.
         lost: workers that die before the plan of this place in the course.
+        extra: settings of the engine; `optimizer` and `layers`; and `script`, which gets each engine at its beginning.
 
     Returns:
         The reports, the whole parameters at the end, and the bytes that all workers received in each change.
@@ -51,7 +52,8 @@ def train_through(
     engines: dict[str, Engine] = {}
     settings = {"dtype": torch.float64, "seed": 3, "dataset": Sentences(), **extra}
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
-    layers = model(course[0][0].n_layers)
+    layers = settings.pop("layers", None) or model(course[0][0].n_layers)
+    script = settings.pop("script", lambda engine: None)
     reports: list[StepReport] = []
     received: list[int] = []
 
@@ -86,6 +88,7 @@ def train_through(
         plan, steps = course[0]
         group = connect(worker, 1, plan.workers)
         engines[worker] = Engine(layers, loss, optimizer, plan, EngineSettings(**settings), group=group)
+        script(engines[worker])
         return [engines[worker].train_step() for _ in range(steps)]
 
     def go_on(generation: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
@@ -109,6 +112,7 @@ def train_through(
                 if worker not in engines:
                     chosen = EngineSettings(**settings)
                     engines[worker] = Engine(layers, loss, optimizer, plan, chosen, joining=True)
+                    script(engines[worker])
             dead = (lost or {}).get(generation - 1, ())
             for worker in dead:
                 engines.pop(worker).close()

@@ -122,7 +122,7 @@ def test_a_layer_that_does_not_fit_is_named(layer: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Counts, r"layer 1 \(Counts\) changes a buffer in forward \(of seen\)"),
+        (Counts, r"layer 1 \(Counts\) changes seen in forward"),
         (
             Other,
             r"layer 1 \(Other\) returned \(2, 5, 16\) torch.float16, and \(2, 5, 16\) torch.float32 when it was tried",

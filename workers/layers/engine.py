@@ -26,13 +26,16 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import Form, MakeOptimizer, Shards
 from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
+from elaunch.workers.layers.untrained.duties import copy_peers
+from elaunch.workers.layers.untrained.moving import move
 from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 from elaunch.workers.state.reshard import reshard
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
-    from elaunch.workers.state.checkpoint import CheckpointShard, Read, Restored, SavedCheckpoint
+    from elaunch.workers.layers.durable import RestoredLayers
+    from elaunch.workers.state.checkpoint import CheckpointShard, Read, Restored
 
 Barrier = Callable[[StepRecord], StepRecord]
 
@@ -160,6 +163,9 @@ class Engine:
                 what is lacking is new values of parameters that others own.
         """
         step = self.step
+        self._settle()
+        if not step and self._migration is None:
+            self.builder.check_values(self._here)
         part, outcome = self._migrated(step) if self._migration is not None else self._trained(step, watch)
         clips = self._settings.clip_norm is not None
         record = StepRecord.at(
@@ -186,11 +192,10 @@ class Engine:
     def _trained(self, step: int, watch: Stopwatch | None) -> tuple[WorkerPart, Outcome]:
         part = self._here
         with part.group.open() as traffic:
-            part.snapshots.begin(traffic)
+            part.begin_copies(traffic)
             load = lambda samples: self.builder.samples.load(part.plan, step, samples)  # noqa: E731
             outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
-            part.snapshots.ship(traffic, outcome.gradients)
-            part.snapshots.arrive(traffic)
+            part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 
     def _migrated(self, step: int) -> tuple[WorkerPart, Outcome]:
@@ -201,9 +206,8 @@ class Engine:
         with part.group.open() as traffic:
             outcome = self._migration.run(traffic, step, self.builder.samples)
             # The old copies end with the commit, so the first new ones are made before it.
-            part.snapshots.begin(traffic)
-            part.snapshots.ship(traffic, outcome.gradients)
-            part.snapshots.arrive(traffic)
+            part.begin_copies(traffic)
+            part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 
     def apply(self, commit: Commit) -> None:
@@ -218,6 +222,7 @@ class Engine:
         self._here.zero.shards.step(outcome.gradients, commit.coefficient)
         self.update_s = time.perf_counter() - begin_s
         self._here.snapshots.commit(commit.coefficient)
+        self._here.copies.commit()
         self.last_commit = commit
         self._hosted = None
         self.step += 1
@@ -228,6 +233,7 @@ class Engine:
         self._outcome = self._migration = None
         if self._part is not None:
             self._part.snapshots.drop()
+            self._part.copies.drop()
 
     # -- changes of plan ------------------------------------------------------------------------------------------
 
@@ -246,6 +252,7 @@ class Engine:
             boxes=None if self._mixed is None else holdings_of(self._mixed),
             hosted=None if hosted is None else holdings_of(hosted.chunks),
             snapshots=copies.pieces(),
+            copied=self.builder.copied.holdings(),
             forms={**(copies.forms() if hosted is None else hosted.forms), **shards.forms()},
             schedule=schedule,
             settings=settings,
@@ -275,6 +282,7 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
+        self._settle()
         notes = group.all_gather_json(self.held_state().to_json())
         held = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
         self._next_migration, self._next_step = None, step
@@ -301,7 +309,9 @@ class Engine:
             )
             self._next = self.builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
+        came_bytes = move(group, migration_plan, self._part, layers, self.builder.copied.chunks())
         shards, received_bytes = self._moved(group, migration_plan, pieces)
+        received_bytes += came_bytes
         part = self.builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
         self._stale = self._stale or migration_plan.stale
@@ -312,7 +322,8 @@ class Engine:
 
     def links(self, plan: Plan, worker: str) -> frozenset[str]:
         """Returns the workers to which `worker` needs links under a plan."""
-        return links(plan, worker, self._settings.snapshots)
+        copies = self._settings.snapshots
+        return links(plan, worker, copies) | copy_peers(plan, self.specs, worker, copies)
 
     def install(self) -> None:
         """Goes on under the plan that the last `change` has prepared."""
@@ -326,6 +337,7 @@ class Engine:
 
         The others keep their parts under the old plan, so an interruption loses nothing.
         """
+        self._settle()
         if self._migration is None:
             return
         assert self._next is not None
@@ -397,15 +409,17 @@ class Engine:
 
     def durable(self) -> CheckpointShard:
         """Returns what this worker adds to a checkpoint between two steps; the tensors are the live ones."""
-        from elaunch.workers.layers.durable import part_of
+        self._settle()
+        from elaunch.workers.layers.durable import part_of, written_places
 
         # Who joins during the next step has nothing yet.
         shards = self._here.zero.shards if self.holds else self.builder.shards((), ())
-        return part_of(self.specs, shards, self._cursor(self.plan))
+        places = written_places(self._here.layout, self._here.worker, self.layers) if self.holds else {}
+        return part_of(self.specs, shards, places, self.builder.cursor(self.plan))
 
     def restore(
-        self, group: Group, plan: Plan, go_back: Callable[[Read[Shards]], Restored[Shards]]
-    ) -> Restored[Shards]:
+        self, group: Group, plan: Plan, go_back: Callable[[Read[RestoredLayers]], Restored[RestoredLayers]]
+    ) -> Restored[RestoredLayers]:
         """Goes back to a checkpoint, under any plan; it takes effect with `install`.
 
         All members of the group call it with the same arguments, as `change`.
@@ -419,30 +433,27 @@ class Engine:
             StateError: the checkpoint is of another job, none is whole, or a worker was given other settings.
             StepInterrupted: a link broke, or the membership changes.
         """
-        from elaunch.workers.layers.durable import shards_of
-
         plan.validate(group.members)
         self.builder.check_same(plan, group)
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
-        pieces = layout.pieces(worker)
-        make = self.builder.optimizers
-
-        def read(saved: SavedCheckpoint) -> tuple[Shards, int]:
-            return shards_of(saved, self.specs, layout, pieces, self._cursor(plan), self.builder.device, *make)
-
-        found = go_back(read)
-        layers = {key: self.builder.built(layout, key, worker, values=False) for key in keys_of(layout, worker)}
-        part = self.builder.part_of(plan, group, layout, layers, found.state)
+        found = go_back(lambda saved: self.builder.read(saved, plan, layout, worker))
+        part = self.builder.part_of(plan, group, layout, found.state.layers, found.state.shards)
         with group.open() as traffic:
             part.zero.share(traffic)
         self._next, self._next_step, self._next_hosted, self._next_migration = part, found.saved.step, None, None
         return found
 
-    def _cursor(self, plan: Plan) -> dict[str, Any]:
-        """What a number of steps means."""
-        return {"global_batch_size": plan.global_batch_size, **self.builder.samples.described()}
-
     # -- parts of an engine ---------------------------------------------------------------------------------------
+
+    def guard(self) -> None:
+        """Notes the values of a job that goes on, since the script may now load its first ones, which do not count."""
+        if self.step and self._part is not None:
+            self._part.guard()
+
+    def _settle(self) -> None:
+        """Takes in what the script has done to the layers since the engine had control."""
+        if self._part is not None:
+            self._part.settle(first=not self.step)
 
     @property
     def _here(self) -> WorkerPart:
@@ -474,12 +485,7 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Returns what this worker keeps from step to step: parameters, master weights and optimizer states."""
-        parameters = sum(p.nbytes for layer in self.layers.values() for p in layer.module.parameters())
-        return {
-            "parameters": parameters,
-            "masters": self._here.zero.shards.master_bytes(),
-            "optimizer": self._here.zero.shards.state_bytes(),
-        }
+        return self._here.memory_bytes()
 
     def close(self) -> None:
         """Lets go of what the engine made itself."""

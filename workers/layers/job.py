@@ -83,6 +83,8 @@ class HybridJob(BaseJob):
         """Makes the engine of this worker, and waits until it is a member.
 
         Who joins a running job gets its state here, or during its first step: until then its parameters mean nothing.
+        Values that the script puts into the layers after this call count if no step has committed; in a job that goes
+        on, its own values are put back before the next step.
 
         Args:
             layers: functions that make the layers.
@@ -114,6 +116,7 @@ class HybridJob(BaseJob):
             self._member.policy.clocks = self._clocks
         self._member.use_plans(plan, *self._engine.builder.described())
         self._member.join(takes_plans=True)
+        self._engine.guard()
         return self._engine
 
     def steps(self, count: int) -> Iterator[StepReport]:

@@ -29,6 +29,7 @@ class Kind(IntEnum):
     SNAPSHOT_STATE = 5
     SNAPSHOT_GRADIENT = 6
     MIGRATION = 7
+    UNTRAINED = 8
 
 
 def tag(kind: Kind, number: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from elaunch.errors import StateError
+from elaunch.workers.comm.group import memory
 from elaunch.workers.layers import tensor_parallel
 from elaunch.workers.layers.timing import Span, Stopwatch
 from elaunch.workers.random.rng import layer_randomness, mix
@@ -41,9 +43,10 @@ def describe(
     row: tuple[torch.Size, torch.dtype] = (example.shape[1:], example.dtype)
     source = "the data set"
     for index, factory in enumerate(factories):
-        with torch.device("meta"):
-            layer = _made(index, factory, dtype)
+        layer = _made_on_meta(index, factory, dtype)
         name = layer_name(index, layer)
+        # A layer may make more buffers when it runs first: what it makes alone is no state.
+        untrained = _untrained(layer, name)
         shape, kind = row
 
         def inputs(rows: int, shape: torch.Size = shape, kind: torch.dtype = kind) -> Tensor:
@@ -59,9 +62,10 @@ def describe(
                 name,
                 {key: value.shape for key, value in trained.items()},
                 {key: value.dtype for key, value in trained.items()},
-                {key: dim for key, dim in cuts.items() if key in trained},
+                cuts,
                 row,
                 trace,
+                untrained,
             )
         )
         source = name
@@ -82,14 +86,30 @@ def check_cuts(specs: Sequence[LayerSpec], factories: Sequence[Factory], dtype: 
             "give the layers an attribute `placements`"
         )
     for spec, factory in zip(specs, factories, strict=True):
-        with torch.device("meta"):
-            layer = _made(spec.index, factory, dtype)
+        layer = _made_on_meta(spec.index, factory, dtype)
         tensor_parallel.cut(layer, tensor_parallel.cuts_of(layer, spec.name), 0, width, spec.name)
 
 
 def layer_name(index: int, layer: nn.Module) -> str:
     """Returns how messages name a layer: by its number and its class."""
     return f"layer {index} ({type(layer).__name__})"
+
+
+def _untrained(layer: nn.Module, name: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Of frozen parameters and buffers: shape and dtype."""
+    frozen = {key: value for key, value in layer.named_parameters() if not value.requires_grad}
+    found: dict[str, Tensor] = {**frozen, **dict(layer.named_buffers())}
+    for key, value in found.items():
+        if value.layout is not torch.strided:
+            raise StateError(f"{name} has {key} as {value.layout}, which cannot be sent; use a dense tensor")
+    return {key: (value.shape, value.dtype) for key, value in found.items() if value.numel()}
+
+
+def _made_on_meta(index: int, factory: Factory, dtype: torch.dtype | None) -> nn.Module:
+    with torch.device("meta"), warnings.catch_warnings():
+        # A factory may load values; here they go nowhere.
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+        return _made(index, factory, dtype)
 
 
 def _made(index: int, factory: Factory, dtype: torch.dtype | None) -> nn.Module:
@@ -152,16 +172,75 @@ class Layer:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._buffers = dict(self.module.named_buffers())
+        self._slots = {name: self._slot(name) for name in (*self.parameters, *self.spec.untrained)}
+        self._kinds = {name: (value.shape, value.dtype) for name, value in self._named_untrained()}
         self._grads: dict[int, Tensor] = {}
         self._done: Callable[[list[Tensor]], None] | None = None
         for place, parameter in enumerate(self.parameters.values()):
             parameter.register_post_accumulate_grad_hook(partial(self._take, place))
 
+    def untrained(self) -> dict[str, Tensor]:
+        """Returns the frozen parameters and the buffers, this worker's part, as they are now.
+
+        Raises:
+            StateError: the script has given one another shape or dtype, or none.
+        """
+        found = {}
+        for name, value in self._named_untrained():
+            kind = self._kinds[name]
+            if value is None or (value.shape, value.dtype) != kind:
+                now = "gone" if value is None else f"{tuple(value.shape)} {value.dtype}"
+                raise StateError(
+                    f"{self.spec.name}: {name} was {tuple(kind[0])} {kind[1]} when the layer was made, and is {now}; "
+                    "shapes and dtypes of a layer must stay as they are"
+                )
+            found[name] = value.detach()
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all of this worker's part: what is trained, what is frozen, and the buffers."""
+        return {name: value.data for name, value in self.parameters.items()} | self.untrained()
+
+    def own_memory(self) -> None:
+        """Gives each element a place of its own, so that values can come there; a buffer may be an expanded one."""
+        for _, value in self._named_untrained():
+            if not value.is_contiguous():
+                value.data = value.data.contiguous()
+
+    def check(self) -> None:
+        """Checks that what is trained has been neither replaced nor frozen, and that the rest has kept its shapes.
+
+        Raises:
+            StateError: the script has done otherwise.
+        """
+        self.untrained()
+        for name, parameter in self.parameters.items():
+            module, key = self._slots[name]
+            if module._parameters.get(key) is not parameter:
+                raise StateError(
+                    f"{self.spec.name}: {name} was replaced after the layer had been made; copy the values into it "
+                    "(load_state_dict without assign=True), or replace it in the function that makes the layer"
+                )
+            if not parameter.requires_grad:
+                raise StateError(
+                    f"{self.spec.name}: {name} was frozen after the layer had been made; set requires_grad=False in "
+                    "the function that makes the layer"
+                )
+
+    def _slot(self, name: str) -> tuple[nn.Module, str]:
+        owner, _, key = name.rpartition(".")
+        return self.module.get_submodule(owner), key
+
+    def _named_untrained(self) -> Iterator[tuple[str, Any]]:
+        for name in self.spec.untrained:
+            module, key = self._slots[name]
+            # By name at each time: assigning a tensor to a buffer makes that one the buffer.
+            yield name, module._buffers.get(key, module._parameters.get(key))
+
     def run(self, x: Tensor, draw: Draw) -> Tensor:
         """Returns the output for `x` (rows, …)."""
         here, trace = self.tp_rank, self.spec.trace
-        versions = [buffer._version for buffer in self._buffers.values()]
+        before = [(value, value._version) for _, value in self._named_untrained()]
         if here.size == 1 and not trace.ops and not trace.fused:
             y: Tensor = self.module(x)
         else:
@@ -172,11 +251,15 @@ class Layer:
                 draw.layer(self.spec, here.rank, here.size, x.device),
             ):
                 y = self.module(x)
-        if versions != [buffer._version for buffer in self._buffers.values()]:
-            raise StateError(
-                f"{self.spec.name} changes a buffer in forward (of {', '.join(self._buffers)}); "
-                "what it came to would depend on how the batch is divided, so layers must not keep such a state"
-            )
+        for (was, version), (name, value) in zip(before, self._named_untrained(), strict=True):
+            alike = value is not None and (value.dtype, value.device) == (was.dtype, was.device)
+            if value is not was and alike and torch.equal(was, value):
+                continue
+            if value is not was or value._version != version:
+                raise StateError(
+                    f"{self.spec.name} changes {name} in forward; what it came to would depend on how the batch is "
+                    "divided, so a layer must not keep such a state"
+                )
         shape, dtype = self.spec.output
         if y.shape != (x.shape[0], *shape) or y.dtype != dtype:
             raise StateError(
@@ -347,7 +430,7 @@ def build(
 ) -> Layer:
     """Makes a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
 
-    Without `values` no random numbers are drawn for parameters that are trained, since others will take their place.
+    Without `values` no random numbers are drawn for parameters, since others will take their place.
 
     Raises:
         StateError: it cannot be cut as it says.
@@ -359,18 +442,30 @@ def build(
     tensor_parallel.cut(module, cuts, tp_rank.rank, tp_rank.size, spec.name)
     module.to(device).train()
     parameters = dict(module.named_parameters())
-    return Layer(module, spec, tp_rank, recompute, {name: parameters[name] for name in spec.shapes})
+    layer = Layer(module, spec, tp_rank, recompute, {name: parameters[name] for name in spec.shapes})
+    layer.own_memory()
+    return layer
+
+
+def digest_of(layer: Layer) -> str:
+    """Returns a checksum of all values of this worker's part of a layer."""
+    import xxhash  # no job loads it that has nothing to compare
+
+    found = xxhash.xxh3_64()
+    for tensor in layer.tensors().values():
+        found.update(memory(tensor.cpu().contiguous()))
+    return found.hexdigest()
 
 
 class _NoValues(TorchFunctionMode):
-    """Random numbers are not drawn for parameters that require gradients."""
+    """Random numbers are not drawn for parameters."""
 
     _DRAWING = frozenset(
         getattr(Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._DRAWING and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+        if func in self._DRAWING and isinstance(args[0], nn.Parameter):
             return args[0]
         return func(*args, **(kwargs or {}))
 

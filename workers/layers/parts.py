@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,24 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.change.migration import keys_of
 from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, TPGroupSum
-from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe
+from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe, digest_of
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.layers.snapshots import Snapshots
 from elaunch.workers.layers.tensor_parallel import TPRank
+from elaunch.workers.layers.untrained.copies import HostCopies, UntrainedCopies
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
-from elaunch.workers.state.layout import ParameterPiece, StateLayout
+from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
+from elaunch.workers.state.space import tensor_items
+
+# torch.distributed.checkpoint is imported by jobs that have checkpoints only.
+if TYPE_CHECKING:
+    from elaunch.workers.layers.durable import RestoredLayers
+    from elaunch.workers.state.checkpoint import SavedCheckpoint
 
 
 @dataclass(eq=False)
@@ -39,7 +47,53 @@ class WorkerPart:
     zero: ZeroOptimizer
     executor: Executor
     snapshots: Snapshots
+    copies: UntrainedCopies
     sums: dict[tuple[str, ...], TPGroupSum] = field(default_factory=dict)
+    guarded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """While the script may put its first values into the layers: where the job's values belong, and these."""
+
+    def begin_copies(self, traffic: Traffic) -> None:
+        """Has what comes of others' states in a step received."""
+        self.snapshots.begin(traffic)
+        self.copies.begin(traffic)
+
+    def keep_copies(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
+        """Sends, at the end of a step, what others' copies of this worker's state need, and waits for the same."""
+        self.snapshots.ship(traffic, gradients)
+        self.copies.ship(traffic)
+        self.snapshots.arrive(traffic)
+        self.copies.arrive(traffic)
+
+    def guard(self) -> None:
+        """Notes what the job has given this worker, for `settle`."""
+        found = (tensor for layer in self.layers.values() for tensor in layer.tensors().values())
+        self.guarded = [(tensor, tensor.to("cpu", copy=True)) for tensor in found]
+
+    def settle(self, first: bool) -> None:
+        """Takes from the layers what the script has put there.
+
+        Args:
+            first: no step has committed. Then values count; later those of the job do, which are put back where the
+                script of a worker that has just come has overwritten them.
+
+        Raises:
+            StateError: the layers are not what they were.
+        """
+        for layer in self.layers.values():
+            layer.check()
+        if first:
+            self.zero.take_values()
+        for tensor, value in self.guarded:
+            tensor.copy_(value)
+        self.guarded = []
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Returns what this worker keeps from step to step: parameters, master weights and optimizer states."""
+        return {
+            "parameters": sum(p.nbytes for layer in self.layers.values() for p in layer.module.parameters()),
+            "masters": self.zero.shards.master_bytes(),
+            "optimizer": self.zero.shards.state_bytes(),
+        }
 
     def place_layers(self) -> None:
         """Tells the layers of their tensor-parallel groups in this plan."""
@@ -61,6 +115,7 @@ class Builder:
         specs: of the layers, in their order.
         samples: what the steps are made of.
         device: of the layers.
+        copied: what this worker has of others' frozen parameters and buffers, whatever the plan.
         fingerprint: a short text that differs where the layers or the settings of two workers do.
 
     Raises:
@@ -81,9 +136,18 @@ class Builder:
         self._settings = settings
         self._recompute = settings.recomputed(plan.n_layers)
         self.device = torch.device(settings.device)
+        self.copied = HostCopies()
         self.samples = Samples(settings.dataset, settings.seed, settings.shuffle, settings.collate_fn, self.device)
         self.specs = describe(layers, self.samples.example(), plan.micro_batch_size, settings.dtype)
-        layer_texts = [[spec.name, str(dict(spec.shapes)), str(spec.cuts)] for spec in self.specs]
+        layer_texts = [
+            [
+                spec.name,
+                str(dict(spec.shapes)),
+                str(spec.cuts),
+                *([str(dict(spec.untrained))] if spec.untrained else []),
+            ]
+            for spec in self.specs
+        ]
         chosen = str((settings.seed, settings.consistency, settings.clip_norm))
         self._described = {"layers": layer_texts, "settings": chosen}
         self.fingerprint = f"{zlib.crc32(repr(layer_texts).encode()):08x} {chosen}"
@@ -98,14 +162,14 @@ class Builder:
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
         layers = {key: self.built(layout, key, worker=worker) for key in keys_of(layout, worker)}
         pieces = layout.pieces(worker)
-        masters = [(master,) for master in first_masters(layout, pieces, layers)]
+        masters = [(master,) for _, master in first_masters(layout, pieces, layers)]
         shards = self.shards(pieces, masters)
         part = self.part_of(plan, group, layout, layers, shards)
         part.place_layers()
         return part
 
     def built(self, layout: StateLayout, key: LayerKey, worker: str, values: bool = True) -> Layer:
-        """Builds a layer as a worker has it under a plan; without `values`, those of its parameters mean nothing."""
+        """Builds a layer as a worker has it under a plan; without `values`, those of its tensors mean nothing."""
         layer, replica = key
         workers = layout.holders[layer][replica]
         place = TPRank(workers.index(worker), len(workers))
@@ -141,7 +205,32 @@ class Builder:
             self._make_optimizer,
             self._settings.scheduler,
         )
-        return WorkerPart(plan, group, worker, layout, layers, zero, executor, copies)
+        of_untrained = UntrainedCopies(
+            layout, self.specs, plan.workers, worker, layers, self._settings.snapshots, self.copied
+        )
+        return WorkerPart(plan, group, worker, layout, layers, zero, executor, copies, of_untrained)
+
+    def read(self, saved: SavedCheckpoint, plan: Plan, layout: StateLayout, worker: str) -> tuple[RestoredLayers, int]:
+        """Returns a worker's part of a checkpoint, and the bytes that were read.
+
+        Raises:
+            CheckpointDamaged: it is not what was written.
+            StateError: it is of another job.
+        """
+        from elaunch.workers.layers.durable import RestoredLayers, has_untrained, read_untrained, shards_of
+
+        pieces, cursor = layout.pieces(worker), self.cursor(plan)
+        shards, n_bytes = shards_of(saved, self.specs, layout, pieces, cursor, self.device, *self.optimizers)
+        # One of an older version has no frozen parameters and buffers: those of the factories are used then.
+        there = has_untrained(saved, self.specs)
+        layers = {key: self.built(layout, key, worker, values=not there) for key in keys_of(layout, worker)}
+        if there:
+            n_bytes += read_untrained(saved, layout, worker, layers)
+        return RestoredLayers(shards, layers), n_bytes
+
+    def cursor(self, plan: Plan) -> dict[str, Any]:
+        """Returns what a number of steps means."""
+        return {"global_batch_size": plan.global_batch_size, **self.samples.described()}
 
     def executor(self, worker: str, plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
         """Returns what runs a worker's actions under a plan."""
@@ -164,7 +253,9 @@ class Builder:
                 LayerProfile(
                     forward_s_per_row=0.0,
                     backward_s_per_row=0.0,
-                    parameter_bytes=sum(size * spec.dtypes[name].itemsize for name, size in sizes.items()),
+                    parameter_bytes=sum(
+                        math.prod(item.shape) * item.element_bytes for item in tensor_items(spec).values()
+                    ),
                     optimizer_bytes=3 * masters,
                     activation_bytes_per_row=output,
                     output_bytes_per_row=output,
@@ -194,6 +285,29 @@ class Builder:
     ) -> Shards:
         """Returns shards of the optimizer's state with these values and, where given, forms and schedule."""
         return Shards(pieces, tensors, self._make_optimizer, self._settings.scheduler, forms, schedule)
+
+    def check_values(self, part: WorkerPart) -> None:
+        """Checks that all who hold a layer begin with the same values. All members of the group call it.
+
+        Raises:
+            StateError: names the layer and two workers.
+        """
+        if all(len(tp_groups) == 1 for tp_groups in part.layout.holders):
+            return
+        local = {
+            f"{key[0]} {layer.tp_rank.rank}/{layer.tp_rank.size}": digest_of(layer)
+            for key, layer in part.layers.items()
+        }
+        known: dict[str, tuple[str, str]] = {}
+        for member, told in zip(part.group.members, part.group.all_gather_json(local), strict=True):
+            for place, digest in told.items():
+                first, expected = known.setdefault(place, (member, digest))
+                if digest != expected:
+                    name = self.specs[int(place.split()[0])].name
+                    raise StateError(
+                        f"{first} and {member} begin with different values of {name}; all workers that have a layer "
+                        "must load the same values into it before the first step"
+                    )
 
     def check_same(self, plan: Plan, group: Group) -> None:
         """Checks that all workers were given the same; also, nobody begins before all have got this far.

@@ -42,17 +42,18 @@ def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
     The j-th worker of a node is copied by the j-th of the next ones, so that the load is even.
     """
+    return {worker: ring_order(workers, worker)[:copies] for worker in workers}
+
+
+def ring_order(workers: Sequence[str], worker: str) -> tuple[str, ...]:
+    """Returns all others, in the order in which they are asked to copy the state of `worker`."""
     nodes = by_node(workers)
     names = list(nodes)
-    found = {}
-    for place, worker in enumerate(workers):
-        node = names.index(node_of(worker))
-        at = nodes[names[node]].index(worker)
-        away = [nodes[names[(node + by) % len(names)]] for by in range(1, len(names))]
-        near = [workers[(place + by) % len(workers)] for by in range(1, len(workers))]
-        order = [*(others[at % len(others)] for others in away), *near]
-        found[worker] = tuple(dict.fromkeys(order))[:copies]
-    return found
+    node, place = names.index(node_of(worker)), workers.index(worker)
+    at = nodes[names[node]].index(worker)
+    away = [nodes[names[(node + by) % len(names)]] for by in range(1, len(names))]
+    near = [workers[(place + by) % len(workers)] for by in range(1, len(workers))]
+    return tuple(dict.fromkeys([*(others[at % len(others)] for others in away), *near]))
 
 
 def links(plan: Plan, worker: str, copies: int) -> frozenset[str]:

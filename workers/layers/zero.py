@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ class ZeroOptimizer:
         self._places: dict[OptimizerShard, list[int]] = defaultdict(list)
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Makes the parameters' present values those of the masters of this worker's pieces."""
+        for place, master in first_masters(self._layout, self.shards.pieces, self._layers):
+            self.shards.master(place).copy_(master)
 
     def squares(self, gradients: Mapping[OptimizerShard, Tensor]) -> ExactSum:
         """Returns the sum of the squares of this worker's part of the gradient.
@@ -115,19 +121,18 @@ class ZeroOptimizer:
 
 def first_masters(
     layout: StateLayout, pieces: Sequence[ParameterPiece], layers: Mapping[LayerKey, Layer]
-) -> list[Tensor]:
-    """Returns masters of some pieces, of the initial values of the layers that their owner has."""
-    found: list[Tensor] = []
-    flats: dict[tuple[int, int, int], Tensor] = {}
-    for piece in pieces:
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the masters of some pieces, with their places, of the values in the layers that their owner has."""
+    flat, flat_of = torch.empty(0), (-1, -1, -1)
+    for place, piece in enumerate(pieces):
         shard = piece.shard
         key = (shard.layer, shard.segment, shard.replica)
-        if key not in flats:
+        if key != flat_of:
             layer = layers[shard.layer, shard.replica]
             values = {name: value.data for name, value in layer.parameters.items()}
-            flats[key] = layout.flatten(shard.layer, shard.segment, layout.holders[shard.layer][shard.replica], values)
-        found.append(flats[key][piece.start : piece.stop].clone())
-    return found
+            flat = layout.flatten(shard.layer, shard.segment, layout.holders[shard.layer][shard.replica], values)
+            flat_of = key
+        yield place, flat[piece.start : piece.stop].clone()
 
 
 def _square_sum(gradient: Tensor, first: int) -> ExactSum:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -37,9 +37,10 @@ class LayerSpec:
         name: for messages.
         shapes: of the parameters that are trained, whole, in registration order.
         dtypes: of them.
-        cuts: the dimension along which tensor parallelism cuts a parameter; those that are not in it stay whole.
+        cuts: the dimension along which tensor parallelism cuts a parameter, frozen or not; others stay whole.
         output: shape of a row of its output, and its dtype.
         trace: the random numbers it draws.
+        untrained: frozen parameters and all buffers: shape, whole, and dtype of each.
     """
 
     index: int
@@ -49,6 +50,7 @@ class LayerSpec:
     cuts: Mapping[str, int]
     output: tuple[torch.Size, torch.dtype]
     trace: RandomTrace
+    untrained: Mapping[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

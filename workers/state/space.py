@@ -1,8 +1,8 @@
 """The space of a job's state: all tensors unsharded, and which boxes of them a worker holds (DynaTran 4.1).
 
 What a plan makes a worker hold follows from the plan and the shapes alone, so every worker knows it of every other.
-Names: a parameter is `layers.3.mlp.weight`; all that the optimizer keeps for its elements, masters included, is
-`layers.3.mlp.weight@optimizer`, one item, since its parts always move together.
+Names: a parameter or a buffer is `layers.3.mlp.weight`; all that the optimizer keeps for the elements of a parameter,
+masters included, is `layers.3.mlp.weight@optimizer`, one item, since its parts always move together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Item:
 def items_of_layers(
     specs: Sequence[LayerSpec], optimizer: Callable[[str], tuple[torch.dtype, ...]] = lambda _: MASTER_AND_MOMENTS
 ) -> dict[str, Item]:
-    """Returns all parameters of a model in layers and what the optimizer keeps of them, by name.
+    """Returns all parameters and buffers of a model in layers, and what the optimizer keeps, by name.
 
     Args:
         specs: of the layers.
@@ -61,21 +61,38 @@ def items_of_layers(
     """
     found = {}
     for spec in specs:
-        for name, shape in spec.shapes.items():
-            path = f"layers.{spec.index}.{name}"
-            found[path] = Item(path, tuple(shape), (spec.dtypes[name],))
-            found[path + OPTIMIZER] = Item(path + OPTIMIZER, tuple(shape), optimizer(path))
+        trained = {f"layers.{spec.index}.{name}" for name in spec.shapes}
+        for path, item in tensor_items(spec).items():
+            found[path] = item
+            if path in trained:
+                found[path + OPTIMIZER] = Item(path + OPTIMIZER, item.shape, optimizer(path))
     return found
 
 
+def tensor_items(spec: LayerSpec) -> dict[str, Item]:
+    """Returns the parameters and the buffers of a layer, by name in the job."""
+    trained = {name: (shape, spec.dtypes[name]) for name, shape in spec.shapes.items()}
+    return _items(spec.index, {**trained, **spec.untrained})
+
+
+def untrained_items(specs: Sequence[LayerSpec]) -> dict[str, Item]:
+    """Returns the frozen parameters and the buffers of a model in layers, by name in the job."""
+    return {path: item for spec in specs for path, item in _items(spec.index, spec.untrained).items()}
+
+
+def _items(index: int, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Item]:
+    paths = {f"layers.{index}.{name}": kind for name, kind in tensors.items()}
+    return {path: Item(path, tuple(shape), (dtype,)) for path, (shape, dtype) in paths.items()}
+
+
 def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[str, tuple[Box, ...]]]:
-    """Returns what each worker holds under a plan: its parts of its layers' parameters, and its optimizer shards."""
+    """Returns what each worker holds under a plan: its parts of its layers' tensors, and its optimizer shards."""
     layout = StateLayout(plan, specs)
     found: dict[str, dict[str, list[Box]]] = {worker: {} for worker in plan.workers}
     for spec, tp_groups in zip(specs, layout.holders, strict=True):
         for workers in tp_groups:
             for worker in workers:
-                for name, box in parameter_boxes(spec, workers, worker).items():
+                for name, box in layer_boxes(spec, workers, worker).items():
                     # It may be in several TP groups that hold the layer: what counts is what there is of each tensor.
                     boxes = found[worker].setdefault(f"layers.{spec.index}.{name}", [])
                     boxes += subtract_all([box], boxes)
@@ -85,15 +102,24 @@ def holdings_of_plan(plan: Plan, specs: Sequence[LayerSpec]) -> dict[str, dict[s
     }
 
 
-def parameter_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
-    """Returns what a member of a tensor-parallel group holds of the parameters of a layer, by their names in it."""
+def layer_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
+    """Returns what a member of a tensor-parallel group holds of a layer, trained or not, by name in the layer."""
+    return _boxes(spec, spec.shapes, workers, worker) | untrained_boxes(spec, workers, worker)
+
+
+def untrained_boxes(spec: LayerSpec, workers: Sequence[str], worker: str) -> dict[str, Box]:
+    """Returns what such a member holds of the layer's frozen parameters and buffers."""
+    return _boxes(spec, {name: shape for name, (shape, _) in spec.untrained.items()}, workers, worker)
+
+
+def _boxes(spec: LayerSpec, shapes: Mapping[str, torch.Size], workers: Sequence[str], worker: str) -> dict[str, Box]:
     rank, size = workers.index(worker), len(workers)
     found: dict[str, Box] = {}
-    for name, shape in spec.shapes.items():
+    for name, shape in shapes.items():
         box = list(whole(shape))
         dim = spec.cuts.get(name)
         if dim is not None:
-            part = shape[dim] // size  # the layout has seen that it divides
+            part = shape[dim] // size  # the layout, or the layer when it was cut, has seen that it divides
             box[dim] = (rank * part, (rank + 1) * part)
         found[name] = tuple(box)
     return found

@@ -38,6 +38,7 @@ class HeldState:
         hosted: in host memory besides, if it is not what `snapshots` says: a change was interrupted, or no step has
             committed after the last one.
         snapshots: by worker whose optimizer state it has in host memory, how many of its pieces.
+        copied: in host memory of others' frozen parameters and buffers.
         forms: what the optimizer keeps, by name of a parameter.
         schedule: state of the learning-rate scheduler.
         settings: digest of what all workers must be given alike.
@@ -48,6 +49,7 @@ class HeldState:
     boxes: Holdings | None = None
     hosted: Holdings | None = None
     snapshots: Mapping[str, int] = field(default_factory=dict)
+    copied: Holdings = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     settings: str = ""
@@ -63,6 +65,7 @@ class HeldState:
             "forms": forms_from_json(fields["forms"]),
             "boxes": _boxes_from_json(fields["boxes"]),
             "hosted": _boxes_from_json(fields["hosted"]),
+            "copied": _boxes_from_json(fields["copied"]),
         }
         return cls(**{**fields, **read})
 

@@ -1,7 +1,7 @@
 """A change of plan inside a step: nobody pauses while the state moves (ElasWave 6.2).
 
 The step is done under a plan between the old and the new one (`elaunch.plan.transition`). In its background go
-first the parameters of the layers that somebody gets, of which the first use waits, then what the optimizer keeps. All
+first the tensors of the layers that somebody gets, of which the first use waits, then what the optimizer keeps. All
 of that is what the step before committed, and stays so until this one commits. The gradients go to the owners of the
 new plan, so the commit is theirs. If the step is dropped, everybody still has what it had.
 """
@@ -23,12 +23,13 @@ from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.shards import Shards
 from elaunch.workers.layers.tensor_parallel import TPRank
+from elaunch.workers.layers.untrained.places import boxes_of_layers, once, places_of_layers, shared
 from elaunch.workers.state.background import BackgroundMove
-from elaunch.workers.state.boxes import Box, subtract_all
-from elaunch.workers.state.chunks import Chunk, copy_box, covering
+from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.chunks import Chunk, copy_box
 from elaunch.workers.state.layout import LayerSpec, StateLayout
 from elaunch.workers.state.routes import Router, n_bytes
-from elaunch.workers.state.space import Item, optimizer_boxes, parameter_boxes
+from elaunch.workers.state.space import Item, optimizer_boxes, tensor_items
 
 Keys = Mapping[str, Iterable[LayerKey]]
 """By worker: some of its layers."""
@@ -89,33 +90,31 @@ class Migration:
         self.assembly = Assembly(new.layout.pieces(worker), local, optimizer_items, device)
 
         before, after = old.layout, new.layout
-        items: dict[str, Item] = {}
         moving = sorted({index for keys in lacking.values() for index, _ in keys})
-        for index in moving:
-            for name, shape in specs[index].shapes.items():
-                path = f"layers.{index}.{name}"
-                items[path] = Item(path, tuple(shape), (specs[index].dtypes[name],))
-        self._parameters = {index: {f"layers.{index}.{name}" for name in specs[index].shapes} for index in moving}
-        items |= optimizer_items
-        needed = {who: _parameters(after, who, lacking.get(who, ()), specs) for who in new.plan.workers}
+        self._tensors = {index: tensor_items(specs[index]) for index in moving}
+        items = {path: item for one in self._tensors.values() for path, item in one.items()} | {**optimizer_items}
+        needed: dict[str, dict[str, tuple[Box, ...]]] = {
+            who: boxes_of_layers(after, who, lacking.get(who, ()), specs, trained=True) for who in new.plan.workers
+        }
         for who in new.plan.workers:
             stay = shapes_of(before, who)
             needed[who] |= optimizer_boxes([one for one in after.pieces(who) if one.shape not in stay])
         held = {}
         for who in old.plan.workers:
-            keys = [key for key in keys_of(before, who) if key[0] in self._parameters]
-            held[who] = _parameters(before, who, keys, specs) | optimizer_boxes(before.pieces(who))
+            keys = [key for key in keys_of(before, who) if key[0] in self._tensors]
+            held[who] = boxes_of_layers(before, who, keys, specs, trained=True) | optimizer_boxes(before.pieces(who))
         # What is passed on would come later, and all has the time of a step.
         router = Router(items, held, needed, relays=False)
         routes = router.of(worker)
         state: dict[str, list[Chunk]] = {} if local is None else local.chunks()
-        moved = {key: layer for key, layer in layers[0].items() if key[0] in self._parameters}
-        state |= _parameter_chunks(before, worker, moved)
-        places = self.assembly.chunks()
+        moved = {key: layer for key, layer in layers[0].items() if key[0] in self._tensors}
+        state |= once(places_of_layers(before, worker, moved, trained=True))
         coming = {key: layers[1][key] for key in sorted(lacking.get(worker, ()))}
-        parameters = _parameter_chunks(after, worker, coming)
-        places |= parameters
-        self._shared = _shared(after, worker, coming, parameters)
+        wanted = places_of_layers(after, worker, coming, trained=True)
+        filled = once(wanted)
+        places = self.assembly.chunks() | filled
+        # What a worker needs twice arrives once.
+        self._shared = shared(wanted, filled)
         self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
         self.coming_bytes = n_bytes(items, routes.receive)
         """That this worker will receive."""
@@ -137,12 +136,12 @@ class Migration:
         self._wait(range(self.plan.n_layers))
 
     def _wait(self, layers: range) -> None:
-        """Until the parameters of these layers are here; they stay, so it waits once."""
-        wanted = [name for index in layers for name in self._parameters.pop(index, ())]
+        """Until all tensors of these layers are here; they stay, so it waits once."""
+        wanted = [path for index in layers for path in self._tensors.pop(index, ())]
         if wanted:
             self._move.wait(wanted)
-        for index in layers:
-            for source, to, box in self._shared.pop(index, ()):
+        for path in wanted:
+            for source, to, box in self._shared.pop(path, ()):
                 copy_box([source], [to], box)
 
 
@@ -171,43 +170,3 @@ def _layers_of(
         for (index, replica), layer in its.items()
     }
     return {key: found[key[0], layout.holders[key[0]][key[1]]] for key in keys_of(layout, worker)}
-
-
-def _parameters(
-    layout: StateLayout, worker: str, keys: Iterable[LayerKey], specs: tuple[LayerSpec, ...]
-) -> dict[str, tuple[Box, ...]]:
-    found: dict[str, tuple[Box, ...]] = {}
-    for key in keys:
-        for name, box in parameter_boxes(specs[key[0]], layout.holders[key[0]][key[1]], worker).items():
-            path = f"layers.{key[0]}.{name}"
-            known = found.get(path, ())
-            found[path] = (*known, *subtract_all([box], known))
-    return found
-
-
-def _parameter_chunks(layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer]) -> dict[str, list[Chunk]]:
-    """The parameters of some layers; of what is there twice, one."""
-    found: dict[str, list[Chunk]] = {}
-    for key, layer in layers.items():
-        for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
-            known = found.setdefault(f"layers.{key[0]}.{name}", [])
-            whole = Chunk(box, (layer.parameters[name].data,))
-            known += [Chunk(part, whole.part(part)) for part in subtract_all([box], [one.box for one in known])]
-    return found
-
-
-def _shared(
-    layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], places: Mapping[str, list[Chunk]]
-) -> dict[int, list[tuple[Chunk, Chunk, Box]]]:
-    """By layer, what a worker needs twice, as a member of two TP groups that cut the layer in other ways.
-
-    It arrives once, at a place of the first; each entry is that place, the second one, and the box they share.
-    """
-    found: dict[int, list[tuple[Chunk, Chunk, Box]]] = {}
-    for key, layer in layers.items():
-        for name, box in parameter_boxes(layer.spec, layout.holders[key[0]][key[1]], worker).items():
-            to = Chunk(box, (layer.parameters[name].data,))
-            for source, common in covering(places[f"layers.{key[0]}.{name}"], box):
-                if source.part(common)[0].data_ptr() != to.part(common)[0].data_ptr():
-                    found.setdefault(key[0], []).append((source, to, common))
-    return found

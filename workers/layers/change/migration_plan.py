@@ -12,10 +12,19 @@ from elaunch.workers.layers.change.held_state import HeldState
 from elaunch.workers.layers.change.migration import Under, keys_of, shapes_of
 from elaunch.workers.layers.executor import LayerKey
 from elaunch.workers.layers.shards import Form
+from elaunch.workers.layers.untrained.places import boxes_of_layers
 from elaunch.workers.state.boxes import n_elements
 from elaunch.workers.state.layout import LayerSpec, StateLayout
 from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, optimizer_boxes, parameter_boxes
+from elaunch.workers.state.space import (
+    OPTIMIZER,
+    Holdings,
+    Item,
+    layer_boxes,
+    optimizer_boxes,
+    tensor_items,
+    untrained_items,
+)
 
 
 class MigrationPlan:
@@ -77,6 +86,27 @@ class MigrationPlan:
             {who: _hosted(one, old[who]) for who, one in self._holding.items()},
         )
 
+    def untrained_router(self) -> Router:
+        """Returns the routes of frozen parameters and buffers to the layers that lack them."""
+        old = {who: self._old[one.plan].layout for who, one in self._holding.items()}
+        specs = [spec for spec in self._specs if spec.untrained]
+        moving = {index for keys in self.lacking.values() for index, _ in keys} & {spec.index for spec in specs}
+        items = untrained_items([spec for spec in specs if spec.index in moving])
+        keys = {who: [key for key in keys_of(layout, who) if key[0] in moving] for who, layout in old.items()}
+        copied = {
+            who: {path: boxes for path, boxes in one.copied.items() if path in items}
+            for who, one in self._held_states.items()
+        }
+        return Router(
+            items,
+            {who: boxes_of_layers(layout, who, keys[who], self._specs, trained=False) for who, layout in old.items()},
+            {
+                who: boxes_of_layers(self.new.layout, who, sorted(lacking), self._specs, trained=False)
+                for who, lacking in self.lacking.items()
+            },
+            copied,
+        )
+
     def between(self, members: tuple[str, ...], max_extra_bytes: int | None) -> Plan | None:
         """Returns the plan of a step in which the members go over; None if nothing moves, or only while all pause.
 
@@ -100,8 +130,9 @@ class MigrationPlan:
         size = sum(piece.elements * self.items[piece.parameter + OPTIMIZER].element_bytes for piece in come)
         for key in self.lacking[who]:
             spec = self._specs[key[0]]
-            boxes = parameter_boxes(spec, self.new.layout.holders[key[0]][key[1]], who)
-            size += sum(n_elements(box) * spec.dtypes[name].itemsize for name, box in boxes.items())
+            boxes = layer_boxes(spec, self.new.layout.holders[key[0]][key[1]], who)
+            items = tensor_items(spec)
+            size += sum(n_elements(box) * items[f"layers.{key[0]}.{name}"].element_bytes for name, box in boxes.items())
         return size
 
     def _kept(self, who: str) -> dict[LayerKey, LayerKey]:
