@@ -17,8 +17,9 @@ is never blamed for that; who is, is one that
   `LONG_S` is what torch itself gives a collective.
 
 Nothing is known before `MIN_STEPS` steps have been seen, and nothing is done. The first step after a change of
-members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does what a script does between
-two steps, where one worker saves, logs or evaluates for all; and a worker that nobody on its node waits for, since then
+members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does the script's own code,
+between two steps or in one (`Phase.SCRIPT`), where one worker saves, logs, uploads or evaluates for all; how long it
+usually takes there is learnt apart from the rest. And so does a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
 If all wait for each other, that is a deadlock (`elaunch.rendezvous.rules.deadlock`). Where all members are workers of
@@ -68,7 +69,10 @@ GAP_S = 1.0
 """An agent that could not look for so long was stopped or had no processor, and so perhaps had its workers."""
 
 _QUIET = (Phase.LOADING, Phase.AGREEING, Phase.ENDED)
-_ROUTINE = (Phase.STEP, Phase.BETWEEN)
+_OWN = (Phase.BETWEEN, Phase.SCRIPT)
+"""The script's own time: it may sleep there for reasons of which steps tell nothing."""
+
+_ROUTINE = (Phase.STEP, *_OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +154,11 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of one worker, at the last look."""
+    """Of one worker, at the last look; `is_own`: it was in code of the script."""
 
     step: int
     step_since_s: float
+    is_own: bool = False
     still_s: float = 0.0
     still_from_s: float | None = None
 
@@ -178,7 +183,8 @@ class HangDetector:
     setting: HangTimeout = HangTimeout()
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _counted: int = 0
-    _stills: deque[tuple[int, float]] = field(default_factory=deque)  # step and seconds, ever shorter ones
+    # Of the script's own code and of the rest: step and seconds, ever shorter ones.
+    _stills: dict[bool, deque[tuple[int, float]]] = field(default_factory=lambda: {False: deque(), True: deque()})
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _from_s: float = -math.inf
     _looked_s: float = -math.inf
@@ -260,12 +266,14 @@ class HangDetector:
             still_s = max(still_s, now_s - from_s)
         if before.still_s > BEAT_S and not same:
             # It went on by itself, so this is usual here. What is older and shorter does not matter any more.
-            while self._stills and self._stills[-1][1] <= before.still_s:
-                self._stills.pop()
-            self._stills.append((before.step, before.still_s))
-        while self._stills and self._stills[0][0] < heartbeat.step - MEMORY_STEPS:
-            self._stills.popleft()
-        self._seen[worker] = _Seen(heartbeat.step, heartbeat.step_since_s, still_s, shown_s)
+            stills = self._stills[before.is_own]
+            while stills and stills[-1][1] <= before.still_s:
+                stills.pop()
+            stills.append((before.step, before.still_s))
+        for stills in self._stills.values():
+            while stills and stills[0][0] < heartbeat.step - MEMORY_STEPS:
+                stills.popleft()
+        self._seen[worker] = _Seen(heartbeat.step, heartbeat.step_since_s, heartbeat.phase in _OWN, still_s, shown_s)
 
     def _still_from(self, now_s: float, sight: Sight) -> float | None:
         """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
@@ -293,7 +301,8 @@ class HangDetector:
         typical_s = self.typical_step_s
         if typical_s is None:
             return math.inf, math.inf
-        longest_s = self._stills[0][1] if self._stills else 0.0
+        stills = self._stills[heartbeat.phase in _OWN]
+        longest_s = stills[0][1] if stills else 0.0
         short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s)
         if self._struck_step <= heartbeat.step <= self._struck_step + 1:
             short_s *= AGAIN_FACTOR**self._strikes
@@ -415,6 +424,7 @@ def _doing(heartbeat: HeartbeatReading) -> str:
         Phase.LOADING: "loading",
         Phase.STEP: f"in step {heartbeat.step}",
         Phase.BETWEEN: f"before step {heartbeat.step}",
+        Phase.SCRIPT: f"in the script's own code, in step {heartbeat.step}",
         Phase.CHANGING: "changing over to other members or another plan",
         Phase.SAVING: "saving a checkpoint",
         Phase.AGREEING: "waiting for a generation",

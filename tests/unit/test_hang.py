@@ -374,6 +374,36 @@ def test_threads_that_run_at_some_looks_are_no_sign_that_a_worker_went_on(
     assert found.since_s < found.limit_s + 3 * LOOK_S
 
 
+OWN = (Phase.BETWEEN, Phase.SCRIPT)
+
+
+@pytest.mark.parametrize("phase", OWN)
+@pytest.mark.parametrize("lock_is_held", [False, True])
+def test_in_the_scripts_own_code_it_has_more_time(phase: Phase, lock_is_held: bool) -> None:
+    def sight(now_s: float) -> Sight:
+        return Sight(a_heartbeat(now_s, phase=phase, **ASLEEP, **({"beat_s": BEGIN_S} if lock_is_held else {})))
+
+    assert watch(beside_a_witness(sight), CHANGE_S) is None
+    found = watch(beside_a_witness(sight), CHANGE_S + 5)
+    assert found is not None
+    assert CHANGE_S < found.limit_s < CHANGE_S + FLOOR_S + 1
+    assert found.doing.startswith({Phase.BETWEEN: "before step 50,", Phase.SCRIPT: "in the script's own code,"}[phase])
+
+
+@pytest.mark.parametrize("phase", OWN)
+def test_what_a_script_usually_waits_for_is_no_measure_for_its_steps(phase: Phase) -> None:
+    detector = learnt()
+
+    def pauses(now_s: float) -> Sight:
+        over = now_s >= BEGIN_S + 6
+        return Sight(a_heartbeat(now_s) if over else a_heartbeat(now_s, phase=phase, **ASLEEP))
+
+    assert watch(beside_a_witness(pauses), 7, detector=detector) is None
+    after = a_heartbeat(BEGIN_S + 7)
+    assert detector.limits(after)[0] < FLOOR_S + 1
+    assert detector.limits(replace(after, phase=phase))[0] >= CHANGE_S + 3 * 5.5
+
+
 def test_what_a_worker_does_before_it_is_a_member_and_after_the_end_is_its_own_matter() -> None:
     for phase in (Phase.LOADING, Phase.AGREEING, Phase.ENDED):
         changes = {**ASLEEP, "phase": phase}

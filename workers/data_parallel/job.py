@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,7 @@ class Job(BaseJob):
             bucket_bytes,
             names=[name for name, _ in named],
             finished=self._wait_for_sums,
+            computing=self._computes,
         )
         return DataParallel(model, self._buckets)
 
@@ -189,7 +191,7 @@ class Job(BaseJob):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
-            heartbeat.enter(Phase.STEP, self.step)
+            heartbeat.enter(Phase.SCRIPT, self.step)
             seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - step.waited_s
             batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
@@ -234,6 +236,7 @@ class Job(BaseJob):
         """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
         step = self._in_flight
         if step.committed is None:
+            heartbeat.enter(Phase.STEP)
             begin_s = time.monotonic()
             try:
                 if self._member.interrupted:
@@ -294,11 +297,30 @@ class Job(BaseJob):
         loss = whole.loss.value / whole.samples if whole.samples else None
         self._member.report(step, loss=loss, sample_ids=self._order.ids(step * batch, batch))
 
-    def _takes_effect(self) -> bool:
-        """Whether a call of `step` by the script acts: not in a micro-batch before the last, nor in a dropped step."""
-        if not self._in_flight.in_micro_batch:
-            return True
-        return self._in_flight.last_micro_batch and self._resolve()
+    @contextmanager
+    def _takes_effect(self) -> Iterator[bool]:
+        """Around a call of `step` by the script, whether it acts.
+
+        It does not in a micro-batch before the last, nor in a dropped step. After it the script has its own time.
+        """
+        step = self._in_flight
+        if not step.in_micro_batch:
+            yield True
+            return
+        yield step.last_micro_batch and self._resolve()
+        if step.committed:
+            heartbeat.committed(self.step)
+        elif step.committed is not None:
+            heartbeat.enter(Phase.SCRIPT)
+
+    def _computes(self, is_under_way: bool) -> None:
+        """Takes note that a forward or a backward begins, or that a backward has ended and the script has its own time.
+
+        What the script computes after the step has committed is no part of a step: an evaluation.
+        """
+        step = self._in_flight
+        if step.in_micro_batch and step.committed is None:
+            heartbeat.enter(Phase.STEP if is_under_way else Phase.SCRIPT)
 
     # -- membership ---------------------------------------------------------------------------------------------
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from elaunch.errors import StateError
 
+TakesEffect = Callable[[], AbstractContextManager[bool]]
 
-def take_over(objects: Iterable[Any], takes_effect: Callable[[], bool], owns_gradients: Callable[[], bool]) -> None:
+
+def take_over(objects: Iterable[Any], takes_effect: TakesEffect, owns_gradients: Callable[[], bool]) -> None:
     """Takes over what there is of optimizers and schedulers.
 
     Args:
         objects: of the script.
-        takes_effect: returns whether a call of `step` that the script makes now is to act.
+        takes_effect: returns a context for a call of `step` that the script makes, which gives whether that is to act.
         owns_gradients: returns whether the gradients are the job's, which zeroes them itself.
     """
     for thing in objects:
@@ -33,7 +36,7 @@ def trained_bytes(objects: Iterable[Any]) -> int:
 
 
 def _take_over_optimizer(
-    optimizer: torch.optim.Optimizer, takes_effect: Callable[[], bool], owns_gradients: Callable[[], bool]
+    optimizer: torch.optim.Optimizer, takes_effect: TakesEffect, owns_gradients: Callable[[], bool]
 ) -> None:
     original = optimizer.step
 
@@ -43,7 +46,8 @@ def _take_over_optimizer(
             raise StateError(
                 "optimizer.step(closure) would run the step again; optimizers with closures cannot be used"
             )
-        return original() if takes_effect() else None
+        with takes_effect() as acts:
+            return original() if acts else None
 
     zero_grad = optimizer.zero_grad
 
@@ -56,11 +60,14 @@ def _take_over_optimizer(
     optimizer.zero_grad = zero  # type: ignore[method-assign]
 
 
-def _take_over_scheduler(scheduler: Any, takes_effect: Callable[[], bool]) -> None:
+def _take_over_scheduler(scheduler: Any, takes_effect: TakesEffect) -> None:
     """Does the same through a subclass, because a scheduler's state_dict is all of its attributes."""
     kind = type(scheduler)
 
     def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(this, *args, **kwargs) if this is not scheduler or takes_effect() else None
+        if this is not scheduler:
+            return kind.step(this, *args, **kwargs)
+        with takes_effect() as acts:
+            return kind.step(this, *args, **kwargs) if acts else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": functools.wraps(kind.step)(step)})
