@@ -29,6 +29,9 @@ this node are stalled, after CHANGE_S more: what holds them all up may be a netw
 whose failure the links are about to find. Bytes that arrive are a sign of progress. Whom it costs its place is found
 when all nodes say so.
 
+The last member that holds the state is not blamed while others could be waited for; see
+`elaunch.rendezvous.rules.holders`.
+
 One worker is blamed at a time, and all clocks start anew with it. If it happens again in the same step, the script
 may do something there that looks like a hang: each time the limit is `AGAIN_FACTOR` times as long.
 """
@@ -45,6 +48,7 @@ from elaunch.detect.heartbeat import BEAT_S, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 from elaunch.rendezvous.rules import deadlock
+from elaunch.rendezvous.rules.holders import grace_s
 
 VARIABLE = "ELAUNCH_HANG_TIMEOUT"
 FLAG = "--hang-timeout"
@@ -204,7 +208,12 @@ class HangDetector:
         return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
 
     def look(
-        self, now_s: float, sights: Mapping[str, Sight], generation: int = 0, members: Sequence[str] = ()
+        self,
+        now_s: float,
+        sights: Mapping[str, Sight],
+        generation: int = 0,
+        members: Sequence[str] = (),
+        holders: Sequence[str] = (),
     ) -> Hang | None:
         """Takes in what the workers show now, and says who is to be taken out, if anybody.
 
@@ -213,6 +222,7 @@ class HangDetector:
             sights: of the workers of this node that use elaunch and can be judged: they run, and are not stopped.
             generation: of the newest generation.
             members: of that, in their order.
+            holders: those of them that hold the state, where that is to be saved; the last one has `LAST_S` more.
         """
         if self.setting.mode == "off":
             return None
@@ -223,7 +233,7 @@ class HangDetector:
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
         for worker, sight in sights.items():
             self._learn(now_s, worker, sight)
-        found = self._stuck(now_s, sights) or self._deadlock(now_s, sights, members)
+        found = self._stuck(now_s, sights, holders) or self._deadlock(now_s, sights, members, holders)
         if found is not None:
             self._strike(found, now_s)
         return found
@@ -313,14 +323,16 @@ class HangDetector:
 
     # -- judging ------------------------------------------------------------------------------------------------
 
-    def _stuck(self, now_s: float, sights: Mapping[str, Sight]) -> Hang | None:
+    def _stuck(self, now_s: float, sights: Mapping[str, Sight], holders: Sequence[str]) -> Hang | None:
         """Of those that do not wait and are beyond their limit, the one that is so by most."""
         found: list[tuple[float, Hang]] = []
+        sound = {worker for worker, sight in sights.items() if self._still_from(now_s, sight) is None}
         for worker, sight in sights.items():
             heartbeat = sight.heartbeat
             if heartbeat.phase in _QUIET or heartbeat.waits:
                 continue
             short_s, long_s = self.limits(heartbeat)
+            more_s = grace_s(worker, holders, sound - {worker})
             since_s = max(heartbeat.since_s, self._from_s)
             limit_s, from_s, how = long_s, since_s, "busy"
             still_from_s = self._still_from(now_s, sight)
@@ -328,8 +340,9 @@ class HangDetector:
                 how = _how(now_s, heartbeat)
                 if self.setting.fixed_s is None and not self._is_waited_for(now_s, worker, sights, short_s):
                     short_s = min(short_s + CHANGE_S, long_s)
-                if now_s - still_from_s > short_s:
+                if now_s - still_from_s > short_s + more_s:
                     limit_s, from_s = short_s, still_from_s
+            limit_s += more_s
             over_s = now_s - from_s - limit_s
             if over_s > 0:
                 doing = f"{_doing(heartbeat)}, {how}"
@@ -346,7 +359,9 @@ class HangDetector:
             for other, sight in sights.items()
         )
 
-    def _deadlock(self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str]) -> Hang | None:
+    def _deadlock(
+        self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str], holders: Sequence[str]
+    ) -> Hang | None:
         """Whom to take out of those that all wait for each other; of members that are elsewhere too, only note it."""
         wait = self._all_wait(sights, members)
         if wait is None or now_s - wait.from_s <= wait.limit_s:
@@ -355,7 +370,7 @@ class HangDetector:
             self._stall = wait
             return None
         waits = tuple(map(deadlock.describe, wait.stalled))
-        return self._hang_of(now_s, deadlock.victim(wait.stalled), wait, len(members), waits)
+        return self._hang_of(now_s, deadlock.victim(wait.stalled, holders), wait, len(members), waits)
 
     def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
         """None: one of this node's members does not wait, or is not to be seen."""

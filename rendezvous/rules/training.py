@@ -20,6 +20,7 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.rules import escalate
 from elaunch.rendezvous.rules.attempts import again, go_back, too_few
 from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
+from elaunch.rendezvous.rules.holders import LAST_S, holders_of
 from elaunch.rendezvous.view import (
     LeaderDecision,
     MembershipSettings,
@@ -98,7 +99,12 @@ class _Fates:
 
 
 def _fates(
-    generation: Generation, nodes: tuple[NodeDoc, ...], gone: Collection[str], missing: Missing, in_doubt: bool
+    generation: Generation,
+    nodes: tuple[NodeDoc, ...],
+    gone: Collection[str],
+    missing: Missing,
+    in_doubt: bool,
+    spared: Collection[str],
 ) -> _Fates:
     """Goes through the members.
 
@@ -108,6 +114,7 @@ def _fates(
         gone: workers that some peer found dead.
         missing: who cannot reach whom.
         in_doubt: whether a node that is not here may be alive.
+        spared: those that are not lost by what peers say of them, as long as their own nodes say that they live.
     """
     present = {doc.node: doc for doc in nodes}
     of_generation = set(generation.nodes)
@@ -120,7 +127,7 @@ def _fates(
         fates.have_entered = fates.have_entered and state is not WorkerState.READY
         if state is WorkerState.DONE:
             fates.is_missed = fates.is_missed or worker.id in gone
-        elif worker.id in gone:
+        elif worker.id in gone and not (state is not None and worker.id in spared):
             fates.lose(worker, f"worker {worker.id} cannot be reached")
         elif doc is None:
             if in_doubt:
@@ -185,7 +192,10 @@ def _compare(
     present = {doc.node: doc for doc in nodes}
     gone = {worker for doc in nodes for worker in doc.peers.unreachable}
     missing = cut_off(nodes)
-    fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
+    # The last that holds the state: its own node knows better than a peer that wants to have it.
+    holders = holders_of(generation, nodes)
+    spared = holders if len(holders) == 1 and now_s < view.changed_s + LAST_S else ()
+    fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings), spared)
     causes = list(fates.causes)
     # Those told to leave by an earlier generation may still be members of the step in flight.
     listed = {worker.id for doc in nodes for worker in doc.workers}
@@ -295,8 +305,7 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     if change.lost:
         return change, streak
     members = [worker.id for worker in change.survivors]
-    hold_state = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
-    worker = escalate.suspect(streak, members, hold_state.intersection(members))
+    worker = escalate.suspect(streak, members, set(holders_of(generation, nodes)).intersection(members))
     if not worker:
         return change, streak
     text = f"links to worker {worker} failed {streak.resets} times in a row, and no step has committed: it is replaced"

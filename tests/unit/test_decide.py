@@ -27,6 +27,7 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.rendezvous.rules.attempts import RESUMES
 from elaunch.rendezvous.rules.connectivity import apart
+from elaunch.rendezvous.rules.holders import LAST_S
 from elaunch.rendezvous.view import next_generation
 from tests.helpers import scaled
 from tests.unit.documents import changed_report
@@ -95,6 +96,10 @@ def ended(decision: LeaderDecision) -> Result:
     assert decision.result is not None, decision.reason
     assert decision.generation is None
     return decision.result
+
+
+def announced_or_ended(decision: LeaderDecision) -> bool:
+    return decision.generation is not None or decision.result is not None
 
 
 def assert_waits(decision: LeaderDecision, until_s: float | None = None) -> None:
@@ -367,6 +372,17 @@ class TestJoins:
 
     def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable=("b/0#0",)), node("b", READY)))
+
+    def test_the_last_holder_of_the_state_is_not_lost_by_what_a_peer_says(self) -> None:
+        """A joiner that cannot reach it waits: its own node knows whether it lives."""
+        now, b = train("a/0#0", "b/0#0"), node("b", READY, unreachable=("a/0#0",))
+        assert_waits(ask(now, node("a", MEMBER), b, changed_s=NOW_S - 60))
+        other = node("c", MEMBER, generation=5)
+        assert announced(ask(train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER), b, other)).ids == ("b/0#0", "c/0#0")
+        died = announced_or_ended(ask(now, node("a", None), b, changed_s=NOW_S - 60))
+        assert died, "its node says that it has ended"
+        late = announced_or_ended(ask(now, node("a", MEMBER), b, changed_s=NOW_S - LAST_S - 1))
+        assert late, "and has not come back for long"
 
     def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)

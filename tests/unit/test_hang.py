@@ -27,6 +27,7 @@ from elaunch.detect.hang import (
 from elaunch.detect.heartbeat import BEAT_S, Awaited, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
+from elaunch.rendezvous.rules.holders import KEEPER_S, LAST_S
 from tests.helpers import scaled
 
 LOOK_S = 0.25
@@ -408,6 +409,40 @@ def test_what_a_worker_does_before_it_is_a_member_and_after_the_end_is_its_own_m
     for phase in (Phase.LOADING, Phase.AGREEING, Phase.ENDED):
         changes = {**ASLEEP, "phase": phase}
         assert watch(beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **changes))), 2 * LONG_S) is None  # noqa: B023
+
+
+def test_the_last_that_holds_the_state_is_waited_for() -> None:
+    """The other one is its replacement, which waits to be filled."""
+
+    def watch_holders(seconds: float, *holders: str) -> Hang | None:
+        detector, now_s = learnt(), BEGIN_S
+        sights = beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **ASLEEP)))
+        while now_s < BEGIN_S + seconds:
+            found = detector.look(now_s, sights(now_s), 7, ["n/0#0", "n/1#0"], holders)
+            if found is not None:
+                return found
+            now_s += SELDOM_S if seconds > 60 else LOOK_S
+        return None
+
+    assert watch_holders(LAST_S, "n/0#0") is None
+    gone = watch_holders(LAST_S + 5, "n/0#0")
+    assert gone is not None, "it will not come back"
+    assert gone.limit_s > LAST_S
+    filled = watch_holders(60, "n/0#0", "n/1#0")
+    assert filled is not None
+    assert filled.limit_s < CHANGE_S, "the other one holds it, too"
+
+
+def test_of_two_nodes_with_one_worker_each_the_second_goes_first() -> None:
+    def limit_s(worker: str) -> float:
+        detector, now_s, found = learnt(), BEGIN_S, None
+        while found is None:
+            sights = {worker: Sight(a_heartbeat(now_s, **ASLEEP))}
+            found = detector.look(now_s, sights, 7, ["m/0#0", "n/0#0"], ["m/0#0", "n/0#0"])
+            now_s += LOOK_S
+        return found.limit_s
+
+    assert limit_s("m/0#0") == limit_s("n/0#0") + KEEPER_S
 
 
 def test_an_agent_that_could_not_look_starts_all_clocks_anew() -> None:

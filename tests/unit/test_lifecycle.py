@@ -27,6 +27,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
+from elaunch.rendezvous.rules.holders import LAST_S
 from elaunch.wire import Unreachable
 
 A = TypeVar("A", bound=Action)
@@ -602,6 +603,19 @@ class TestUnreachablePeers:
         node = member_node(slots=2)
         node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
         assert node.life.doc().peers.unreachable == ()
+
+    def test_the_last_holder_of_the_state_may_refuse_its_peers_for_long(self) -> None:
+        """Its peer died, and the replacement cannot get the state from anybody else."""
+        node = member_node(2)
+        node.dies("a/0#0")
+        node.later(1.0)
+        node.train("a/1#0", "a/0#1")
+        node.life.on_unreachable(node.number, "a/1#0", refused=True, now_s=node.now_s)
+        due_s = node.life.due_s()
+        assert due_s is not None
+        assert due_s > node.now_s + LAST_S
+        assert signalled(node.later(LAST_S)) == []
+        assert signalled(node.later(REFUSED_S)) == [("a/1#0", signal.SIGKILL)]
 
     def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:
         node = member_node(slots=2)

@@ -25,6 +25,11 @@ class NodeSettings:
     rank: int = 0
     warm_start: bool = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether the job has room for one worker only, which nobody can stand in for."""
+        return self.slots * self.max_nodes == 1
+
 
 @dataclass(slots=True)
 class Ending:
