@@ -246,7 +246,9 @@ class Node:
         """While the job goes on, no agent kills the last worker that holds its state."""
         life, world = self.life, self.world
         attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
-        if life.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
+        if world.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
+            return
+        if not target.alive or target.id in world.deaf:  # who is deaf can give the state to nobody
             return
         others = [one for one in world.workers.values() if one.alive and one.holds and one is not target]
         waiting = [one for one in world.workers.values() if one.alive and one is not target]

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.decisions.actions import Action, Exit, Say, Signal, Start, Tell, Warm
 from elaunch.agent.decisions.lifecycle import Lifecycle
-from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
+from elaunch.agent.decisions.local_workers import BACKOFF_S, LAST_REFUSED_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, SlotState
 from elaunch.agent.messages import note_lost_link
@@ -27,7 +27,6 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
-from elaunch.rendezvous.rules.holders import LAST_S
 from elaunch.wire import Unreachable
 
 A = TypeVar("A", bound=Action)
@@ -613,8 +612,8 @@ class TestUnreachablePeers:
         node.life.on_unreachable(node.number, "a/1#0", refused=True, now_s=node.now_s)
         due_s = node.life.due_s()
         assert due_s is not None
-        assert due_s > node.now_s + LAST_S
-        assert signalled(node.later(LAST_S)) == []
+        assert due_s > node.now_s + LAST_REFUSED_S
+        assert signalled(node.later(LAST_REFUSED_S)) == []
         assert signalled(node.later(REFUSED_S)) == [("a/1#0", signal.SIGKILL)]
 
     def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:

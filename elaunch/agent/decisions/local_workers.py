@@ -13,6 +13,7 @@ from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, W
 from elaunch.rendezvous.rules.holders import grace_s
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
+LAST_REFUSED_S = 20.0  # and so much longer if nobody else holds the state, which it can give to nobody
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
 
 
@@ -134,18 +135,22 @@ class LocalWorkers:
         """Returns how long a worker that runs may refuse its peers; where only it holds the state, they wait for it."""
         assert slot.refused_s is not None
         sound = {other.worker for other in self.running if other.refused_s is None}
-        return slot.refused_s + REFUSED_S + grace_s(slot.worker, self.holders.ids, sound)
+        return slot.refused_s + REFUSED_S + min(LAST_REFUSED_S, grace_s(slot.worker, self.holders.ids, sound))
 
     def end_refusing(self, now_s: float) -> list[Action]:
-        """Kills workers that live and train, and at whose address nobody listens any more: no peer can reach them."""
-        actions: list[Action] = []
-        for slot in self.refusing:
-            if now_s >= self.refused_until_s(slot):
-                slot.refused_s = None
-                self.holders.note_end(slot.worker)
-                actions.append(Say(f"worker {slot.worker} runs, but refuses the connections of its peers; it is ended"))
-                actions.append(Signal(slot.worker, signal.SIGKILL))
-        return actions
+        """Kills a worker that lives and trains, and at whose address nobody listens any more: no peer can reach it.
+
+        One at a time: what it said of others counts no more, and who still cannot reach one will say so again.
+        """
+        due = [slot for slot in self.refusing if now_s >= self.refused_until_s(slot)]
+        if not due:
+            return []
+        for slot in self.slots:
+            slot.refused_s = None
+        worker = due[0].worker
+        self.holders.note_end(worker)
+        text = f"worker {worker} runs, but refuses the connections of its peers; it is ended"
+        return [Say(text), Signal(worker, signal.SIGKILL)]
 
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""

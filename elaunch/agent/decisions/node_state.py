@@ -140,6 +140,8 @@ class PeerReports:
         """Drops what a new generation has settled."""
         self.stalled, self.broken = (), ()
         known = {*generation.ids, *generation.leaving}
+        if generation.aborts_step_before == generation.number:
+            known.difference_update(generation.ids)  # it names them all the same, and all try again to reach them
         self.unreachable = tuple(worker for worker in self.unreachable if worker in known)
 
     def note_unreachable(self, worker: str) -> None:
