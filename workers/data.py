@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from elaunch.workers import heartbeat
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -88,11 +90,12 @@ def load(dataset: Any, ids: Sequence[int], collate: Collate | None = None) -> An
     `dataset.__getitems__` (all samples in one call) is used where the data set has it, as DataLoader does.
     `collate` makes a batch of the list of samples; by default torch's `default_collate`.
     """
-    if getattr(dataset, "__getitems__", None) is not None:
-        samples = dataset.__getitems__(list(ids))
-    else:
-        samples = [dataset[index] for index in ids]
-    return (collate or default_collate)(samples)
+    with heartbeat.script_code():
+        if getattr(dataset, "__getitems__", None) is not None:
+            samples = dataset.__getitems__(list(ids))
+        else:
+            samples = [dataset[index] for index in ids]
+        return (collate or default_collate)(samples)
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:

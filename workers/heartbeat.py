@@ -6,6 +6,8 @@ One per process. Code that trains says here what it is about, and marks its wait
     with heartbeat.waiting(("a/1#0",)):
         ...
 
+The script's own code in a step is `Phase.SCRIPT`. It ends with the first wait for peers: whatever follows is the step.
+
 Without an agent (`open_heartbeat` was not called) all of it does nothing. A call costs a microsecond or two: it
 stores into memory that the agent sees (`elaunch.detect.heartbeat`).
 
@@ -101,8 +103,16 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
 
     def committed(self, step: int) -> None:
-        """Notes that a step has committed; `step` is the next one."""
-        self.enter(Phase.BETWEEN, step, self._numbers[form.AT_STEPS_HERE] + 1)
+        """Notes that a step has committed; `step` is the next one. The same step counts once."""
+        numbers = self._numbers
+        self.enter(Phase.BETWEEN, step, numbers[form.AT_STEPS_HERE] + int(step != numbers[form.AT_STEP]))
+
+    def begin_script_code(self) -> bool:
+        """Notes that the step under way runs code of the script; returns whether there is one, outside such code."""
+        is_step = self._numbers[form.AT_PHASE] == Phase.STEP
+        if is_step:
+            self.enter(Phase.SCRIPT)
+        return is_step
 
     def begin_wait(self, peers: Collection[str], generation: int, operation: int) -> None:
         """Notes that a thread waits for `peers` in an operation of a generation; each call has its `end_wait`.
@@ -122,6 +132,8 @@ class Heartbeat:
             numbers[form.AT_SEQUENCE] += 1
             if self._n_waiting == 1:
                 numbers[form.AT_SINCE] = now
+            if numbers[form.AT_PHASE] == Phase.SCRIPT:
+                numbers[form.AT_PHASE] = Phase.STEP
             numbers[form.AT_WAITS] = 1
             numbers[form.AT_GENERATION], numbers[form.AT_OPERATION] = generation, operation
             numbers[form.AT_OTHERS], numbers[form.AT_LENGTH] = len(peers) - len(shown), len(text)
@@ -250,6 +262,26 @@ class _Waiting:
             self._heartbeat.end_wait()
 
 
+class _ScriptCode:
+    """Code of the script, run by the training thread in a step."""
+
+    __slots__ = ("_heartbeat",)
+
+    def __init__(self) -> None:
+        self._heartbeat: Heartbeat | None = None
+
+    def __enter__(self) -> None:
+        heartbeat = _current
+        if heartbeat is not None and heartbeat.begin_script_code():
+            self._heartbeat = heartbeat
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.enter(Phase.STEP)
+
+
 def open_heartbeat() -> Heartbeat:
     """Begins to show the heartbeat of this process; the calling thread is the one that trains."""
     global _current
@@ -265,6 +297,11 @@ def in_background() -> None:
 def waiting(peers: Collection[str] = (), generation: int = 0, operation: int = 0) -> _Waiting:
     """Returns a context in which the calling thread waits for peers; none named: for any of the members."""
     return _Waiting(peers, generation, operation)
+
+
+def script_code() -> _ScriptCode:
+    """Returns a context in which the step under way runs code of the script; outside a step it changes nothing."""
+    return _ScriptCode()
 
 
 def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) -> None:

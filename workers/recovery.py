@@ -237,6 +237,7 @@ class Recovery:
             if self._verdict is None:
                 self.agree()
                 continue
+            heartbeat.enter(Phase.CHANGING)  # a script may have gone on with its own code since the agreement
             try:
                 self._activate()
             except StepInterrupted as error:

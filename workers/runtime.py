@@ -19,7 +19,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -278,9 +278,10 @@ class Member:
         """Tries a step. Where it is interrupted, the members agree on it, and the next attempt follows.
 
         Between two attempts the hooks may be called: the state may have moved, and the step may have committed.
+        Until its first collective the attempt is the framework's own time, in which it may sleep (`script_code`).
         """
         self.begin_step()
-        heartbeat.enter(Phase.STEP)
+        heartbeat.enter(Phase.SCRIPT)
         try:
             yield
         except StepInterrupted as error:
@@ -295,8 +296,18 @@ class Member:
         Raises:
             StepInterrupted: not all have come to the barrier.
         """
-        self.pass_barrier(StepRecord.at(self._hooks.step), note)
+        step = self._hooks.step
+        self.pass_barrier(StepRecord.at(step), note)
+        heartbeat.committed(step + 1)
         return self._notes.of_frameworks(self.size)
+
+    def script_code(self) -> AbstractContextManager[None]:
+        """Returns a context for code of the user that an attempt runs after its first collective, such as a callback.
+
+        Code in it may sleep for longer than a step takes: a worker that does so is given as long as between two steps
+        before it counts as one that hangs.
+        """
+        return heartbeat.script_code()
 
     def pass_barrier(self, record: StepRecord, note: bytes = b"") -> StepRecord:
         """Passes the commit barrier as `commit` does; returns the record of all members together.

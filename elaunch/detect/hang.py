@@ -17,8 +17,9 @@ is never blamed for that; who is, is one that
   `LONG_S` is what torch itself gives a collective.
 
 Nothing is known before `MIN_STEPS` steps have been seen, and nothing is done. The first step after a change of
-members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does what a script does between
-two steps, where one worker saves, logs or evaluates for all; and a worker that nobody on its node waits for, since then
+members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does the script's own code,
+between two steps or in one (`Phase.SCRIPT`), where one worker saves, logs, uploads or evaluates for all; how long it
+usually takes there is learnt apart from the rest. And so does a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
 If all wait for each other, that is a deadlock (`elaunch.rendezvous.rules.deadlock`). Where all members are workers of
@@ -27,6 +28,9 @@ there are other nodes their workers may be at fault, which their agents see. So 
 this node are stalled, after CHANGE_S more: what holds them all up may be a network that is about to be well again, or
 whose failure the links are about to find. Bytes that arrive are a sign of progress. Whom it costs its place is found
 when all nodes say so.
+
+The last member that holds the state is not blamed while others could be waited for; see
+`elaunch.rendezvous.rules.holders`.
 
 One worker is blamed at a time, and all clocks start anew with it. If it happens again in the same step, the script
 may do something there that looks like a hang: each time the limit is `AGAIN_FACTOR` times as long.
@@ -44,6 +48,7 @@ from elaunch.detect.heartbeat import BEAT_S, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 from elaunch.rendezvous.rules import deadlock
+from elaunch.rendezvous.rules.holders import grace_s
 
 VARIABLE = "ELAUNCH_HANG_TIMEOUT"
 FLAG = "--hang-timeout"
@@ -68,7 +73,10 @@ GAP_S = 1.0
 """An agent that could not look for so long was stopped or had no processor, and so perhaps had its workers."""
 
 _QUIET = (Phase.LOADING, Phase.AGREEING, Phase.ENDED)
-_ROUTINE = (Phase.STEP, Phase.BETWEEN)
+_OWN = (Phase.BETWEEN, Phase.SCRIPT)
+"""The script's own time: it may sleep there for reasons of which steps tell nothing."""
+
+_ROUTINE = (Phase.STEP, *_OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +158,11 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of one worker, at the last look."""
+    """Of one worker, at the last look; `is_own`: it was in code of the script."""
 
     step: int
     step_since_s: float
+    is_own: bool = False
     still_s: float = 0.0
     still_from_s: float | None = None
 
@@ -178,7 +187,8 @@ class HangDetector:
     setting: HangTimeout = HangTimeout()
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _counted: int = 0
-    _stills: deque[tuple[int, float]] = field(default_factory=deque)  # step and seconds, ever shorter ones
+    # Of the script's own code and of the rest: step and seconds, ever shorter ones.
+    _stills: dict[bool, deque[tuple[int, float]]] = field(default_factory=lambda: {False: deque(), True: deque()})
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _from_s: float = -math.inf
     _looked_s: float = -math.inf
@@ -198,7 +208,12 @@ class HangDetector:
         return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
 
     def look(
-        self, now_s: float, sights: Mapping[str, Sight], generation: int = 0, members: Sequence[str] = ()
+        self,
+        now_s: float,
+        sights: Mapping[str, Sight],
+        generation: int = 0,
+        members: Sequence[str] = (),
+        holders: Sequence[str] = (),
     ) -> Hang | None:
         """Takes in what the workers show now, and says who is to be taken out, if anybody.
 
@@ -207,6 +222,7 @@ class HangDetector:
             sights: of the workers of this node that use elaunch and can be judged: they run, and are not stopped.
             generation: of the newest generation.
             members: of that, in their order.
+            holders: those of them that hold the state, where that is to be saved; the last one has `LAST_S` more.
         """
         if self.setting.mode == "off":
             return None
@@ -217,7 +233,7 @@ class HangDetector:
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
         for worker, sight in sights.items():
             self._learn(now_s, worker, sight)
-        found = self._stuck(now_s, sights) or self._deadlock(now_s, sights, members)
+        found = self._stuck(now_s, sights, holders) or self._deadlock(now_s, sights, members, holders)
         if found is not None:
             self._strike(found, now_s)
         return found
@@ -260,12 +276,14 @@ class HangDetector:
             still_s = max(still_s, now_s - from_s)
         if before.still_s > BEAT_S and not same:
             # It went on by itself, so this is usual here. What is older and shorter does not matter any more.
-            while self._stills and self._stills[-1][1] <= before.still_s:
-                self._stills.pop()
-            self._stills.append((before.step, before.still_s))
-        while self._stills and self._stills[0][0] < heartbeat.step - MEMORY_STEPS:
-            self._stills.popleft()
-        self._seen[worker] = _Seen(heartbeat.step, heartbeat.step_since_s, still_s, shown_s)
+            stills = self._stills[before.is_own]
+            while stills and stills[-1][1] <= before.still_s:
+                stills.pop()
+            stills.append((before.step, before.still_s))
+        for stills in self._stills.values():
+            while stills and stills[0][0] < heartbeat.step - MEMORY_STEPS:
+                stills.popleft()
+        self._seen[worker] = _Seen(heartbeat.step, heartbeat.step_since_s, heartbeat.phase in _OWN, still_s, shown_s)
 
     def _still_from(self, now_s: float, sight: Sight) -> float | None:
         """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
@@ -293,7 +311,8 @@ class HangDetector:
         typical_s = self.typical_step_s
         if typical_s is None:
             return math.inf, math.inf
-        longest_s = self._stills[0][1] if self._stills else 0.0
+        stills = self._stills[heartbeat.phase in _OWN]
+        longest_s = stills[0][1] if stills else 0.0
         short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s)
         if self._struck_step <= heartbeat.step <= self._struck_step + 1:
             short_s *= AGAIN_FACTOR**self._strikes
@@ -304,14 +323,16 @@ class HangDetector:
 
     # -- judging ------------------------------------------------------------------------------------------------
 
-    def _stuck(self, now_s: float, sights: Mapping[str, Sight]) -> Hang | None:
+    def _stuck(self, now_s: float, sights: Mapping[str, Sight], holders: Sequence[str]) -> Hang | None:
         """Of those that do not wait and are beyond their limit, the one that is so by most."""
         found: list[tuple[float, Hang]] = []
+        sound = {worker for worker, sight in sights.items() if self._still_from(now_s, sight) is None}
         for worker, sight in sights.items():
             heartbeat = sight.heartbeat
             if heartbeat.phase in _QUIET or heartbeat.waits:
                 continue
             short_s, long_s = self.limits(heartbeat)
+            more_s = grace_s(worker, holders, sound - {worker})
             since_s = max(heartbeat.since_s, self._from_s)
             limit_s, from_s, how = long_s, since_s, "busy"
             still_from_s = self._still_from(now_s, sight)
@@ -319,8 +340,9 @@ class HangDetector:
                 how = _how(now_s, heartbeat)
                 if self.setting.fixed_s is None and not self._is_waited_for(now_s, worker, sights, short_s):
                     short_s = min(short_s + CHANGE_S, long_s)
-                if now_s - still_from_s > short_s:
+                if now_s - still_from_s > short_s + more_s:
                     limit_s, from_s = short_s, still_from_s
+            limit_s += more_s
             over_s = now_s - from_s - limit_s
             if over_s > 0:
                 doing = f"{_doing(heartbeat)}, {how}"
@@ -337,7 +359,9 @@ class HangDetector:
             for other, sight in sights.items()
         )
 
-    def _deadlock(self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str]) -> Hang | None:
+    def _deadlock(
+        self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str], holders: Sequence[str]
+    ) -> Hang | None:
         """Whom to take out of those that all wait for each other; of members that are elsewhere too, only note it."""
         wait = self._all_wait(sights, members)
         if wait is None or now_s - wait.from_s <= wait.limit_s:
@@ -346,7 +370,7 @@ class HangDetector:
             self._stall = wait
             return None
         waits = tuple(map(deadlock.describe, wait.stalled))
-        return self._hang_of(now_s, deadlock.victim(wait.stalled), wait, len(members), waits)
+        return self._hang_of(now_s, deadlock.victim(wait.stalled, holders), wait, len(members), waits)
 
     def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
         """None: one of this node's members does not wait, or is not to be seen."""
@@ -415,6 +439,7 @@ def _doing(heartbeat: HeartbeatReading) -> str:
         Phase.LOADING: "loading",
         Phase.STEP: f"in step {heartbeat.step}",
         Phase.BETWEEN: f"before step {heartbeat.step}",
+        Phase.SCRIPT: f"in the script's own code, in step {heartbeat.step}",
         Phase.CHANGING: "changing over to other members or another plan",
         Phase.SAVING: "saving a checkpoint",
         Phase.AGREEING: "waiting for a generation",

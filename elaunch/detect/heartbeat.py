@@ -24,7 +24,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 FILE_BYTES = 1024
 TEXT_AT = 256
 TEXT_BYTES = FILE_BYTES - TEXT_AT
@@ -49,11 +49,12 @@ class Phase(enum.IntEnum):
 
     LOADING = 0  # until it is a member for the first time
     STEP = 1
-    BETWEEN = 2  # two steps: what the script does there
+    BETWEEN = 2  # two steps: the script's own code there, from the commit of one on
     CHANGING = 3  # to another plan, or other members
     SAVING = 4  # a checkpoint
     AGREEING = 5  # waits for its agent to announce a generation
     ENDED = 6  # with its steps, or with the job
+    SCRIPT = 7  # the script's own code in a step, outside its model: it loads samples, logs, uploads
 
 
 class Still(enum.IntEnum):

@@ -9,9 +9,10 @@ generation does so nobody is left who could end it: the leader asks the node of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elaunch.rendezvous.membership import Deadlock, GenerationStage, Stalled
+from elaunch.rendezvous.rules.holders import holders_of, may_go
 from elaunch.rendezvous.view import View
 
 SHOWN = 32
@@ -38,22 +39,24 @@ def find(view: View) -> Deadlock | None:
     if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]
-    chosen = victim(members)
+    chosen = victim(members, holders_of(generation, view.nodes))
     shown = members if len(members) <= SHOWN else [chosen, *members[: SHOWN - 1]]
     return Deadlock(chosen.worker, len(members), tuple(dict.fromkeys(map(describe, shown))))
 
 
-def victim(stalled: Sequence[Stalled]) -> Stalled:
+def victim(stalled: Sequence[Stalled], holders: Collection[str] = ()) -> Stalled:
     """Returns whom to take out of members that wait for each other.
 
-    It is who is in an earlier step; among equals, who is in an operation in which the fewest are; then one that nobody
-    names; then the last one.
+    It is not the last one that holds the state. Of the others it is who is in an earlier step; among equals, who is in
+    an operation in which the fewest are; then one that nobody names; then the last one.
 
     Args:
         stalled: the members, in the order of their ranks.
+        holders: those of them that hold the state.
     """
-    first = min(wait.step for wait in stalled)
-    left = [wait for wait in stalled if wait.step == first]
+    left = [wait for wait in stalled if may_go(wait.worker, holders)] or list(stalled)
+    first = min(wait.step for wait in left)
+    left = [wait for wait in left if wait.step == first]
     operations = Counter((wait.generation, wait.operation) for wait in left)
     fewest = min(operations.values())
     left = [wait for wait in left if operations[wait.generation, wait.operation] == fewest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -16,10 +16,12 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
     names_text,
+    node_of,
 )
 from elaunch.rendezvous.rules import escalate
 from elaunch.rendezvous.rules.attempts import again, go_back, too_few
 from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
+from elaunch.rendezvous.rules.holders import holders_of
 from elaunch.rendezvous.view import (
     LeaderDecision,
     MembershipSettings,
@@ -98,14 +100,18 @@ class _Fates:
 
 
 def _fates(
-    generation: Generation, nodes: tuple[NodeDoc, ...], gone: Collection[str], missing: Missing, in_doubt: bool
+    generation: Generation,
+    nodes: tuple[NodeDoc, ...],
+    gone: Mapping[str, str],
+    missing: Missing,
+    in_doubt: bool,
 ) -> _Fates:
     """Goes through the members.
 
     Args:
         generation: the present one.
         nodes: reports of the nodes that are here.
-        gone: workers that some peer found dead.
+        gone: workers that some peer found dead, and what to say of it.
         missing: who cannot reach whom.
         in_doubt: whether a node that is not here may be alive.
     """
@@ -121,7 +127,7 @@ def _fates(
         if state is WorkerState.DONE:
             fates.is_missed = fates.is_missed or worker.id in gone
         elif worker.id in gone:
-            fates.lose(worker, f"worker {worker.id} cannot be reached")
+            fates.lose(worker, gone[worker.id])
         elif doc is None:
             if in_doubt:
                 fates.survivors.append(worker)
@@ -138,6 +144,24 @@ def _fates(
             fates.survivors.append(worker)
             fates.has_heir = fates.has_heir or state is WorkerState.MEMBER
     return fates
+
+
+def _gone(generation: Generation, nodes: tuple[NodeDoc, ...]) -> dict[str, str]:
+    """Returns the workers that are lost by what peers found, and what to say of it.
+
+    Where one that is to be filled cannot reach the last that holds the state, it goes itself.
+    """
+    gone = {worker: f"worker {worker} cannot be reached" for doc in nodes for worker in doc.peers.unreachable}
+    holders = holders_of(generation, nodes)
+    if len(holders) != 1 or holders[0] not in gone:
+        return gone
+    last = holders[0]
+    cannot = {doc.node for doc in nodes if last in doc.peers.unreachable}
+    if node_of(last) not in cannot:
+        del gone[last]
+        others = [worker.id for worker in generation.workers if worker.node in cannot]
+        gone |= {worker: f"worker {worker} cannot reach {last}, which alone holds the state" for worker in others}
+    return gone
 
 
 def _joiners(
@@ -183,7 +207,7 @@ def _compare(
 ) -> _Change:
     """Finds what is to change about the members."""
     present = {doc.node: doc for doc in nodes}
-    gone = {worker for doc in nodes for worker in doc.peers.unreachable}
+    gone = _gone(generation, nodes)
     missing = cut_off(nodes)
     fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
     causes = list(fates.causes)
@@ -295,8 +319,7 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     if change.lost:
         return change, streak
     members = [worker.id for worker in change.survivors]
-    hold_state = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}
-    worker = escalate.suspect(streak, members, hold_state.intersection(members))
+    worker = escalate.suspect(streak, members, set(holders_of(generation, nodes)).intersection(members))
     if not worker:
         return change, streak
     text = f"links to worker {worker} failed {streak.resets} times in a row, and no step has committed: it is replaced"

@@ -46,8 +46,8 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
         self.pace.before()
         if self.faults.due("compute"):
             die()
-        self.hangs.at(self.step)
         loss = float(super().gradients())
+        self.hangs.at(self.step)
         self.pace.after()
         return loss
 

@@ -1,10 +1,11 @@
-"""Ways in which a worker of a test job stops going on, without its process being stopped.
+"""Ways in which a worker of a test job stops going on.
 
     loop      Python code that calls nothing
     call      one call of a C function that keeps the interpreter's lock
     sleep     a sleep
     lock      a lock that nobody will release
     child     waits for a process that it has started, which sleeps
+    stop      its process stops after all, as if somebody had sent SIGSTOP
     work      Python code that calls functions, without an end
 
 `--hang SLOT:STEP:KIND` is for the first worker of that slot; `--busy SLOT:STEP:SECONDS` has it do something else for a
@@ -14,6 +15,7 @@ while, as an evaluation would, and `--pause SLOT:STEP:SECONDS` do nothing.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +24,7 @@ import time
 
 def hang(kind: str) -> None:
     """Do so; it never returns."""
-    {"loop": loop, "call": call, "sleep": sleep, "lock": lock, "child": child, "work": work}[kind]()
+    {"loop": loop, "call": call, "sleep": sleep, "lock": lock, "child": child, "stop": stop, "work": work}[kind]()
 
 
 def loop() -> None:
@@ -46,6 +48,10 @@ def lock() -> None:
 
 def child() -> None:
     subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"], check=False)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def work() -> None:

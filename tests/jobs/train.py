@@ -24,8 +24,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,17 @@ class Faults:
         setattr(kind, name, lambda *args, **kwargs: call(original, *args, **kwargs))
 
 
+def upload(asked: str, step: int) -> None:
+    """Wait for the answer of a server that is slow, if this worker is to do so before this step."""
+    slot, _, rest = asked.partition(":")
+    every, _, seconds = rest.partition(":")
+    if slot == os.environ.get("LOCAL_RANK") and step and step % int(every) == 0:
+        ours, server = socket.socketpair()
+        with ours, server, suppress(TimeoutError):
+            ours.settimeout(float(seconds))
+            ours.recv(1)
+
+
 def main() -> None:
     come_late()
     compile_nothing()
@@ -207,6 +220,9 @@ def main() -> None:
     parser.add_argument("--quarrel", action="append", default=[], help="SLOT:STEP:OTHER, see tests/jobs/links.py")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
+    parser.add_argument("--between", action="store_true", help="these come after the optimizer's step, not in forward")
+    parser.add_argument("--upload", default="", help="SLOT:EVERY:SECONDS: every so many steps a worker sends something")
+    parser.add_argument("--chat", default="", help="the same, between the first micro-batch of a step and the next")
     args = parser.parse_args()
 
     if args.direct:
@@ -238,8 +254,10 @@ def main() -> None:
             raise RuntimeError("the backward that breaks the script")
 
     next(iter(model.parameters())).register_hook(may_break)
+    if not args.between:
+        net.register_forward_pre_hook(lambda *_: hangs.at(job.step))
     rows = set()
-    counted = 0.0
+    counted, logged = 0.0, -1
     for points, values in job.batches(
         Samples(dtype),
         global_batch_size=args.global_batch_size,
@@ -253,7 +271,6 @@ def main() -> None:
         throttle(job, args.throttle)
         if faults.due("compute"):
             die()
-        hangs.at(job.step)
         links.at(job.step)
         if args.fail_at == f"{os.environ.get('LOCAL_RANK', '0')}:{job.step}":
             raise RuntimeError("the sample that breaks the script")
@@ -280,6 +297,13 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if job.last_micro_batch:
+            upload(args.upload, job.step)
+            if args.between:
+                hangs.at(job.step)
+        elif logged != job.step:
+            logged = job.step
+            upload(args.chat, job.step)
     norm = sum(parameter.detach().double().square().sum().item() for parameter in model.parameters())
     if args.extras:
         statistics = [round(buffer.double().sum().item(), 12) for buffer in model.buffers()]

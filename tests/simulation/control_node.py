@@ -222,6 +222,8 @@ class Node:
                 self.world.at(self.world.delay_s(worker.id), worker.boot)
             elif isinstance(action, Signal):
                 target = self.world.workers[action.worker]
+                if action.number == signal.SIGKILL:
+                    self.check_kill(target)
                 self.world.note(self.name, f"sends {signal.Signals(action.number).name} to {target.id}")
                 self.world.at(0.001, lambda target=target, n=action.number: target.end(None, n))  # type: ignore[misc]
             elif isinstance(action, Tell):
@@ -239,6 +241,18 @@ class Node:
             assert due_s > self.world.now_s - 1.0, f"{self.name} has been asked in vain since {due_s - 100:.3f}"
             delay_s = max(due_s - self.world.now_s, 0.05 if due_s <= self.world.now_s else 0.0)
             self.world.at(delay_s, lambda: self.step(lambda: self.life.on_time(self.world.now_s)))
+
+    def check_kill(self, target: Worker) -> None:
+        """While the job goes on, no agent kills the last worker that holds its state."""
+        life, world = self.life, self.world
+        attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
+        if world.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
+            return
+        if not target.alive or target.id in world.deaf:  # who is deaf can give the state to nobody
+            return
+        others = [one for one in world.workers.values() if one.alive and one.holds and one is not target]
+        waiting = [one for one in world.workers.values() if one.alive and one is not target]
+        assert others or not waiting, f"{self.name} kills {target.id}, the last that holds the state"
 
     def leave(self, action: Exit) -> None:
         self.world.note(self.name, f"exits with {action.code}{action.text and f': {action.text}'}")

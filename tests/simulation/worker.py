@@ -94,6 +94,11 @@ class Worker:
         """Whether it has not resumed in it yet."""
         return self.member is None or self.member._recovery._entering
 
+    @property
+    def holds(self) -> bool:
+        """Whether it holds the whole state of the job."""
+        return self.hooks is not None and self.hooks.whole and self.hooks.holds
+
     def note(self, text: str) -> None:
         self.world.note(self.id, text, of_worker=True)
 

@@ -14,9 +14,11 @@ from elaunch.rendezvous.membership import (
     Generation,
     GenerationStage,
     NodeDoc,
+    NodeWorker,
     Result,
     Stalled,
     Worker,
+    WorkerState,
     by_node,
     node_of,
 )
@@ -135,3 +137,16 @@ def test_the_victim_waits_and_nobody_is_further_behind(data: st.DataObject) -> N
     found = victim(members)
     assert found in members
     assert found.step == min(one.step for one in members)
+
+
+def test_the_last_that_holds_the_state_is_not_the_victim() -> None:
+    """The others are being filled, and can be filled again."""
+    assert victim(CIRCLE, ["b/0#0"]).worker == "a/1#0"
+    assert victim(CIRCLE, ["a/0#0", "b/0#0"]).worker == "b/0#0"
+    assert victim(CIRCLE[:1], ["a/0#0"]).worker == "a/0#0", "there is nobody else"
+    holder = (NodeWorker("b/0#0", 0, WorkerState.MEMBER),)
+    view = job(*CIRCLE)
+    nodes = (view.nodes[0], replace(view.nodes[1], workers=holder))
+    found = find(replace(view, nodes=nodes))
+    assert found is not None
+    assert found.worker == "a/1#0"

@@ -376,6 +376,16 @@ class TestJoins:
     def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable=("b/0#0",)), node("b", READY)))
 
+    def test_the_last_holder_of_the_state_is_not_lost_by_what_a_peer_says(self) -> None:
+        """A joiner that cannot reach it is of no use: the holder goes on without it."""
+        now, b = train("a/0#0", "b/0#0"), node("b", READY, unreachable=("a/0#0",))
+        after = announced(ask(now, node("a", MEMBER), b))
+        assert (after.ids, after.aborts_step_before) == (("a/0#0",), after.number)
+        assert after.cause == "worker b/0#0 cannot reach a/0#0, which alone holds the state"
+        other = node("c", MEMBER, generation=5)
+        assert announced(ask(train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER), b, other)).ids == ("b/0#0", "c/0#0")
+        assert announced(ask(now, node("a", None), b)).ids == ("b/0#0",), "its own node says that it has ended"
+
     def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)
         assert_waits(ask(train("a/0#0", "b/0#0"), *docs))

@@ -27,6 +27,7 @@ from elaunch.detect.hang import (
 from elaunch.detect.heartbeat import BEAT_S, Awaited, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
+from elaunch.rendezvous.rules.holders import KEEPER_S, LAST_S
 from tests.helpers import scaled
 
 LOOK_S = 0.25
@@ -374,10 +375,74 @@ def test_threads_that_run_at_some_looks_are_no_sign_that_a_worker_went_on(
     assert found.since_s < found.limit_s + 3 * LOOK_S
 
 
+OWN = (Phase.BETWEEN, Phase.SCRIPT)
+
+
+@pytest.mark.parametrize("phase", OWN)
+@pytest.mark.parametrize("lock_is_held", [False, True])
+def test_in_the_scripts_own_code_it_has_more_time(phase: Phase, lock_is_held: bool) -> None:
+    def sight(now_s: float) -> Sight:
+        return Sight(a_heartbeat(now_s, phase=phase, **ASLEEP, **({"beat_s": BEGIN_S} if lock_is_held else {})))
+
+    assert watch(beside_a_witness(sight), CHANGE_S) is None
+    found = watch(beside_a_witness(sight), CHANGE_S + 5)
+    assert found is not None
+    assert CHANGE_S < found.limit_s < CHANGE_S + FLOOR_S + 1
+    assert found.doing.startswith({Phase.BETWEEN: "before step 50,", Phase.SCRIPT: "in the script's own code,"}[phase])
+
+
+@pytest.mark.parametrize("phase", OWN)
+def test_what_a_script_usually_waits_for_is_no_measure_for_its_steps(phase: Phase) -> None:
+    detector = learnt()
+
+    def pauses(now_s: float) -> Sight:
+        over = now_s >= BEGIN_S + 6
+        return Sight(a_heartbeat(now_s) if over else a_heartbeat(now_s, phase=phase, **ASLEEP))
+
+    assert watch(beside_a_witness(pauses), 7, detector=detector) is None
+    after = a_heartbeat(BEGIN_S + 7)
+    assert detector.limits(after)[0] < FLOOR_S + 1
+    assert detector.limits(replace(after, phase=phase))[0] >= CHANGE_S + 3 * 5.5
+
+
 def test_what_a_worker_does_before_it_is_a_member_and_after_the_end_is_its_own_matter() -> None:
     for phase in (Phase.LOADING, Phase.AGREEING, Phase.ENDED):
         changes = {**ASLEEP, "phase": phase}
         assert watch(beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **changes))), 2 * LONG_S) is None  # noqa: B023
+
+
+def test_the_last_that_holds_the_state_is_waited_for() -> None:
+    """The other one is its replacement, which waits to be filled."""
+
+    def watch_holders(seconds: float, *holders: str) -> Hang | None:
+        detector, now_s = learnt(), BEGIN_S
+        sights = beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, **ASLEEP)))
+        while now_s < BEGIN_S + seconds:
+            found = detector.look(now_s, sights(now_s), 7, ["n/0#0", "n/1#0"], holders)
+            if found is not None:
+                return found
+            now_s += SELDOM_S if seconds > 60 else LOOK_S
+        return None
+
+    assert watch_holders(LAST_S, "n/0#0") is None
+    gone = watch_holders(LAST_S + 5, "n/0#0")
+    assert gone is not None, "it will not come back"
+    assert gone.limit_s > LAST_S
+    filled = watch_holders(60, "n/0#0", "n/1#0")
+    assert filled is not None
+    assert filled.limit_s < CHANGE_S, "the other one holds it, too"
+
+
+def test_of_two_nodes_with_one_worker_each_the_second_goes_first() -> None:
+    def limit_s(worker: str) -> float:
+        detector, now_s, found = learnt(), BEGIN_S, None
+        while found is None:
+            sights = {worker: Sight(a_heartbeat(now_s, **ASLEEP))}
+            found = detector.look(now_s, sights, 7, ["m/0#0", "n/0#0"], ["m/0#0", "n/0#0"])
+            now_s += LOOK_S
+        return found.limit_s
+
+    assert limit_s("m/0#0") == limit_s("n/0#0") + KEEPER_S
 
 
 def test_an_agent_that_could_not_look_starts_all_clocks_anew() -> None:

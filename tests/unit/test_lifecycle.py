@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.decisions.actions import Account, Action, Exit, Say, Signal, Start, Tell, Warm
 from elaunch.agent.decisions.lifecycle import Lifecycle
-from elaunch.agent.decisions.local_workers import BACKOFF_S, REFUSED_S
+from elaunch.agent.decisions.local_workers import BACKOFF_S, LAST_REFUSED_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, SlotState
 from elaunch.agent.messages import note_lost_link
@@ -612,6 +612,19 @@ class TestUnreachablePeers:
         node = member_node(slots=2)
         node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)
         assert node.life.doc().peers.unreachable == ()
+
+    def test_the_last_holder_of_the_state_may_refuse_its_peers_for_long(self) -> None:
+        """Its peer died, and the replacement cannot get the state from anybody else."""
+        node = member_node(2)
+        node.dies("a/0#0")
+        node.later(1.0)
+        node.train("a/1#0", "a/0#1")
+        node.life.on_unreachable(node.number, "a/1#0", refused=True, now_s=node.now_s)
+        due_s = node.life.due_s()
+        assert due_s is not None
+        assert due_s > node.now_s + LAST_REFUSED_S
+        assert signalled(node.later(LAST_REFUSED_S)) == []
+        assert signalled(node.later(REFUSED_S)) == [("a/1#0", signal.SIGKILL)]
 
     def test_a_live_worker_that_refuses_its_peers_is_ended_after_a_while_and_replaced(self) -> None:
         node = member_node(slots=2)

@@ -223,6 +223,30 @@ def test_steps_are_counted_from_the_last_change(shown: Reader) -> None:
     assert look(shown).steps_here == 0
 
 
+def test_a_step_that_is_told_of_twice_counts_once(shown: Reader) -> None:
+    worker_heartbeat.enter(Phase.BETWEEN, 10, steps_here=0)
+    worker_heartbeat.committed(11)
+    worker_heartbeat.enter(Phase.SCRIPT)
+    worker_heartbeat.committed(11)
+    assert (look(shown).step, look(shown).steps_here, look(shown).phase) == (11, 1, Phase.BETWEEN)
+
+
+def test_the_first_wait_for_peers_ends_the_scripts_own_code(shown: Reader) -> None:
+    for before, after in ((Phase.SCRIPT, Phase.STEP), (Phase.BETWEEN, Phase.BETWEEN), (Phase.SAVING, Phase.SAVING)):
+        worker_heartbeat.enter(before, 7)
+        with worker_heartbeat.waiting(["a/1#0"]):
+            assert look(shown).phase is after
+        assert look(shown).phase is after
+
+
+def test_a_step_may_run_code_of_the_script(shown: Reader) -> None:
+    for around, inside in ((Phase.STEP, Phase.SCRIPT), (Phase.SCRIPT, Phase.SCRIPT), (Phase.LOADING, Phase.LOADING)):
+        worker_heartbeat.enter(around, 7)
+        with worker_heartbeat.script_code():
+            assert look(shown).phase is inside
+        assert look(shown).phase is around
+
+
 def test_after_the_end_nothing_is_shown_any_more(shown: Reader) -> None:
     worker_heartbeat.close()
     worker_heartbeat.enter(Phase.STEP, 99)
@@ -234,7 +258,7 @@ def test_without_an_agent_all_of_it_does_nothing() -> None:
     worker_heartbeat.enter(Phase.STEP, 1)
     worker_heartbeat.committed(2)
     worker_heartbeat.moved()
-    with worker_heartbeat.waiting(["a/1#0"]):
+    with worker_heartbeat.waiting(["a/1#0"]), worker_heartbeat.script_code():
         pass
     worker_heartbeat.close()
 

@@ -63,6 +63,8 @@ class GradientBuckets:
         names: of `parameters`, for messages.
         finished: called when the last backward of the step is about to return, after all buckets were launched. If it
             waits for the reductions, `.grad` is the sum over all members once backward has returned.
+        computing: told True when the model's forward, or a backward, begins to make gradients, False when the backward
+            is about to return.
 
     Attributes:
         weight: each gradient of a backward is multiplied by it before it is added (a micro-batch's part of the mean).
@@ -77,6 +79,7 @@ class GradientBuckets:
         bucket_bytes: int = 25 * MIB,
         names: Sequence[str] | None = None,
         finished: Callable[[], None] | None = None,
+        computing: Callable[[bool], None] | None = None,
     ) -> None:
         if names is None:
             names = [f"parameter {index}" for index in range(len(parameters))]
@@ -85,6 +88,7 @@ class GradientBuckets:
         self.weight = 1.0
         self._launch = launch
         self._finished = finished
+        self._computing = computing
         self._armed = False
         self._held = False
         self._next = 0
@@ -182,6 +186,7 @@ class GradientBuckets:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
+            self.note_computing(True)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if self.weight == 1:
             return None
@@ -205,6 +210,12 @@ class GradientBuckets:
         else:
             for slot in self._slots:
                 slot.parameter.grad = None
+        self.note_computing(False)
+
+    def note_computing(self, is_under_way: bool) -> None:
+        """Tells that a forward or a backward of the model begins, or that a backward has ended."""
+        if self._computing is not None:
+            self._computing(is_under_way)
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -231,6 +242,8 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns."""
+        if self._gradients is not None and torch.is_grad_enabled():
+            self._gradients.note_computing(True)
         return self.module(*args, **kwargs)
 
     @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +121,7 @@ class Job(BaseJob):
             bucket_bytes,
             names=[name for name, _ in named],
             finished=self._wait_for_sums,
+            computing=self._computes,
         )
         return DataParallel(model, self._buckets)
 
@@ -294,7 +296,7 @@ class Job(BaseJob):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
-            heartbeat.enter(Phase.STEP, self.step)
+            heartbeat.enter(Phase.SCRIPT, self.step)
             seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - step.waited_s
             batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
@@ -339,6 +341,7 @@ class Job(BaseJob):
         """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
         step = self._in_flight
         if step.committed is None:
+            heartbeat.enter(Phase.STEP)
             begin_s = time.monotonic()
             try:
                 if self._member.interrupted:
@@ -412,23 +415,41 @@ class Job(BaseJob):
             return self._member.last_loss
         return whole.loss.value / whole.samples if whole.samples else None
 
-    def _takes_effect(self, name: str, thing: Any) -> bool:
-        """Whether a call of `step` by the script acts: not in a micro-batch before the last, nor in a dropped step.
+    @contextmanager
+    def _takes_effect(self, name: str, thing: Any) -> Iterator[bool]:
+        """Around a call of `step` by the script, whether it acts.
+
+        It does not in a micro-batch before the last, nor in a dropped step. After it the script has its own time.
 
         Raises:
             StateError: it is in the loop over the micro-batches of a step, or before it.
         """
         in_flight, step = self._in_flight, self._step
-        if step is not None and not step.committed:
-            if in_flight.in_micro_batch or isinstance(thing, torch.optim.Optimizer):
-                raise StateError(
-                    f"{name}.step() was called {'in' if in_flight.in_micro_batch else 'before'} the loop over the "
-                    f"micro-batches of step {step.number}: call it once in a step, after that loop"
-                )
-        elif in_flight.in_micro_batch and not (in_flight.last_micro_batch and self._resolve()):
-            return False
-        self._state.watch.calls.add(name)
-        return True
+        refused = in_flight.in_micro_batch or isinstance(thing, torch.optim.Optimizer)
+        if step is not None and not step.committed and refused:
+            raise StateError(
+                f"{name}.step() was called {'in' if in_flight.in_micro_batch else 'before'} the loop over the "
+                f"micro-batches of step {step.number}: call it once in a step, after that loop"
+            )
+        acts = not in_flight.in_micro_batch or (in_flight.last_micro_batch and self._resolve())
+        if acts:
+            self._state.watch.calls.add(name)
+        yield acts
+        if not in_flight.in_micro_batch:
+            return
+        if in_flight.committed:
+            heartbeat.committed(self.step)
+        elif in_flight.committed is not None:
+            heartbeat.enter(Phase.SCRIPT)
+
+    def _computes(self, is_under_way: bool) -> None:
+        """Takes note that a forward or a backward begins, or that a backward has ended and the script has its own time.
+
+        What the script computes after the step has committed is no part of a step: an evaluation.
+        """
+        step = self._in_flight
+        if step.in_micro_batch and step.committed is None:
+            heartbeat.enter(Phase.STEP if is_under_way else Phase.SCRIPT)
 
     # -- membership ---------------------------------------------------------------------------------------------
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from elaunch.errors import StateError
 
+TakesEffect = Callable[[], AbstractContextManager[bool]]
+"""Gives a context for a call of `step`, which says whether that is to act."""
+
 
 def take_over(
-    objects: Mapping[str, Any], takes_effect: Callable[[str, Any], bool], owns_gradients: Callable[[], bool]
+    objects: Mapping[str, Any],
+    takes_effect: Callable[[str, Any], AbstractContextManager[bool]],
+    owns_gradients: Callable[[], bool],
 ) -> None:
     """Takes over what there is of optimizers and schedulers.
 
     Args:
         objects: of the script, by the name under which it registers them.
-        takes_effect: returns whether a call of `step` of an object, given with its name, is to act now.
+        takes_effect: returns a context for a call of `step` of an object, given with its name: whether that is to act.
         owns_gradients: returns whether the gradients are the job's, which zeroes them itself.
     """
     for name, thing in objects.items():
@@ -36,7 +42,7 @@ def trained_bytes(objects: Iterable[Any]) -> int:
 
 
 def _take_over_optimizer(
-    optimizer: torch.optim.Optimizer, takes_effect: Callable[[], bool], owns_gradients: Callable[[], bool]
+    optimizer: torch.optim.Optimizer, takes_effect: TakesEffect, owns_gradients: Callable[[], bool]
 ) -> None:
     original = optimizer.step
 
@@ -46,7 +52,8 @@ def _take_over_optimizer(
             raise StateError(
                 "optimizer.step(closure) would run the step again; optimizers with closures cannot be used"
             )
-        return original() if takes_effect() else None
+        with takes_effect() as acts:
+            return original() if acts else None
 
     zero_grad = optimizer.zero_grad
 
@@ -59,11 +66,14 @@ def _take_over_optimizer(
     optimizer.zero_grad = zero  # type: ignore[method-assign]
 
 
-def _take_over_scheduler(scheduler: Any, takes_effect: Callable[[], bool]) -> None:
+def _take_over_scheduler(scheduler: Any, takes_effect: TakesEffect) -> None:
     """Does the same through a subclass, because a scheduler's state_dict is all of its attributes."""
     kind = type(scheduler)
 
     def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(this, *args, **kwargs) if this is not scheduler or takes_effect() else None
+        if this is not scheduler:
+            return kind.step(this, *args, **kwargs)
+        with takes_effect() as acts:
+            return kind.step(this, *args, **kwargs) if acts else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": functools.wraps(kind.step)(step)})

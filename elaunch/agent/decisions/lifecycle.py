@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import NO_ACCOUNT, Account, Action, Ended, Say, Signal, Warm, signal_name
-from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
+from elaunch.agent.decisions.local_workers import LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
 from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
 from elaunch.rendezvous.membership import (
@@ -128,6 +128,7 @@ class Lifecycle:
         self.generation = generation
         self.workers.peers.enter(generation)
         self.workers.blame.enter(generation)
+        self.workers.holders.enter(generation)
         if self.ending.stopping:
             return []
         actions: list[Action] = []
@@ -311,6 +312,7 @@ class Lifecycle:
         slot = self.workers.find(worker)
         if slot is None or not slot.alive:
             return []
+        self.workers.holders.note_end(worker)
         if exitcode != 0:
             code = -number if number is not None else exitcode or 0
             own = bool(why.reason) or not slot.told_to_end
@@ -470,7 +472,7 @@ class Lifecycle:
 
     def due_s(self) -> float | None:
         """Returns when `on_time` has something to do next."""
-        times = [slot.refused_s + REFUSED_S for slot in self.workers.refusing if slot.refused_s is not None]
+        times = list(map(self.workers.refused_until_s, self.workers.refusing))
         if self.generation is not None and self._has_place(self.generation):
             times += [slot.retry_s for slot in self.slots if slot.state is SlotState.BACKOFF]
         if self.ending.kill_s is not None and not self.ending.killed and self.running:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
 from elaunch.agent.decisions.node_state import Blame, PeerReports
 from elaunch.agent.decisions.slots import REACHABLE, Effect, News, Slot, SlotEvent, SlotState, find_transition
+from elaunch.agent.decisions.state_holders import StateHolders
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
+from elaunch.rendezvous.rules.holders import grace_s
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
+LAST_REFUSED_S = 20.0  # and so much longer if nobody else holds the state, which it can give to nobody
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
 
 
@@ -24,6 +27,7 @@ class LocalWorkers:
         slots: by local rank.
         blame: what failed.
         peers: where workers are reported that ended before they could leave.
+        holders: the members, here and elsewhere, that hold the state.
         replaced: how many workers that died were replaced.
         took_part: whether one was a member in the present attempt.
         takes_plans: whether the newest that registered carries out plans that users ask for.
@@ -34,6 +38,7 @@ class LocalWorkers:
     slots: list[Slot]
     blame: Blame = field(default_factory=Blame)
     peers: PeerReports = field(default_factory=PeerReports)
+    holders: StateHolders = field(default_factory=StateHolders)
     replaced: int = 0
     took_part: bool = False
     takes_plans: bool = False
@@ -127,15 +132,26 @@ class LocalWorkers:
         slot.state = transition.state
         return [action for effect in transition.effects for action in self._carry_out(effect, slot, news)]
 
+    def refused_until_s(self, slot: Slot) -> float:
+        """Returns how long a worker that runs may refuse its peers; where only it holds the state, they wait for it."""
+        assert slot.refused_s is not None
+        sound = {other.worker for other in self.running if other.refused_s is None}
+        return slot.refused_s + REFUSED_S + min(LAST_REFUSED_S, grace_s(slot.worker, self.holders.ids, sound))
+
     def end_refusing(self, now_s: float) -> list[Action]:
-        """Kills workers that live and train, and at whose address nobody listens any more: no peer can reach them."""
-        actions: list[Action] = []
-        for slot in self.refusing:
-            if slot.refused_s is not None and now_s >= slot.refused_s + REFUSED_S:
-                slot.refused_s = None
-                actions.append(Say(f"worker {slot.worker} runs, but refuses the connections of its peers; it is ended"))
-                actions.append(Signal(slot.worker, signal.SIGKILL))
-        return actions
+        """Kills a worker that lives and trains, and at whose address nobody listens any more: no peer can reach it.
+
+        One at a time: what it said of others counts no more, and who still cannot reach one will say so again.
+        """
+        due = [slot for slot in self.refusing if now_s >= self.refused_until_s(slot)]
+        if not due:
+            return []
+        for slot in self.slots:
+            slot.refused_s = None
+        worker = due[0].worker
+        self.holders.note_end(worker)
+        text = f"worker {worker} runs, but refuses the connections of its peers; it is ended"
+        return [Say(text), Signal(worker, signal.SIGKILL)]
 
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""
@@ -163,6 +179,7 @@ class LocalWorkers:
                 slot.admitted_generation, self.took_part = news.number, True
             case Effect.NOTE_JOINED:
                 slot.joined_generation = news.number
+                self.holders.note_joined(news.number)
             case Effect.NOTE_COMMIT:
                 slot.committed_generation, slot.fruitless = news.number, 0
             case Effect.NOTE_REFUSED:

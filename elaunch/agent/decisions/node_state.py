@@ -25,6 +25,11 @@ class NodeSettings:
     rank: int = 0
     warm_start: bool = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether the job has room for one worker only, which nobody can stand in for."""
+        return self.slots * self.max_nodes == 1
+
 
 @dataclass(slots=True)
 class Ending:
@@ -137,6 +142,8 @@ class PeerReports:
         """Drops what a new generation has settled."""
         self.stalled, self.broken = (), ()
         known = {*generation.ids, *generation.leaving}
+        if generation.aborts_step_before == generation.number:
+            known.difference_update(generation.ids)  # it names them all the same, and all try again to reach them
         self.unreachable = tuple(worker for worker in self.unreachable if worker in known)
 
     def note_unreachable(self, worker: str) -> None:

@@ -19,6 +19,7 @@ from elaunch.detect.heartbeat import Reader
 from elaunch.detect.host import family
 from elaunch.detect.stacks import Stacks, collect, save
 from elaunch.rendezvous.membership import Deadlock, Stalled
+from elaunch.rendezvous.rules.holders import grace_s
 
 LOOK_S = 0.25
 """From one look at the workers to the next."""
@@ -113,6 +114,7 @@ class HangWatch:
         running: Iterable[tuple[str, int]],
         generation: int,
         members: Sequence[str],
+        holders: Sequence[str],
         path_of: Callable[[str], str],
     ) -> list[Stopped]:
         """Looks at all workers, and begins to take the stacks of one that hangs.
@@ -121,6 +123,7 @@ class HangWatch:
             running: workers of this node, with their pids (0: not known yet).
             generation: of the newest generation.
             members: of that, in their order.
+            holders: those of them that hold the state, where that is to be saved.
             path_of: where the stacks of a worker go.
 
         Returns:
@@ -130,11 +133,13 @@ class HangWatch:
         self.due_s = now_s + LOOK_S
         sights: dict[str, Sight] = {}
         stopped: list[Stopped] = []
-        for worker, pid in running:
-            state = thread_state(pid) if pid else ""
+        states = {worker: (pid, thread_state(pid) if pid else "") for worker, pid in running}
+        sound = {worker for worker, (_, state) in states.items() if state not in (*self._stop_limits_s, "", "Z")}
+        for worker, (pid, state) in states.items():
             if state in self._stop_limits_s:
                 since_s = self._stopped_since.setdefault(worker, now_s)
-                if now_s - since_s >= self._stop_limits_s[state]:
+                left = [holder for holder in holders if holder not in {one.worker for one in stopped}]
+                if now_s - since_s >= self._stop_limits_s[state] + grace_s(worker, left, sound):
                     del self._stopped_since[worker]
                     stopped.append(Stopped(worker, state, now_s - since_s))
             else:
@@ -144,7 +149,8 @@ class HangWatch:
                 sight = self._sight(watched, now_s)
                 if sight is not None:
                     sights[worker] = sight
-        hang = self._detector.look(now_s, sights, generation, members)
+        left = [holder for holder in holders if holder not in {one.worker for one in stopped}]
+        hang = self._detector.look(now_s, sights, generation, members, left)
         if hang is not None:
             self._blame(hang, path_of(hang.worker))
         return stopped
@@ -209,14 +215,17 @@ class HangWatch:
         self._found(Found(hang, stacks, saved, moved=now is not None and now.since_s > hang.moment_s))
 
 
-def describe(found: Found) -> str:
-    """Describes a worker that hangs in a line for the user."""
+def describe(found: Found, is_last: bool = False) -> str:
+    """Describes a worker that hangs in a line for the user; `is_last`: nobody else holds the state."""
     hang, stacks = found.hang, found.stacks
     usual = f", a step takes {hang.typical_step_s:.3g} s" if hang.typical_step_s is not None else ""
     place = f"; at {stacks.place()}" if stacks.place() else ""
     where = f"; stacks in {found.path}" if found.path else f"; its stacks are not known: {stacks.by}"
     waits = f" ({'; '.join(hang.waits)})" if hang.waits else ""
-    fate = "it went on while its stacks were taken, and is left alone" if found.moved else "it is killed"
+    if found.moved:
+        fate = "it went on while its stacks were taken, and is left alone"
+    else:
+        fate = "it is waited for, since nobody else holds the state of the job yet" if is_last else "it is killed"
     return (
         f"worker {hang.worker} hangs: {hang.doing} for {hang.since_s:.1f} s{usual}, the limit is "
         f"{hang.limit_s:.1f} s{waits}{place}{where}; {fate}"

@@ -23,6 +23,7 @@ from elaunch.agent.watch.reachability import Reach
 from elaunch.detect.health import Finding, HealthVerdict
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.rendezvous.membership import Cut, Deadlock, node_of
+from elaunch.rendezvous.rules.holders import LAST_S, may_go
 from elaunch.wire import Unreachable
 
 STUCK_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # torchrun's; not set, a sleep in the kernel has no limit
@@ -132,14 +133,20 @@ class Watches:
         running = [(slot.worker, slot.pid) for slot in self._life.running]
         number, members = (generation.number, generation.ids) if generation is not None else (0, ())
         actions: list[Action] = []
-        for one in self._hangs.look(running, number, members, self._stacks_path):
+        for one in self._hangs.look(running, number, members, self._holders, self._stacks_path):
             self._journal.log("hang", worker=one.worker, state=one.state, stopped_s=round(one.stopped_s, 3))
             what = "stopped" if one.state == "T" else "in uninterruptible sleep"
             why = ", without its stacks: a stopped process shows none" if one.state == "T" else ""
             self._journal.say(f"worker {one.worker} has been {what} for {one.stopped_s:.1f} s; it is killed{why}")
+            self._life.workers.holders.note_end(one.worker)
             actions.append(Signal(one.worker, signal.SIGKILL))
         self._life.on_stalled(self._hangs.stalled)
         return actions
+
+    @property
+    def _holders(self) -> tuple[str, ...]:
+        """The members that hold the state, by rank; none where no other worker could be waited for."""
+        return () if self._life.settings.is_alone else self._life.workers.holders.ids
 
     def take_out(self, found: Deadlock) -> None:
         """Takes the stacks of the worker to go: the leader says that all members wait for each other."""
@@ -155,9 +162,12 @@ class Watches:
         if life.find(hang.worker) is None:
             self._hangs.forget(hang.worker)
             return []
-        self._journal.say(describe(found))
-        if found.moved:
+        # While its stacks were taken, others may have been lost.
+        is_last = hang.since_s < LAST_S and not may_go(hang.worker, self._holders)
+        self._journal.say(describe(found, is_last))
+        if found.moved or is_last:
             return []
+        life.workers.holders.note_end(hang.worker)
         typical_s = hang.typical_step_s
         self._journal.log(
             "hang",
