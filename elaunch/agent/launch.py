@@ -63,9 +63,8 @@ def launch(config: AgentConfig) -> int:
                 from elaunch.agent.plugins import plugin_folders
 
                 folders = plugin_folders(config)
-            hosts = hosted is not None and config.rendezvous.backend != "standalone"
             figures = _check_node(config, open_store) if config.detection.node_check else ""
-            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures)
+            agent = Agent(config, open_store, supervisor, host, folders, hosted, figures)
         except BaseException:
             supervisor.close()
             raise

@@ -8,7 +8,7 @@ from elaunch.rendezvous.membership import names_text
 from elaunch.rendezvous.view import View
 
 WAITED_S = 3.0  # what takes less is not worth a line
-LONGEST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(slots=True)

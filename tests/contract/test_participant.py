@@ -156,6 +156,7 @@ class Node:
         self.deadlocks: list[Deadlock] = []
         self.waiting: list[str] = []
         self.outages: list[str] = []
+        self.hindrances: list[str] = []
         self.returns: list[float] = []
         self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
@@ -188,6 +189,9 @@ class Node:
 
     def back(self, away_s: float) -> None:
         self.returns.append(away_s)
+
+    def hindered(self, why: str) -> None:
+        self.hindrances.append(why)
 
     def absent(self, text: str) -> None:
         self.absences.append(text)
@@ -637,6 +641,7 @@ class TestOutages:
             node.hears(lambda one: one == after)
             assert (len(node.outages), len(node.returns)) == (1, 1)
             assert not node.refusals
+            assert not node.hindrances, "the outage says enough"
 
     @pytest.mark.parametrize("of", ["abc", "b"])
     def test_nobody_is_expelled_whose_lease_has_ended_while_the_store_stood_still(self, of: str) -> None:
