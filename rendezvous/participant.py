@@ -23,9 +23,9 @@ from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
 from elaunch.rendezvous.node.setbacks import Setbacks
-from elaunch.rendezvous.node.waiting import Pace
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
+from elaunch.waits import Pace
 
 
 class Participant:

@@ -302,7 +302,7 @@ class TestJoining:
         assert a.generations[0].master.addr == "host-a"
 
     def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("elaunch.rendezvous.node.waiting.WAITED_S", 0.05)
+        monkeypatch.setattr("elaunch.waits.WAITED_S", 0.05)
         a = job.node("a")
         wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
         b = job.node("b")  # a third one is waited for

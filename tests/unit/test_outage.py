@@ -185,6 +185,23 @@ class TestPatience:
             "23 s. If that lasts, this node ends in 57 s"
         )
 
+    def test_while_the_store_can_be_used_a_wait_has_a_line_now_and_then_and_no_end(self) -> None:
+        node = Alone()
+        node.train("b/0#0", "c/0#0")
+        lines = said(node.lasts(600.0)).splitlines()
+        assert lines[0] == "this node has waited 10 s for a place in the job"
+        assert [int(line.split()[4]) for line in lines] == [10, 30, 70, 150, 310]
+        assert not node.life.ending.under_way
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_of_what_the_leader_tells_it_says_nothing(self, hold: bool) -> None:
+        node = Alone()
+        if hold:
+            node.trains("b/0#0")
+            node.train("a/0#0", hold=True)
+        assert node.waits_for()
+        assert node.lasts(600.0) == []
+
     def test_a_store_that_comes_back_ends_the_wait(self) -> None:
         node = Alone(slots=2)
         node.trains("b/0#0")

@@ -10,7 +10,12 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import LocalWorkers
 from elaunch.agent.decisions.slots import SlotState
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker, names_text, node_of
-from elaunch.rendezvous.node.waiting import Pace
+from elaunch.waits import Pace
+
+QUIET_S = 10.0  # so long a node waits without a line while the store can be used
+RARELY_S = 600.0  # a spare may wait for as long as the job lasts
+START, MEETING, MORE_NODES = "the start of the job", "the nodes to meet again", "more nodes"
+TOLD_BY_LEADER = (START, MEETING, MORE_NODES)
 
 
 def awaited(node: str, generation: Generation | None, workers: LocalWorkers, draining: bool) -> str:
@@ -23,11 +28,11 @@ def awaited(node: str, generation: Generation | None, workers: LocalWorkers, dra
         draining: whether the node is to leave.
     """
     if generation is None:
-        return "the start of the job"
+        return START
     if generation.stage is GenerationStage.ASSEMBLE:
-        return "the nodes to meet again"
+        return MEETING
     if generation.hold:
-        return "more nodes"
+        return MORE_NODES
     if node not in generation.nodes:
         return "a place in the job"
     if draining:
@@ -112,9 +117,10 @@ def _among(names: Collection[str], known: Collection[str]) -> list[str]:
 
 
 class Patience:
-    """Ends a node that has waited for too long for a store that is away, or of no use, and says so until then.
+    """Says what this node waits for, and ends it if it has waited for too long for a store that is away, or of no use.
 
-    A node whose workers train, and need nobody, is not touched.
+    A node whose workers train, and need nobody, is not touched. While the store can be used, the job's leader sees to
+    it that waits end; then there is a line now and then.
 
     Args:
         life: of the node.
@@ -130,6 +136,8 @@ class Patience:
         self._away_since_s: float | None = None
         self._waits_since_s: float | None = None
         self._pace = Pace.begin(0.0)
+        self._slow_pace = Pace.begin(0.0, QUIET_S, RARELY_S)
+        self._slow_since_s: float | None = None
 
     def begin(self, why: str, now_s: float) -> list[Action]:
         """Notes that the store is of no use, and why; a second time, only why."""
@@ -146,7 +154,7 @@ class Patience:
     def due_s(self) -> float | None:
         """Returns when `on_time` has something to do next; None while this node does not wait."""
         if self._waits_since_s is None:
-            return None
+            return None if self._slow_since_s is None else self._slow_pace.due_s
         return min(self._pace.due_s, self._waits_since_s + self._limit_s)
 
     def on_time(self, now_s: float) -> list[Action]:
@@ -156,7 +164,8 @@ class Patience:
         what = "" if ends else awaited(life.settings.node, life.generation, life.workers, life.ending.draining)
         if self._away_since_s is None or not what:
             self._waits_since_s = None
-            return []
+            return self._tell(what, now_s)
+        self._slow_since_s = None
         if self._waits_since_s is None:
             self._waits_since_s = now_s
             self._pace.reset(now_s)
@@ -170,6 +179,18 @@ class Patience:
             f"{now_s - self._away_since_s:.0f} s. If that lasts, this node ends in {self._limit_s - waited_s:.0f} s"
         )
         return [Say(text)]
+
+    def _tell(self, what: str, now_s: float) -> list[Action]:
+        """Says what this node waits for while the store can be used; of the start of a job the leader tells."""
+        if not what or what in TOLD_BY_LEADER:
+            self._slow_since_s = None
+            return []
+        if self._slow_since_s is None:
+            self._slow_since_s = now_s
+            self._slow_pace.reset(now_s)
+        if not self._slow_pace.is_due(now_s):
+            return []
+        return [Say(f"this node has waited {now_s - self._slow_since_s:.0f} s for {what}")]
 
     def _give_up(self, what: str, now_s: float) -> list[Action]:
         life, generation = self._life, self._life.generation
