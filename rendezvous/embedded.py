@@ -16,13 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from elaunch.errors import EtcdNotFound, LaunchError
+from elaunch.waits import Watched
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
 _HEALTH_S = 0.1
 _PORT_ATTEMPTS = 5
+_KILLED_S = 5.0
 _LOG_TAIL_BYTES = 2000
 _LOG_LINE_CHARACTERS = 300
 _PORT_IN_USE = "address already in use"
@@ -161,8 +164,13 @@ class EmbeddedEtcd:
         except OSError as error:
             return f"its log cannot be read: {error}"
 
-    def wait_ready(self, timeout_s: float = 10.0) -> None:
-        """Returns when the server answers requests. Raises `LaunchError` with the end of its log where it does not."""
+    def wait_ready(self, timeout_s: float = 10.0, say: Callable[[str], None] = lambda line: None) -> None:
+        """Returns when the server answers requests; says meanwhile that it waits.
+
+        Raises:
+            LaunchError: the server does not answer in time; the end of its log is in the message.
+        """
+        watched = Watched(say)
         deadline_s = time.monotonic() + timeout_s
         port_attempts = 1
         while True:
@@ -189,6 +197,7 @@ class EmbeddedEtcd:
                     f"etcd (pid {process.pid}, {self.endpoint}) was not ready within {timeout_s:g} s; "
                     f"its log ends:\n{self._log_tail()}"
                 )
+            watched.tell(f"etcd (pid {process.pid}, {self.endpoint}) to answer", deadline_s - time.monotonic())
             time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 1.0) -> None:
@@ -200,7 +209,8 @@ class EmbeddedEtcd:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel ends when that is done
+                self._process.wait(_KILLED_S)
 
     def _spawn(self, has_threads: bool) -> None:
         client_url = self._client_url

@@ -166,6 +166,11 @@ class Agent:
             self._serve(key.data, mask)
         if self._hosted is not None:
             self._hosted.look(time.monotonic())
+        line, is_over = self._supervisor.late(time.monotonic())
+        if is_over:
+            self._exit = Exit(1, line)
+        elif line:
+            self._journal.say(line)
         self._control.on_time(time.monotonic())
         self._liveness.on_time(time.monotonic())
         self._act(self._watches.check_timers())
