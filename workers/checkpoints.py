@@ -230,6 +230,15 @@ class Checkpoints:
             self._settle(group)
             self.boundary(group, step, state, due)
             self._settle(group)
+            if due and self._attempt is not None and group.rank:
+                self._see(self._attempt)
+
+    def _see(self, attempt: _Attempt) -> None:
+        """Waits until the first member has completed a checkpoint or dropped it: the agent says what is left."""
+        end_s = time.monotonic() + COMPLETE_S
+        while os.path.exists(attempt.folder) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        self._know(self.newest())
 
     def _settle(self, group: Group) -> None:
         if self._attempt is not None and not self._attempt.written.wait(WRITE_S):

@@ -7,11 +7,13 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from elaunch import checkpoints
 from tests.faults.test_workers import reference
-from tests.helpers import Spawner, find_free_port, scaled, wait_until
+from tests.helpers import Spawner, find_free_port, scaled, soak, wait_until
 from tests.jobs.watch import (
+    SCRIPT,
     Node,
     assert_same,
     digests,
@@ -23,7 +25,6 @@ from tests.jobs.watch import (
     wait_for_step,
 )
 
-SCRIPT = Path(__file__).parents[1] / "jobs" / "train.py"
 AWAY = "the rendezvous store is away"
 
 
@@ -67,20 +68,39 @@ def test_an_etcd_of_the_job_that_is_killed_is_started_again(spawn: Spawner, tmp_
     assert digests(node) == samples
 
 
-def two_nodes(spawn: Spawner, folder: Path, *flags: str, script: tuple[str, ...]) -> tuple[Node, Node]:
+def some_nodes(spawn: Spawner, folder: Path, names: str, *flags: str, script: tuple[str, ...]) -> list[Node]:
     """The agent of the first hosts the rendezvous."""
-    many = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--rdzv-id=job")
+    many = (
+        f"--nnodes=1:{len(names)}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{find_free_port()}",
+        "--rdzv-id=job",
+    )
     conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,store_timeout=5"
     nodes = []
-    for name in "ab":
-        names = (f"--node-name={name}", "--local-addr=127.0.0.1")
-        nodes.append(elaunch(spawn, folder, *many, conf, *names, *flags, script=(SCRIPT, *script), name=name))
+    for name in names:
+        own = (f"--node-name={name}", "--local-addr=127.0.0.1")
+        nodes.append(elaunch(spawn, folder, *many, conf, *own, *flags, script=(SCRIPT, *script), name=name))
         etcd_of(nodes[0])
-    return nodes[0], nodes[1]
+    return nodes
+
+
+def test_so_is_one_that_other_nodes_use(spawn: Spawner, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    script = ("--steps", "300", "--sleep", "0.01", "--gather", "2", "--hold", f"280:{gate}")
+    nodes = host, other = some_nodes(spawn, tmp_path, "ab", script=script)
+    wait_for_members(nodes, 2)
+    ((worker, pid),) = other.pids().items()
+    kill_etcd(host)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(nodes, lambda: worker not in host.members(), 60, "a generation without it")
+    wait_for_members(nodes, 2)
+    gate.touch()
+    assert [node.agent.wait(100) for node in nodes] == [0, 0], other.agent.tail()
 
 
 def test_whoever_waits_for_a_store_that_is_gone_for_good_ends(spawn: Spawner, tmp_path: Path) -> None:
-    host, other = two_nodes(spawn, tmp_path, script=("--steps", "4000", "--sleep", "0.02"))
+    host, other = some_nodes(spawn, tmp_path, "ab", script=("--steps", "4000", "--sleep", "0.02"))
     wait_for_members([host, other], 2)
     kill_node(host)
     assert other.agent.wait(60) == 1, other.agent.tail()
@@ -91,19 +111,23 @@ def test_whoever_waits_for_a_store_that_is_gone_for_good_ends(spawn: Spawner, tm
     assert "--rdzv-conf store_timeout=SECONDS gives it more time" in text
 
 
-def test_its_state_is_saved_where_there_is_a_folder_for_checkpoints(spawn: Spawner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["ab", soak("abc")])
+def test_its_state_is_saved_where_there_is_a_folder_for_checkpoints(spawn: Spawner, tmp_path: Path, names: str) -> None:
+    """By all members that are left: each node makes the same two generations for them."""
     saved = tmp_path / "saved"
     flags = (f"--checkpoint-dir={saved}", "--checkpoint-every=1000")
-    host, other = two_nodes(spawn, tmp_path, *flags, script=("--steps", "4000", "--sleep", "0.02"))
-    wait_for_members([host, other], 2)
-    wait_for_step([host, other], 10)
+    nodes = host, *others = some_nodes(spawn, tmp_path, names, *flags, script=("--steps", "4000", "--sleep", "0.02"))
+    wait_for_members(nodes, len(names))
+    wait_for_step(nodes, 10)
     kill_node(host)
-    assert other.agent.wait(60) == 1, other.agent.tail()
+    for other in others:
+        assert other.agent.wait(60) == 1, other.agent.tail()
     step = checkpoints.newest(saved)
-    assert step is not None, other.agent.tail()
+    assert step is not None, others[0].agent.tail()
     assert step > 10
-    assert f"there is a checkpoint of {step} steps, from which the job goes on" in other.agent.text()
-    assert [event["exitcode"] for event in other.events("worker_exited")] == [0]
+    for other in others:
+        assert [event["exitcode"] for event in other.events("worker_exited")] == [0], other.agent.tail()
+        assert f"there is a checkpoint of {step} steps, from which the job goes on" in other.agent.text()
 
 
 def test_training_that_needs_nobody_goes_on_without_the_store(spawn: Spawner, tmp_path: Path) -> None:
