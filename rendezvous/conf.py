@@ -61,6 +61,7 @@ KEYS = {
     "read_timeout": "for c10d, how long a node tries to reach the one that hosts the rendezvous",
     "timeout": "for static, the same",
     "lease_ttl": "a node that is silent for this long has left; at least 1",
+    "store_timeout": "how long a node that cannot go on without the store waits for it to come back; at least 1",
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
     "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
     "stop_timeout": "how long a worker may be stopped (SIGSTOP) before it is replaced",
@@ -89,6 +90,7 @@ class RendezvousConf:
     last_call_timeout: float = 2.0
     connect_timeout: float = 0.0
     lease_ttl: float = 5.0
+    store_timeout: float = 300.0
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
     stop_timeout: float = 1.0
@@ -136,6 +138,10 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             raise UsageError(f"--rdzv-conf {item!r}: expected a number of seconds")
         if name == "lease_ttl" and number < 1:
             raise UsageError(f"--rdzv-conf {item!r}: a lease lasts at least 1 second")
+        if name == "store_timeout" and number < 1:
+            raise UsageError(
+                f"--rdzv-conf {item!r}: a store that starts again is away for a second; expected at least 1"
+            )
         if name == "link_timeout" and number < 2:
             raise UsageError(f"--rdzv-conf {item!r}: a link that lives may be silent for a second; expected at least 2")
         values[name] = number

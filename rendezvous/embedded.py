@@ -16,14 +16,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from elaunch.errors import EtcdNotFound, LaunchError
+from elaunch.waits import Watched
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
 _HEALTH_S = 0.1
 _PORT_ATTEMPTS = 5
+_KILLED_S = 5.0
 _LOG_TAIL_BYTES = 2000
+_LOG_LINE_CHARACTERS = 300
 _PORT_IN_USE = "address already in use"
 
 # The peer listener of a one-member cluster is a socket file inside the private data directory (etcd resolves it
@@ -52,6 +56,15 @@ _TUNING = {
     "ETCD_LOG_LEVEL": "warn",
     "ETCD_LOG_OUTPUTS": "stderr",
 }
+
+
+# Becomes the server after asking for SIGKILL at the death of its parent. A process that has threads by now may not run
+# Python between fork and exec, and has this interpreter do it.
+_BECOME = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]): os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def find_etcd() -> str:
@@ -87,8 +100,8 @@ class EmbeddedEtcd:
     The server dies with this process, whatever kills it: the child asks the kernel for SIGKILL at the death of its
     parent. Linux ties this to the *thread* that called `start`, so call it from the main thread. The request is made
     between fork and exec (`preexec_fn`), where only what needs no lock may run: it calls one C function prepared at
-    import. Best is to start before other threads exist and before grpc is loaded, as the launcher does. The server has
-    a session of its own, so Ctrl-C in the terminal does not reach it.
+    import. Best is to start before other threads exist and before grpc is loaded, as the launcher does; `start_again`
+    may be called when they do. The server has a session of its own, so Ctrl-C in the terminal does not reach it.
     """
 
     def __init__(self, data_dir: str, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -96,6 +109,7 @@ class EmbeddedEtcd:
         self._host = host
         self._port_is_fixed = port != 0
         self._port = port
+        self._client_url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
         self.log_path = os.path.join(data_dir, "etcd.log")
@@ -124,10 +138,39 @@ class EmbeddedEtcd:
         os.chmod(self._data_dir, 0o700)
         family, address = _resolve(self._host)
         self._port = _bindable_port(family, address, self._port)
-        self._spawn(f"http://{_bracketed(address)}:{self._port}")
+        self._client_url = f"http://{_bracketed(address)}:{self._port}"
+        self._spawn(has_threads=False)
 
-    def wait_ready(self, timeout_s: float = 10.0) -> None:
-        """Returns when the server answers requests. Raises `LaunchError` with the end of its log where it does not."""
+    def start_again(self) -> None:
+        """Starts a server that has ended once more, at the same port and with its data; raises `LaunchError`.
+
+        Unlike `start`, this may be called from a process that has threads; the thread that calls must outlive the
+        server all the same. It returns at once, and clients find out by themselves when the server answers.
+        """
+        if self._process is None:
+            raise LaunchError("etcd was not started")
+        if self.pid is None:
+            self._spawn(has_threads=True)
+
+    @property
+    def exitcode(self) -> int | None:
+        """Returns the exit code of a server that has ended, negative for a signal; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def last_line(self) -> str:
+        """Returns the last line that the server has written into its log."""
+        try:
+            return self._log_tail().rpartition("\n")[2][:_LOG_LINE_CHARACTERS]
+        except OSError as error:
+            return f"its log cannot be read: {error}"
+
+    def wait_ready(self, timeout_s: float = 10.0, say: Callable[[str], None] = lambda line: None) -> None:
+        """Returns when the server answers requests; says meanwhile that it waits.
+
+        Raises:
+            LaunchError: the server does not answer in time; the end of its log is in the message.
+        """
+        watched = Watched(say)
         deadline_s = time.monotonic() + timeout_s
         port_attempts = 1
         while True:
@@ -154,6 +197,7 @@ class EmbeddedEtcd:
                     f"etcd (pid {process.pid}, {self.endpoint}) was not ready within {timeout_s:g} s; "
                     f"its log ends:\n{self._log_tail()}"
                 )
+            watched.tell(f"etcd (pid {process.pid}, {self.endpoint}) to answer", deadline_s - time.monotonic())
             time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 1.0) -> None:
@@ -165,9 +209,11 @@ class EmbeddedEtcd:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel ends when that is done
+                self._process.wait(_KILLED_S)
 
-    def _spawn(self, client_url: str) -> None:
+    def _spawn(self, has_threads: bool) -> None:
+        client_url = self._client_url
         command = [
             find_etcd(),
             "--name=elaunch",
@@ -182,18 +228,22 @@ class EmbeddedEtcd:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")} | _TUNING
         if os.uname().machine == "aarch64":
             environ["ETCD_UNSUPPORTED_ARCH"] = "arm64"
-        log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid())] if has_threads else []
+        try:
+            log_fd = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise LaunchError(f"cannot write the log of etcd: {error}") from error
         try:
             self._log_start_bytes = os.fstat(log_fd).st_size
             self._process = subprocess.Popen(
-                command,
+                [*become, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
                 cwd=self._data_dir,
                 env=environ,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=None if has_threads else _die_with_parent(os.getpid()),
             )
         except OSError as error:
             raise LaunchError(f"cannot run {command[0]}: {error}") from error

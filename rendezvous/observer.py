@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from elaunch.errors import ProtocolError, RequestRefused, StoreUnavailable
@@ -88,16 +88,25 @@ class Observer:
         """Returns the documents as they were at the last `wait`."""
         return self._documents
 
-    def wait(self, until_s: float) -> bool:
+    def wait(self, until_s: float, tell: Callable[[float], None] = lambda left_s: None) -> bool:
         """Waits for the next change, and takes it in; False when none came before `until_s` of the monotonic clock.
+
+        Args:
+            until_s: when the wait ends.
+            tell: called about every second with the seconds left.
 
         Raises:
             StoreUnavailable: the connection was lost.
         """
-        try:
-            news = self._news.get(timeout=max(0.0, until_s - time.monotonic()))
-        except queue.Empty:
-            return False
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            try:
+                news = self._news.get(timeout=min(1.0, left_s))
+                break
+            except queue.Empty:
+                if time.monotonic() >= until_s:
+                    return False
+                tell(left_s)
         if isinstance(news, StoreUnavailable):
             raise news
         self._take(news)

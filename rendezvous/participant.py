@@ -23,9 +23,9 @@ from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
 from elaunch.rendezvous.node.setbacks import Setbacks
-from elaunch.rendezvous.node.waiting import Pace
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
+from elaunch.waits import Pace
 
 
 class Participant:
@@ -72,6 +72,7 @@ class Participant:
         self._started_s = clock()
         self._away_since_s: float | None = None
         self._pace = Pace.begin(self._started_s)
+        self._hindrance = ""
 
     def start(self) -> None:
         """Starts the thread."""
@@ -128,7 +129,7 @@ class Participant:
         if self._away_since_s is not None:
             self._replica.doubt_absences()
             self._listener.back(self._clock() - self._away_since_s)
-            self._away_since_s = None
+            self._away_since_s, self._hindrance = None, ""
         self._leader.follow(entries, revision)
         self._session.plan_renewal()
         self._replica.in_job = True
@@ -161,6 +162,9 @@ class Participant:
             self._reporter.warn(f"the rendezvous of this node works again after {lasted_s:.1f} s")
         if self._clock() > begin_s + self._lease_s / 3:
             self._replica.doubt_absences()
+        damaged = self._replica.intake.damaged
+        if damaged or not self._setbacks.under_way:
+            self._tell_hindrance(f"damaged in the store: {', '.join(damaged)}" if damaged else "")
 
     def _wait_s(self) -> float:
         """Returns how long there is nothing to do if nothing comes: at most a second."""
@@ -188,6 +192,12 @@ class Participant:
             if entry is not None and (text := read_text(entry.value)):
                 self._listener.waits(text)
 
+    def _tell_hindrance(self, why: str) -> None:
+        """Lets the agent know whether members can change, once for each reason."""
+        if why != self._hindrance:
+            self._hindrance = why
+            self._listener.hindered(why)
+
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
     def _refuse(self, error: Exception) -> None:
@@ -200,6 +210,7 @@ class Participant:
         """Goes on without the store for a while: this node may hold healthy state, whatever the store refuses."""
         pause_s = self._setbacks.meet(self._clock())
         self._reporter.tell_setback(error, "training goes on with the present members, and this is tried again")
+        self._tell_hindrance(str(error) or repr(error))
         self._session.close()
         self._mail.discard_news()
         self._mail.pause(self._clock() + pause_s, self._clock)

@@ -63,6 +63,9 @@ VISIBLE_S = 30.0
 COMPLETE_S = 30.0
 """So long the first member may take to see all parts, and to complete the checkpoint, after everybody has written."""
 
+WRITE_S = 1800.0
+"""So long a member waits at the end of the job until its part is on the disk; then it goes without this checkpoint."""
+
 CLOSE_S = 5.0
 
 
@@ -232,10 +235,22 @@ class Checkpoints:
             self._settle(group)
             self.boundary(group, step, state, due)
             self._settle(group)
+            if due and self._attempt is not None and group.rank:
+                self._see(self._attempt)
+
+    def _see(self, attempt: _Attempt) -> None:
+        """Waits until the first member has completed a checkpoint or dropped it: the agent says what is left."""
+        end_s = time.monotonic() + COMPLETE_S
+        while os.path.exists(attempt.folder) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        self._know(self.newest())
 
     def _settle(self, group: Group) -> None:
-        if self._attempt is not None:
-            self._attempt.written.wait()
+        if self._attempt is not None and not self._attempt.written.wait(WRITE_S):
+            self._attempt.reason = f"{self._client.worker} had not written its part within {WRITE_S:g} s"
+            self._attempt.failed = True
+            self._attempt.abandoned.set()
+            self._leave_out(self._attempt, self._attempt.reason)
         group.barrier()
         # All parts are there, so the first member only has to see them.
         if self._attempt is not None and not self._attempt.over.wait(COMPLETE_S):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import NoReturn
 
+from elaunch import threads
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.threads import describe, tell
+from elaunch.waits import Watched
 
 LAST_WORDS_S = 5.0
 """How long a process that ends may take to write down why: a pipe that nobody reads must not keep it alive."""
@@ -42,6 +47,38 @@ def end_process(what: str, error: BaseException) -> NoReturn:
             sys.stdout.flush()
     finally:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def within(limit_s: float, what: str) -> Iterator[None]:
+    """Ends this training process if what the caller does takes longer than that, and says now and then that it lasts.
+
+    Args:
+        limit_s: in seconds.
+        what: as in "its leaving failed" and "waiting: its leaving".
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        watched, end_s = Watched(_say), time.monotonic() + limit_s
+        while not over.wait(max(0.0, min(1.0, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                end_process(what, TimeoutError(f"it was not over after {limit_s:g} s"))
+            watched.tell(f"the {what} of worker {os.environ.get('ELAUNCH_WORKER', '')}", end_s - time.monotonic())
+
+    try:
+        threads.start("elaunch-limit", watch, lambda error: None)
+    except RuntimeError:  # no more threads, as at the end of the interpreter: this one needs none of Python's
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _say(line: str) -> None:
+    print(f"[elaunch] {line}", file=sys.stderr, flush=True)
 
 
 def _end_after(limit_s: float) -> None:

@@ -39,6 +39,7 @@ from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.fatal import within
 from elaunch.workers.hooks import Hooks, Verdict
 from elaunch.workers.member.notes import Notes, pack
 from elaunch.workers.member.policy import Policy
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from elaunch.workers.state.checkpoint import CheckpointShard
 
+CLOSE_S = 120.0  # so long a worker may take to leave, after its last step
 NEVER = 1 << 62  # above every generation's number
 SPEEDS_CHANGED = "the speed of workers has changed"
 
@@ -410,12 +412,13 @@ class Member:
             heartbeat.close()
             # A script that failed in its backward may have left a collective behind, whose peers wait for this worker.
             self._transport.interrupt(NEVER)
-            for close in self._closers:
-                close()
-            self.checkpoints.close()
-            self.policy.close()
-            self._transport.close()
-            self._client.close()
+            with within(CLOSE_S, "leaving"):
+                for close in self._closers:
+                    close()
+                self.checkpoints.close()
+                self.policy.close()
+                self._transport.close()
+                self._client.close()
 
     def send(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes an event to the log; the number of the generation is added."""

@@ -16,6 +16,7 @@ from elaunch.agent.control import ControlConnection, ControlServer
 from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
+from elaunch.agent.decisions.outage import Patience
 from elaunch.agent.inbox import Inbox
 from elaunch.agent.messages import WorkerMessages
 from elaunch.agent.notices import Announcement, Notices
@@ -26,10 +27,12 @@ from elaunch.agent.participation import JobListener, make_participant
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
+from elaunch.agent.watch.hosted import HostedEtcd
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
 from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.store import Store
 from elaunch.wire import Announce
 
@@ -47,7 +50,7 @@ class Agent:
         supervisor: the fork server, forked before this process had threads.
         host: the address at which workers of other nodes reach this node.
         folders: where the streams of workers go; by default as the flags say.
-        hosts: other nodes use a rendezvous store that ends with this agent.
+        etcd: the store, where it is one that this agent has started and that ends with it.
         figures: of this node's check, for those that come later.
         store: the process that serves the workers' own store; None: rank 0 makes it.
 
@@ -62,13 +65,13 @@ class Agent:
         supervisor: Supervisor,
         host: str,
         folders: Folders | None = None,
-        hosts: bool = False,
+        etcd: EmbeddedEtcd | None = None,
         figures: str = "",
         store: StoreProcess | None = None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
-        self._hosts = hosts
+        self._serves_others = etcd is not None and config.rendezvous.backend != "standalone"
         self._exit: Exit | None = None
         self._quiet = False
         self._attempt = 0
@@ -77,6 +80,8 @@ class Agent:
         self._inbox = Inbox(self._selector)
         events = EventLog(config.output.events, config.node, config.output.events_to_console)
         self._journal = Journal(config.node, events, self._generation_number)
+        say = self._journal.say
+        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic()) if etcd is not None else None
         self._control = ControlServer(self._selector, self._journal.say)
         supervisor.remove_at_the_end(self._control.directory)
         self._outputs = Outputs(config, folders)
@@ -111,7 +116,9 @@ class Agent:
         self._starter = WorkerStarter(
             config, supervisor, self._outputs, self._control.path, self._watches.variables, self._store
         )
-        job = JobListener(self._inbox, self._journal.say, self._watches.take_out)
+        saves = config.training.checkpoints is not None
+        self._patience = Patience(self._life, config.rendezvous.conf.store_timeout, saves)
+        job = JobListener(self._inbox, self._journal.say, self._watches.take_out, self._patience)
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
@@ -134,7 +141,9 @@ class Agent:
             self._participant.publish(self._life.doc())
         finally:
             notices.close()
-            self._participant.stop(last=self._hosts and self._life.result is not None)
+            self._participant.stop(last=self._serves_others and self._life.result is not None)
+            if self._hosted is not None:
+                self._hosted.close()
             self._supervisor.close()
             self._store.close()
             self._outputs.close()
@@ -155,14 +164,23 @@ class Agent:
 
     def _turn(self) -> None:
         now_s = time.monotonic()
-        due_s = self._life.due_s()
+        due_s = min((one for one in (self._life.due_s(), self._patience.due_s()) if one is not None), default=None)
         wait_s = min(1.0 if due_s is None else max(0.0, due_s - now_s), self._watches.wait_s(now_s))
         for paused in (self._control, self._liveness):
             if paused.due_s is not None:
                 wait_s = min(wait_s, max(0.0, paused.due_s - now_s))
+        if self._hosted is not None:
+            wait_s = min(wait_s, max(0.0, self._hosted.due_s() - now_s))
         self._quiet = True
         for key, mask in self._selector.select(wait_s):
             self._serve(key.data, mask)
+        if self._hosted is not None:
+            self._hosted.look(time.monotonic())
+        line, is_over = self._supervisor.late(time.monotonic())
+        if is_over:
+            self._exit = Exit(1, line)
+        elif line:
+            self._journal.say(line)
         self._control.on_time(time.monotonic())
         self._liveness.on_time(time.monotonic())
         self._act(self._watches.check_timers())
@@ -181,6 +199,7 @@ class Agent:
                 )
             self._act(actions)
         self._act(self._life.on_time(time.monotonic()))
+        self._act(self._patience.on_time(time.monotonic()))
         if self._watches.is_due(time.monotonic()):
             self._act(self._watches.check_hangs())
         self._publish()

@@ -54,7 +54,7 @@ def launch(config: AgentConfig) -> int:
             from elaunch.agent.agent import Agent
             from elaunch.rendezvous.etcd import EtcdStore
 
-            if hosted is not None and not _serves(hosted, config.rendezvous):
+            if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
                 hosted.stop()
                 hosted = None
             if hosted is not None:
@@ -66,9 +66,8 @@ def launch(config: AgentConfig) -> int:
                 from elaunch.agent.plugins import plugin_folders
 
                 folders = plugin_folders(config)
-            hosts = hosted is not None and config.rendezvous.backend != "standalone"
             figures = _check_node(config, open_store) if config.detection.node_check else ""
-            agent = Agent(config, open_store, supervisor, host, folders, hosts, figures, store)
+            agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store)
         except BaseException:
             supervisor.close()
             if store is not None:
@@ -105,9 +104,14 @@ def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str
         config.max_nodes,
         os.environ,
         config.rendezvous.conf.connect_timeout,
+        partial(_say, config.node),
     )
-    print(f"[elaunch {config.node}] node check: {own.text()}", file=sys.stderr, flush=True)
+    _say(config.node, f"node check: {own.text()}")
     return own.to_json()
+
+
+def _say(node: str, line: str) -> None:
+    print(f"[elaunch {node}] {line}", file=sys.stderr, flush=True)
 
 
 def _follow_caller() -> None:
@@ -122,10 +126,10 @@ def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
     raise LaunchError(f"stopped by {signal.Signals(number).name}")
 
 
-def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings) -> bool:
+def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[[str], None]) -> bool:
     """Waits for the rendezvous of this node; False when another node of this machine was quicker to host it."""
     try:
-        hosted.wait_ready(rendezvous.conf.connect_timeout)
+        hosted.wait_ready(rendezvous.conf.connect_timeout, say)
     except LaunchError:
         if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint, ETCD_PORT)):
             raise

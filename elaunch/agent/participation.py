@@ -8,6 +8,7 @@ from collections.abc import Callable
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
+from elaunch.agent.decisions.outage import Patience
 from elaunch.agent.inbox import Inbox
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.decide import MembershipSettings
@@ -24,16 +25,20 @@ class JobListener:
         inbox: of the loop.
         say: tells the user.
         take_out: told in the loop that all members wait for each other, and which one of this node is to go.
+        patience: told in the loop whether the store can be used.
 
     Attributes:
         token: the secret that the workers of the job know each other by; empty before this node has joined.
     """
 
-    def __init__(self, inbox: Inbox, say: Callable[[str], None], take_out: Callable[[Deadlock], None]) -> None:
+    def __init__(
+        self, inbox: Inbox, say: Callable[[str], None], take_out: Callable[[Deadlock], None], patience: Patience
+    ) -> None:
         self.token = ""
         self._inbox = inbox
         self._say = say
         self._take_out = take_out
+        self._patience = patience
 
     def joined(self, config: JobConfig) -> None:
         """Takes over the job's token."""
@@ -71,10 +76,17 @@ class JobListener:
     def outage(self, why: str) -> None:
         """Tells the user that the store is away."""
         self._say(f"the rendezvous store is away, training goes on without it: {why}")
+        self.hindered(why)
 
     def back(self, away_s: float) -> None:
         """Tells the user that the store is back."""
         self._say(f"the rendezvous store is back after {away_s:.1f} s")
+        self.hindered("")
+
+    def hindered(self, why: str) -> None:
+        """Limits how long this node waits for what only the store can bring, as long as the store is of no use."""
+        patience = self._patience
+        self._inbox.post(lambda life: patience.begin(why, time.monotonic()) if why else patience.end())
 
     def absent(self, text: str) -> None:
         """Tells the user that this node was missed."""

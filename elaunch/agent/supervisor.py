@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from elaunch.agent import forkserver
 from elaunch.checkpoints import EVERY, FOLDER
 from elaunch.detect import hang
 from elaunch.errors import ProtocolError
+from elaunch.waits import Pace
 from elaunch.wire import LINK_TIMEOUT
 
 MOST_WAITING = (
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from elaunch.agent.decisions.actions import Start
 
 
+CLOSE_S = 10.0  # so long the fork server may take to end all workers, and then the kernel to end it
+START_S = 300.0  # so long it may take to start one process
+
+
 class Supervisor:
     """Starts workers, passes signals to them and hears of their ends, through the fork server process."""
 
@@ -35,6 +41,8 @@ class Supervisor:
         self.link, self.pid = forkserver.start()
         self._rest = b""
         self._groups: set[int] = set()
+        self._asked_s: dict[str, float] = {}  # when workers were asked for that it has not started yet
+        self._pace = Pace.begin(0.0)
 
     def spawn(
         self,
@@ -51,6 +59,7 @@ class Supervisor:
         `stdout` and `stderr` are files that its streams are appended to; `cpus` those that it may run on.
         """
         among = sorted(cpus) if cpus else None
+        self._asked_s[worker] = time.monotonic()
         self._send(
             op="spawn", worker=worker, argv=argv, env=env, program=program, stdout=stdout, stderr=stderr, cpus=among
         )
@@ -80,9 +89,7 @@ class Supervisor:
         except ConnectionResetError:
             data = b""
         if not data:
-            for group in self._groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+            self._kill_groups()
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
@@ -90,16 +97,50 @@ class Supervisor:
             for message in messages:
                 if "started" in message:
                     self._groups.add(message["pid"])
+                    self._asked_s.pop(message["started"], None)
                 elif "exited" in message:
                     self._groups.discard(message["pid"])
+                    self._asked_s.pop(message["exited"], None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"{data[:80]!r} ({error})") from error
         return messages
 
-    def close(self) -> None:
-        """Ends the fork server, and with it whatever still runs."""
+    def late(self, now_s: float) -> tuple[str, bool]:
+        """Returns a line about a worker that was asked for and does not start, if one is due; and whether to give up.
+
+        Nobody but the fork server can say what becomes of it: it may be stopped, or open a log file on a dead disk.
+        """
+        worker, asked_s = min(self._asked_s.items(), key=lambda item: item[1], default=("", now_s))
+        waited_s = now_s - asked_s
+        if waited_s >= START_S:
+            return f"the process that holds this node's workers has not started {worker} within {START_S:g} s", True
+        if waited_s < self._pace.first_s:
+            self._pace.reset(asked_s)
+            return "", False
+        line = f"waiting for {waited_s:.0f} s, {START_S - waited_s:.0f} s left: the process of worker {worker} to start"
+        return line if self._pace.is_due(now_s) else "", False
+
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Ends the fork server, and with it whatever still runs; kills it where it has not ended in time."""
         self.link.close()
-        os.waitpid(self.pid, 0)
+        if not self._reaped(limit_s):
+            os.kill(self.pid, signal.SIGKILL)
+            self._kill_groups()
+            self._reaped(limit_s)
+
+    def _reaped(self, limit_s: float) -> bool:
+        """Waits for the end of the fork server."""
+        end_s = time.monotonic() + limit_s
+        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def _kill_groups(self) -> None:
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def _send(self, **message: Any) -> None:
         # If it is gone, `receive` says so.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elaunch.cli.resize import say
 from elaunch.errors import RequestRefused
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import (
@@ -27,6 +28,7 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.rendezvous.observer import Documents, asking, check_runs
 from elaunch.rendezvous.store import Store
+from elaunch.waits import Watched
 
 if TYPE_CHECKING:
     from elaunch.plan import Plan
@@ -129,7 +131,7 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
     """
     begin_s = time.monotonic()
     request = PlanRequest(secrets.token_hex(8), 0, "", time.time())
-    carried = False
+    carried, watched = False, Watched(say)
     with asking(store, job, timeout_s) as (observer, lease):
         while True:
             documents = observer.documents
@@ -146,7 +148,9 @@ def change_plan(store: Store, job: str, plan: Plan, timeout_s: float) -> str:
                 request = replace(request, generation=asked.number, plan=str(fitted(plan, asked.ids)))
                 _check_size(request, asked)
                 observer.ask(request, lease)
-            if not observer.wait(begin_s + timeout_s):
+            if not observer.wait(
+                begin_s + timeout_s, lambda left_s: watched.tell("the members to change over", left_s)
+            ):
                 raise RequestRefused(_late(job, documents, carried, timeout_s))
     generation = documents.generation
     assert generation is not None

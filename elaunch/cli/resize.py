@@ -9,6 +9,7 @@ All but `drain` and `resize` is pure.
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ from elaunch.ranges import parse_range
 from elaunch.rendezvous.membership import DrainRequest, JobSize, names_text
 from elaunch.rendezvous.observer import Documents, Observer, asking, check_runs
 from elaunch.rendezvous.store import Store
+from elaunch.waits import Watched
 
 
 def leavers(job: str, documents: Documents, nodes: Sequence[str], all_of_it: bool) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def drain(store: Store, job: str, nodes: Sequence[str], all_of_it: bool, reason:
             now = {doc.node: doc.order for doc in observer.documents.nodes}
             return [node for node in asked if now.get(node) == joined[node]]
 
-        if not _waited(observer, lambda: not staying(), begin_s + timeout_s):
+        if not _waited(observer, lambda: not staying(), begin_s + timeout_s, "the nodes to leave"):
             raise RequestRefused(
                 f"{names_text(staying())} of job {job!r} has not left within {timeout_s:g} s; what was asked to leave "
                 "still does, see `elaunch ctl status`"
@@ -117,7 +119,7 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
             working = () if documents.generation is None else documents.generation.nodes
             return counts and len(working) <= most and not any(doc.draining for doc in documents.nodes)
 
-        if not _waited(observer, done, begin_s + timeout_s):
+        if not _waited(observer, done, begin_s + timeout_s, "the job to have that many nodes"):
             counts = observer.documents.size is not None and observer.documents.size.id == size.id
             what = f"has more than {most} nodes still" if counts else "has not taken up the request"
             raise RequestRefused(f"job {job!r} {what}, after {timeout_s:g} s; see `elaunch ctl status`")
@@ -128,12 +130,18 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
     return f"job {job} has {nodes} from now on{left}; {_rest(job, documents)}"
 
 
-def _waited(observer: Observer, done: Callable[[], bool], until_s: float) -> bool:
+def _waited(observer: Observer, done: Callable[[], bool], until_s: float, what: str) -> bool:
     """Waits until something is so, or the job has ended; False when the time is up before."""
+    watched = Watched(say)
     while not done() and observer.documents.result is None:
-        if not observer.wait(until_s):
+        if not observer.wait(until_s, lambda left_s: watched.tell(what, left_s)):
             return False
     return True
+
+
+def say(line: str) -> None:
+    """Tells the user what is waited for; what a command answers is on standard output."""
+    print(f"elaunch ctl: {line}", file=sys.stderr, flush=True)
 
 
 def _have_left(nodes: Sequence[str]) -> str:

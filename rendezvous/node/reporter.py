@@ -40,6 +40,9 @@ class MembershipListener(Protocol):
     def back(self, away_s: float) -> None:
         """Learns that the store is back after `away_s` seconds."""
 
+    def hindered(self, why: str) -> None:
+        """Learns why no change of the members can be agreed on at present; empty: now it can. The user knows it."""
+
     def absent(self, text: str) -> None:
         """Takes a line that says that this node had dropped out of the job without its doing."""
 

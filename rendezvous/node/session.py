@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.intake import read_reports
-from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, job_prefix
+from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, job_prefix, names_text
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
+from elaunch.waits import Pace
 
 RETRY_S = 0.2
 RESULT_TTL_S = 600.0
@@ -210,14 +211,21 @@ class Session:
             try:
                 if self.lease.id is not None:
                     self._store.revoke(self.lease.id)
-                end_s = self._clock() + 2 * self._entrant.lease_s
-                while self._mail.waits_for_others and self._clock() < end_s:
-                    if not read_reports(self._prefix, self.range("nodes/")[0]):
+                pace, end_s = Pace.begin(self._clock()), self._clock() + 2 * self._entrant.lease_s
+                while self._mail.waits_for_others and (now_s := self._clock()) < end_s:
+                    others = read_reports(self._prefix, self.range("nodes/")[0])
+                    if not others:
                         break
+                    if pace.is_due(now_s):
+                        names = names_text(sorted(others))
+                        self._tell_wait(f"{names} to leave the job, whose rendezvous is here", end_s - now_s)
                     time.sleep(0.02)
             except ElaunchError:
                 pass  # the lease runs out by itself
         self.close()
+
+    def _tell_wait(self, what: str, left_s: float) -> None:
+        self._reporter.listener.waits(f"waiting, {max(0.0, left_s):.0f} s left: {what}")
 
     def _meet_end(self, result: Result) -> None:
         """Takes the job's end: news for a node that took part in it, a refusal for one that comes too late."""
@@ -285,7 +293,7 @@ class Session:
             SettingsMismatch: a live node has it. Two agents of one name would overwrite each other.
             ProtocolError: what stands there is no report.
         """
-        end_s = self._clock() + 2 * self._entrant.lease_s
+        pace, end_s = Pace.begin(self._clock()), self._clock() + 2 * self._entrant.lease_s
         while True:
             if self.lease.id is None:
                 self._grant()
@@ -304,6 +312,9 @@ class Session:
                     f"job {self._entrant.job!r} already has a live node named {self._entrant.node!r}: give this one "
                     "another --node-name"
                 )
+            if pace.is_due(self._clock()):
+                what = f"the name {self._entrant.node} to be free: a node that has it may have been killed"
+                self._tell_wait(what, end_s - self._clock())
             if not self._mail.wait_once(RETRY_S):
                 raise StoreUnavailable("this node leaves")
             self._keep_or_drop_lease()

@@ -22,6 +22,11 @@ class Setbacks:
     _since_s: float | None = None
     _calm_s: float = 0.0
 
+    @property
+    def under_way(self) -> bool:
+        """Returns whether something failed of late."""
+        return self._since_s is not None
+
     def is_new(self, text: str) -> bool:
         """Returns whether this is to be told: it was not yet, and few others were."""
         if text in self._told or len(self._told) >= MOST_TOLD:

@@ -258,6 +258,8 @@ class TestDamage:
         for node in nodes:
             hears(node, "generation is in order again; changes of the job go on")
             assert len(lines(node, "generation is damaged")) == 1
+            told = lambda node=node: node.hindrances == ["damaged in the store: generation", ""]  # noqa: E731
+            wait_until(told, LIMIT_S, "the agent to know that changes were not possible, and are again")
         wait_until(lambda: job.read("generation") == before, LIMIT_S, "the generation to be back")
         loses_c_and_goes_on(nodes)
 
@@ -417,6 +419,8 @@ class TestRefusals:
         wait_until(lambda: d.refusals, LIMIT_S, "who has not joined to be told at once")
         monkeypatch.setattr(Moody, "refused", staticmethod(lambda key: False))
         hears(c, "the rendezvous of this node works again after")
+        wait_until(lambda: c.hindrances[-1:] == [""], LIMIT_S, "the agent to know")
+        assert len(c.hindrances) == 2
         a.hears(ids("a/0#0", "b/0#0"))
         assert not any(node.refusals for node in nodes)
 

@@ -156,6 +156,7 @@ class Node:
         self.deadlocks: list[Deadlock] = []
         self.waiting: list[str] = []
         self.outages: list[str] = []
+        self.hindrances: list[str] = []
         self.returns: list[float] = []
         self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
@@ -188,6 +189,9 @@ class Node:
 
     def back(self, away_s: float) -> None:
         self.returns.append(away_s)
+
+    def hindered(self, why: str) -> None:
+        self.hindrances.append(why)
 
     def absent(self, text: str) -> None:
         self.absences.append(text)
@@ -298,7 +302,7 @@ class TestJoining:
         assert a.generations[0].master.addr == "host-a"
 
     def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("elaunch.rendezvous.node.waiting.WAITED_S", 0.05)
+        monkeypatch.setattr("elaunch.waits.WAITED_S", 0.05)
         a = job.node("a")
         wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
         b = job.node("b")  # a third one is waited for
@@ -614,6 +618,12 @@ class TestRequests:
             assert observer.wait(end_s), "no result"
         observer.close()
 
+    def test_an_observer_in_vain_says_how_long_it_still_waits(self, job: Job) -> None:
+        observer, left = Observer(job.admin, "job"), list[float]()
+        assert not observer.wait(time.monotonic() + 1.5, left.append)
+        assert [round(left_s, 1) for left_s in left] == [1.5]
+        observer.close()
+
     def test_an_observer_is_told_that_the_store_has_gone(self, job: Job) -> None:
         observer = Observer(job.admin, "job")
         job.site.go_away()
@@ -637,6 +647,7 @@ class TestOutages:
             node.hears(lambda one: one == after)
             assert (len(node.outages), len(node.returns)) == (1, 1)
             assert not node.refusals
+            assert not node.hindrances, "the outage says enough"
 
     @pytest.mark.parametrize("of", ["abc", "b"])
     def test_nobody_is_expelled_whose_lease_has_ended_while_the_store_stood_still(self, of: str) -> None:
@@ -764,7 +775,10 @@ class TestStrangers:
         wait_until(lambda: not b.participant._thread.is_alive(), LIMIT_S, "b to give up")
         assert job.read("nodes/b") is None
 
-    def test_a_second_live_node_of_the_same_name_is_refused(self, hasty_job: Job) -> None:
+    def test_a_second_live_node_of_the_same_name_is_refused(
+        self, hasty_job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("elaunch.waits.WAITED_S", 0.5)
         first = hasty_job.node("a")
         wait_until(lambda: hasty_job.read("nodes/a"), LIMIT_S, "a to join")
         second = hasty_job.node("a")
@@ -772,6 +786,7 @@ class TestStrangers:
         assert str(second.refusals[0]) == (
             "job 'job' already has a live node named 'a': give this one another --node-name"
         )
+        assert "s left: the name a to be free: a node that has it may have been killed" in second.waiting[-1]
         assert not first.refusals
         assert not first.outages
         assert hasty_job.read("nodes/a"), "the first stays"

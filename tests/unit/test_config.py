@@ -107,6 +107,11 @@ class TestConf:
         with pytest.raises(UsageError, match="'lease_ttl=0': a lease lasts at least 1 second"):
             parse_conf("lease_ttl=0")
 
+    def test_a_store_may_be_away_for_a_second(self) -> None:
+        assert parse_conf("store_timeout=1").store_timeout == 1.0
+        with pytest.raises(UsageError, match=r"'store_timeout=0.5': a store that starts again is away for a second"):
+            parse_conf("store_timeout=0.5")
+
     def test_a_link_may_be_silent_for_the_time_that_a_living_one_is(self) -> None:
         assert parse_conf("link_timeout=2").link_timeout == 2.0
         with pytest.raises(UsageError, match="'link_timeout=1': a link that lives may be silent for a second"):

@@ -44,6 +44,9 @@ class NoForkServer:
     def signal(self, worker: str, number: int) -> None:
         pass
 
+    def late(self, now_s: float) -> tuple[str, bool]:
+        return "", False
+
     def close(self) -> None:
         self.link.close()
         self._other.close()

@@ -121,7 +121,7 @@ class Lifecycle:
 
     def on_generation(self, generation: Generation, now_s: float) -> list[Action]:
         """Goes on in another generation of the job; an old one changes nothing."""
-        if self.generation is not None and generation.number <= self.generation.number:
+        if self.ending.alone or (self.generation is not None and generation.number <= self.generation.number):
             return []
         if self.generation is None or generation.plan_request != self.generation.plan_request:
             self.plan_generation = generation.number

@@ -42,6 +42,7 @@ class Ending:
         exit_code: of the agent, once its workers have ended.
         kill_s: when workers that still run are killed.
         killed: whether they have been.
+        alone: whether its workers go by generations that this node has made by itself, to save the state.
         signalled: whether the agent itself got a signal.
         sick: what of this node is about to fail; "" while nothing is.
         sick_told: whether the user was told that the job cannot spare the sick node.
@@ -53,6 +54,7 @@ class Ending:
     exit_code: int = 1
     kill_s: float | None = None
     killed: bool = False
+    alone: bool = False
     signalled: bool = False
     sick: str = ""
     sick_told: bool = False

@@ -22,6 +22,7 @@ from elaunch import threads
 from elaunch.agent.output.logs import LogSettings, WorkerLogs, open_to_append
 
 POLL_S = 0.05
+CLOSE_S = 300.0  # so long a console may take to show the rest: nobody may be reading the pipe that it is
 CHUNK_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 18
 
@@ -132,11 +133,11 @@ class Tee:
         if self._thread is None:
             return
         self._requests.put(None)
-        self._thread.join()
-        if not self._closed:  # it had died, or died now: another one goes on where it was
+        self._thread.join(CLOSE_S)
+        if not self._closed and not self._thread.is_alive():  # it died: another one goes on where it was
             if self._requests.empty():
                 self._requests.put(None)
-            threads.start("elaunch-tee", self._run, self._died).join()
+            threads.start("elaunch-tee", self._run, self._died).join(CLOSE_S)
         self._thread = None
 
     def _ask(self, request: _Follow | _Ended) -> None:

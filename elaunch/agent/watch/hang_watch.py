@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from elaunch import threads
 from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
-from elaunch.detect.heartbeat import Reader
+from elaunch.detect.heartbeat import HeartbeatReading, Reader
 from elaunch.detect.host import family
 from elaunch.detect.stacks import Stacks, collect, save
 from elaunch.rendezvous.membership import Deadlock, Stalled
@@ -70,6 +70,10 @@ class HangWatch:
         setting: what the user wants.
         stop_limits_s: by state of a process, how long it may last.
         found: told of a worker that hangs, when its stacks have been taken.
+
+    Attributes:
+        due_s: when it is time for the next look.
+        heartbeats: what workers showed at the last one.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class HangWatch:
         self._watched: dict[str, _Watched] = {}
         self._stopped_since: dict[str, float] = {}
         self.due_s = 0.0
+        self.heartbeats: dict[str, HeartbeatReading] = {}
 
     def attached(self, worker: str, pid: int, fds: Sequence[int]) -> str:
         """Takes the descriptors of a worker's heartbeat and stacks, if it has sent any; they belong to the watch now.
@@ -149,6 +154,7 @@ class HangWatch:
                 sight = self._sight(watched, now_s)
                 if sight is not None:
                     sights[worker] = sight
+        self.heartbeats = {worker: sight.heartbeat for worker, sight in sights.items()}
         left = [holder for holder in holders if holder not in {one.worker for one in stopped}]
         hang = self._detector.look(now_s, sights, generation, members, left)
         if hang is not None:

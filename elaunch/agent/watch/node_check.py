@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.policy.stragglers.track import spread
 from elaunch.rendezvous.codec import read_json
+from elaunch.waits import Watched
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.store import Store
@@ -130,20 +131,18 @@ def why_refused(own: Figures, peers: Sequence[Figures]) -> str:
 # -- the launcher's part ----------------------------------------------------------------------------------------------
 
 
-def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S) -> Figures:
+def measure(
+    slots: int,
+    environment: Mapping[str, str],
+    limit_s: float = LIMIT_S,
+    say: Callable[[str], None] = lambda line: None,
+) -> Figures:
     """Lets a process of its own find out what this node can do; whatever goes wrong with it is in the figures."""
     command = [environment.get("PYTHON_EXEC") or sys.executable, "-m", "elaunch.agent.watch.node_check", str(slots)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
     try:
-        done = subprocess.run(
-            command,
-            env={**environment, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
+        done = _run(command, {**environment, "PYTHONPATH": path}, limit_s, say)
     except subprocess.TimeoutExpired:
         return Figures(problems=(f"the check was not done after {limit_s:g} s: a device or the network hangs",))
     except OSError as error:
@@ -154,6 +153,33 @@ def measure(slots: int, environment: Mapping[str, str], limit_s: float = LIMIT_S
         how = f"code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
         output = (done.stderr or done.stdout).strip().splitlines()
         return Figures(problems=(f"the check ended with {how}: {output[-1] if output else 'no output'}",))
+
+
+def _run(
+    command: list[str], environment: Mapping[str, str], limit_s: float, say: Callable[[str], None]
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program, and says now and then that it runs.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.TimeoutExpired: it was not done in time, and was killed.
+    """
+    watched, end_s = Watched(say), time.monotonic() + limit_s
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                output, errors = process.communicate(timeout=max(0.0, min(1.0, left_s)))
+                return subprocess.CompletedProcess(command, process.returncode, output, errors)
+            except subprocess.TimeoutExpired:
+                if left_s <= 0:
+                    process.kill()
+                    raise
+                watched.tell("the check of this node", end_s - time.monotonic())
+            except BaseException:
+                process.kill()
+                raise
 
 
 def compare(store: Store, prefix: str, node: str, own: Figures, nodes: int, wait_s: float = WAIT_S) -> str:
@@ -204,6 +230,7 @@ def check(
     nodes: int,
     environment: Mapping[str, str],
     connect_s: float,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Figures:
     """Checks this node before it joins.
 
@@ -212,6 +239,7 @@ def check(
         prefix, node, nodes: as in `compare`.
         slots, environment: of its workers.
         connect_s: how long to try to reach the store, which another node may be about to start.
+        say: tells the user what is waited for.
 
     Returns:
         Its figures, which the node keeps in the store from now on.
@@ -219,16 +247,17 @@ def check(
     Raises:
         LaunchError: it is refused, with the figures; or the store cannot be reached.
     """
-    own = measure(slots, environment)
-    end_s = time.monotonic() + connect_s
+    own = measure(slots, environment, say=say)
+    watched, end_s = Watched(say), time.monotonic() + connect_s
     while True:
         try:
             with contextlib.closing(open_store()) as store:
                 reason = compare(store, prefix, node, own, nodes)
             break
-        except StoreUnavailable:
+        except StoreUnavailable as error:
             if time.monotonic() >= end_s:
                 raise
+            watched.tell(f"the rendezvous, for the figures of other nodes: {error}", end_s - time.monotonic())
             time.sleep(RETRY_S)
     if reason:
         raise LaunchError(f"--node-check: node {node} does not join: {reason}")

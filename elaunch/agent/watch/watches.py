@@ -21,6 +21,7 @@ from elaunch.agent.watch.hang_watch import Found, HangWatch, describe
 from elaunch.agent.watch.monitor import Monitor, Running
 from elaunch.agent.watch.reachability import Reach
 from elaunch.detect.health import Finding, HealthVerdict
+from elaunch.detect.waiting import WorkerWaits
 from elaunch.detect.watchdog import TIMER_FILE, Watchdog, fifo_path, is_enabled, worker_of
 from elaunch.rendezvous.membership import Cut, Deadlock, node_of
 from elaunch.rendezvous.rules.holders import LAST_S, may_go
@@ -68,6 +69,7 @@ class Watches:
             if (stuck_s := float(os.environ.get(STUCK_LIMIT, ""))) > 0:
                 stop_limits_s["D"] = stuck_s
         self._hangs = HangWatch(config.detection.hang, stop_limits_s, self._found_hang)
+        self._waits = WorkerWaits()
         self._monitor = Monitor(
             config.detection.health,
             config.node,
@@ -141,6 +143,8 @@ class Watches:
             self._life.workers.holders.note_end(one.worker)
             actions.append(Signal(one.worker, signal.SIGKILL))
         self._life.on_stalled(self._hangs.stalled)
+        if line := self._waits.look(time.monotonic(), self._hangs.heartbeats):
+            self._journal.say(line)
         return actions
 
     @property

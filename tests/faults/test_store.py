@@ -1,0 +1,155 @@
+"""The etcd that an agent has started dies, with or without that agent: it comes back, or the job ends with a reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch import checkpoints
+from tests.faults.test_workers import reference
+from tests.helpers import Spawner, find_free_port, scaled, soak, wait_until
+from tests.jobs.watch import (
+    SCRIPT,
+    Node,
+    assert_same,
+    digests,
+    elaunch,
+    kill_node,
+    losses,
+    wait_for,
+    wait_for_members,
+    wait_for_step,
+)
+
+AWAY = "the rendezvous store is away"
+
+
+def etcd_of(node: Node) -> int:
+    """Pid of the etcd that this agent has started, as soon as it runs its program."""
+
+    def found() -> int | None:
+        for child in psutil.Process(node.agent.pid).children():
+            try:
+                if Path(child.cmdline()[0]).name == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
+                    return child.pid
+            except (psutil.NoSuchProcess, IndexError):
+                pass
+        return None
+
+    return wait_until(found, 20, f"an etcd of this agent; {node.agent.tail()}")
+
+
+def kill_etcd(node: Node) -> None:
+    os.kill(etcd_of(node), signal.SIGKILL)
+
+
+def test_an_etcd_of_the_job_that_is_killed_is_started_again(spawn: Spawner, tmp_path: Path) -> None:
+    """Each time also a worker dies, whose loss nobody can agree on before etcd is back."""
+    steps = scaled(300, 1600)
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", str(steps))
+    gate = tmp_path / "gate"
+    script = ("--steps", str(steps), "--sleep", "0.01", "--gather", "2", "--hold", f"{steps - 20}:{gate}")
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, *script))
+    wait_for_members(node, 2)
+    for count in range(scaled(3, 20)):
+        worker, pid = sorted(node.pids().items())[count % 2]
+        kill_etcd(node)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(node, lambda gone=worker: gone not in node.members(), 60, "a generation without it")  # type: ignore[misc]
+        wait_for_members(node, 2)
+    gate.touch()
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    assert "was killed by SIGKILL; it is started again with its data" in node.agent.text()
+    assert_same(losses(node), expected, 1e-9)
+    assert digests(node) == samples
+
+
+def some_nodes(spawn: Spawner, folder: Path, names: str, *flags: str, script: tuple[str, ...]) -> list[Node]:
+    """The agent of the first hosts the rendezvous."""
+    many = (
+        f"--nnodes=1:{len(names)}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{find_free_port()}",
+        "--rdzv-id=job",
+    )
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,store_timeout=5"
+    nodes = []
+    for name in names:
+        own = (f"--node-name={name}", "--local-addr=127.0.0.1")
+        nodes.append(elaunch(spawn, folder, *many, conf, *own, *flags, script=(SCRIPT, *script), name=name))
+        etcd_of(nodes[0])
+    return nodes
+
+
+def test_so_is_one_that_other_nodes_use(spawn: Spawner, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    script = ("--steps", "300", "--sleep", "0.01", "--gather", "2", "--hold", f"280:{gate}")
+    nodes = host, other = some_nodes(spawn, tmp_path, "ab", script=script)
+    wait_for_members(nodes, 2)
+    ((worker, pid),) = other.pids().items()
+    kill_etcd(host)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(nodes, lambda: worker not in host.members(), 60, "a generation without it")
+    wait_for_members(nodes, 2)
+    gate.touch()
+    assert [node.agent.wait(100) for node in nodes] == [0, 0], other.agent.tail()
+
+
+def test_whoever_waits_for_a_store_that_is_gone_for_good_ends(spawn: Spawner, tmp_path: Path) -> None:
+    host, other = some_nodes(spawn, tmp_path, "ab", script=("--steps", "4000", "--sleep", "0.02"))
+    wait_for_members([host, other], 2)
+    kill_node(host)
+    assert other.agent.wait(60) == 1, other.agent.tail()
+    text = other.agent.text()
+    assert AWAY in text
+    assert "this node has waited 3 s for the job to go on without a/0#0; the rendezvous store has been" in text
+    assert "was of no use for 5 s while this node waited for the job to go on without a/0#0" in text
+    assert "--rdzv-conf store_timeout=SECONDS gives it more time" in text
+
+
+@pytest.mark.parametrize("names", ["ab", soak("abc")])
+def test_its_state_is_saved_where_there_is_a_folder_for_checkpoints(spawn: Spawner, tmp_path: Path, names: str) -> None:
+    """By all members that are left: each node makes the same two generations for them."""
+    saved = tmp_path / "saved"
+    flags = (f"--checkpoint-dir={saved}", "--checkpoint-every=1000")
+    nodes = host, *others = some_nodes(spawn, tmp_path, names, *flags, script=("--steps", "4000", "--sleep", "0.02"))
+    wait_for_members(nodes, len(names))
+    wait_for_step(nodes, 10)
+    kill_node(host)
+    for other in others:
+        assert other.agent.wait(60) == 1, other.agent.tail()
+    step = checkpoints.newest(saved)
+    assert step is not None, others[0].agent.tail()
+    assert step > 10
+    for other in others:
+        assert [event["exitcode"] for event in other.events("worker_exited")] == [0], other.agent.tail()
+        assert f"there is a checkpoint of {step} steps, from which the job goes on" in other.agent.text()
+
+
+def test_training_that_needs_nobody_goes_on_without_the_store(spawn: Spawner, tmp_path: Path) -> None:
+    """It goes on for longer than a node would wait."""
+    gate = tmp_path / "gate"
+    node = elaunch(
+        spawn,
+        tmp_path,
+        "--standalone",
+        "--rdzv-conf=store_timeout=1",
+        "--nproc-per-node=2",
+        script=(SCRIPT, "--steps", "40", "--sleep", "0.01", "--gather", "2", "--hold", f"30:{gate}"),
+    )
+    wait_for_members(node, 2)
+    etcd = etcd_of(node)
+    os.kill(etcd, signal.SIGSTOP)
+    try:
+        wait_for(node, lambda: AWAY in node.agent.text(), 40, "the outage to be noticed")
+        step = node.last_step()
+        gate.touch()
+        wait_for_step(node, max(step, 35))
+    finally:
+        os.kill(etcd, signal.SIGCONT)
+    assert node.agent.wait(60) == 0, node.agent.tail()
+    assert "this node has waited" not in node.agent.text()

@@ -1,0 +1,16 @@
+"""Workers that wait for one that does nothing for a while: the user hears of it, and nobody is harmed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers import Spawner
+from tests.jobs.watch import SCRIPT, elaunch
+
+
+def test_a_wait_for_a_peer_that_is_not_judged_yet_is_told_of(spawn: Spawner, tmp_path: Path) -> None:
+    """It pauses in the third step, and nothing is judged before ten."""
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, "--pause", "0:3:12"))
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    assert "worker node0/1#0 has waited 10 s for node0/0#0, in step 3, operation" in node.agent.text()
+    assert len(node.all_pids()) == 2

@@ -1,0 +1,142 @@
+"""The agent's own etcd: started again when it ends, at ever longer intervals if it fails, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.watch.hosted import LONGEST_PAUSE_S, MOST_QUICK_ENDS, HostedEtcd, QuickEnds
+from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.etcd import EtcdStore
+from tests.helpers import Spawner, is_running, wait_until
+
+LIMIT_S = 20.0
+
+
+class TestPacing:
+    def test_a_server_that_was_killed_after_it_had_served_is_started_at_once_as_often_as_that_happens(self) -> None:
+        ends = QuickEnds()
+        assert [ends.pause_s(0.6, was_killed=True) for _ in range(3 * MOST_QUICK_ENDS)] == [0.0] * 3 * MOST_QUICK_ENDS
+
+    def test_one_that_fails_soon_is_given_ever_longer_pauses_and_then_up(self) -> None:
+        ends = QuickEnds()
+        pauses = [ends.pause_s(5.0, was_killed=False) for _ in range(MOST_QUICK_ENDS)]
+        assert pauses[:3] == [0.1, 0.2, 0.4]
+        assert pauses[-2:] == [LONGEST_PAUSE_S, None]
+
+    def test_failures_before_a_long_life_do_not_count(self) -> None:
+        ends = QuickEnds()
+        for _ in range(MOST_QUICK_ENDS - 1):
+            assert ends.pause_s(0.1, was_killed=False) is not None
+        assert ends.pause_s(3600.0, was_killed=False) == 0.0
+        assert ends.pause_s(0.1, was_killed=False) == 0.1
+
+
+class Keeper:
+    """An etcd, and the loop that keeps it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.etcd = EmbeddedEtcd(str(folder))
+        self.etcd.start()
+        self.said: list[str] = []
+        self.now_s = 100.0
+        self.selector = selectors.DefaultSelector()
+
+    def keep(self) -> HostedEtcd:
+        self.hosted = HostedEtcd(self.etcd, self.selector, self.said.append, self.now_s)
+        return self.hosted
+
+    def read(self, key: str) -> bytes | None:
+        store = EtcdStore(self.etcd.endpoint, timeout_s=LIMIT_S)
+        try:
+            entry = store.get(key)
+            return entry.value if entry else None
+        finally:
+            store.close()
+
+    def close(self) -> None:
+        self.hosted.close()
+        self.etcd.stop()
+        self.selector.close()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    made = Keeper(tmp_path / "etcd")
+    yield made
+    made.close()
+
+
+def test_its_end_wakes_the_loop_and_it_comes_back_with_its_data_at_its_port(keeper: Keeper) -> None:
+    keeper.etcd.wait_ready(LIMIT_S)
+    hosted, endpoint, pid = keeper.keep(), keeper.etcd.endpoint, keeper.etcd.pid
+    store = EtcdStore(endpoint, timeout_s=LIMIT_S)
+    store.put("/a", b"1")
+    store.put("/last", b"")  # what an old etcd may lose
+    store.close()
+    assert pid is not None
+    hosted.look(keeper.now_s)
+    assert keeper.selector.select(0) == []
+    os.kill(pid, signal.SIGKILL)
+    assert keeper.selector.select(LIMIT_S)
+    keeper.now_s += 1.0
+    wait_until(lambda: keeper.etcd.pid is None, LIMIT_S, "the end of etcd")
+    hosted.look(keeper.now_s)
+    assert keeper.etcd.pid not in (None, pid)
+    assert keeper.read("/a") == b"1"
+    assert keeper.etcd.endpoint == endpoint
+    assert "was killed by SIGKILL; it is started again with its data" in keeper.said[0]
+    assert len(keeper.said) == 1
+
+
+def test_one_that_fails_at_each_start_is_given_up_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "etcd"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho the disk is on fire >&2; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("elaunch.agent.watch.hosted.MOST_QUICK_ENDS", 4)
+    keeper = Keeper(tmp_path / "etcd")
+    hosted = keeper.keep()
+    for _ in range(4):
+        wait_until(lambda: keeper.etcd.pid is None, LIMIT_S, "the end of etcd")
+        hosted.look(keeper.now_s)
+        assert hosted.due_s() >= keeper.now_s
+        keeper.now_s += 0.5
+        hosted.look(keeper.now_s)
+    assert keeper.etcd.pid is None
+    assert hosted.due_s() == float("inf")
+    first, last = keeper.said
+    assert "exited with code 3; it is started again" in first
+    assert "exited with code 3, soon after its start, for the 4th time in a row: it is not started again" in last
+    assert last.endswith("Its log ends: the disk is on fire")
+    keeper.close()
+
+
+def test_one_that_was_started_again_dies_with_its_parent_too(spawn: Spawner, tmp_path: Path) -> None:
+    parent = spawn.python(
+        "-c",
+        "import os, signal, sys, threading, time\n"
+        "from elaunch.rendezvous.embedded import EmbeddedEtcd\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "server = EmbeddedEtcd(sys.argv[1])\n"
+        "server.start()\n"
+        "os.kill(server.pid, signal.SIGKILL)\n"
+        "while server.pid: time.sleep(0.01)\n"
+        "server.start_again()\n"
+        "server.wait_ready(20)\n"
+        "print('pid', server.pid, 'end', flush=True)\n"
+        "time.sleep(1000)\n",
+        tmp_path / "etcd",
+    )
+    pid = int(parent.wait_for_text("end\n", LIMIT_S).split()[1])
+    assert is_running(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid), LIMIT_S, "the server to follow its parent")
