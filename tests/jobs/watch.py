@@ -64,6 +64,7 @@ _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
 PRELOADS = {
     "train.py": _EAGER,
+    "amp.py": _EAGER,
     "layers.py": _EAGER,
     "planned.py": _EAGER,
     "plans.py": _EAGER,

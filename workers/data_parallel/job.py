@@ -29,6 +29,13 @@ from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
+from elaunch.workers.data_parallel.refusals import (
+    refuse_own_group,
+    refuse_sparse,
+    refuse_unregistered,
+    refuse_wrappers,
+    warn_of_own_group,
+)
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
@@ -50,7 +57,7 @@ class Job(BaseJob):
 
     def __init__(self, client: agent_client.Client) -> None:
         self._reducer = Reducer()
-        closers = [self._reducer.close]
+        closers = [self._reducer.close, self._let_go]
         super().__init__(Member(client, self, self._durable, lambda: self.step, state_is_whole=True, closers=closers))
         self._plans = Plans(self._member, lambda: trained_bytes(self._objects.values()))
         self._buckets: GradientBuckets | None = None
@@ -61,6 +68,7 @@ class Job(BaseJob):
         self._in_flight = StepInFlight()
         self._went_back: Restored[None] | None = None
         self._holds = False
+        self._hook: Any = None  # keeps other optimizers away from the job's parameters
         self.step = 0
 
     # -- what scripts use ---------------------------------------------------------------------------------------
@@ -91,10 +99,13 @@ class Job(BaseJob):
             bucket_bytes: size of the others.
 
         Raises:
-            StateError: a model was wrapped before.
+            StateError: a model was wrapped before, or this one is in DistributedDataParallel or FSDP, or has sparse
+                gradients.
         """
         if self._buckets is not None:
             raise StateError("wrap was called twice; put several models into one nn.ModuleDict and wrap that")
+        refuse_wrappers([model])
+        refuse_sparse(model)
         self._model_buffers = ModelBuffers(model)
         named = list(model.named_parameters())
         self._buckets = GradientBuckets(
@@ -113,12 +124,20 @@ class Job(BaseJob):
         Waits until this worker is a member. One that joins a running job receives the state here.
 
         Raises:
-            StateError: called twice, or the peers registered something else.
+            StateError: called twice, or the peers registered something else, or it cannot survive a change of members:
+                a model in DistributedDataParallel or FSDP, an optimizer with closures, the script's own process group.
         """
         if self._objects:
             raise StateError("register was called twice; name all objects in one call")
+        refuse_wrappers(objects.values())
+        if self._member.elastic:
+            refuse_own_group()
+        take_over(objects.values(), self._takes_effect, lambda: self._buckets is not None, self._has_sums)
         self._objects = objects
-        take_over(objects.values(), self._takes_effect, lambda: self._buckets is not None)
+        if self._buckets is not None:
+            trained = frozenset(map(id, self._buckets.parameters))
+            known = frozenset(map(id, objects.values()))
+            self._hook = refuse_unregistered(trained, lambda optimizer: id(optimizer) in known)
         self._become_member()
 
     def batches(
@@ -207,7 +226,7 @@ class Job(BaseJob):
         if measured:
             n_turns = len(share.micro_batches)
             self._member.took(own_s / n_turns, len(share.units) // n_turns)
-        if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
+        if self._resolve():  # unless an optimizer did; there is none, or a GradScaler skipped it
             self._tell()
 
     def _begin_step(self, layout: SampleLayout) -> Share:
@@ -300,6 +319,14 @@ class Job(BaseJob):
             return True
         return self._in_flight.last_micro_batch and self._resolve()
 
+    def _let_go(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _has_sums(self) -> bool:
+        """Whether the gradients at hand are those of a whole step, not of some of its micro-batches."""
+        return not self._in_flight.in_micro_batch or self._in_flight.last_micro_batch
+
     # -- membership ---------------------------------------------------------------------------------------------
 
     def _become_member(self) -> None:
@@ -377,4 +404,7 @@ def init() -> Job:
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.
     """
-    return Job(agent_client.connect())
+    client = agent_client.connect()
+    if client.elastic:
+        warn_of_own_group()
+    return Job(client)
