@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from elaunch.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
 MOST = 2**53  # of a number
 LIMITS = {
@@ -25,6 +25,7 @@ LIMITS = {
     "number": (0, 2**48),
     "reset_generation": (0, 2**48),
     "joined": (0, 2**48),
+    "logged": (0, 2**48),
     "aborts_step_before": (0, 2**48),
 }
 """Fields whose numbers have narrower bounds, in whichever document."""

@@ -167,6 +167,8 @@ class Streak:
         members: how many workers the largest of them had, or the generation before.
         broken: these links, each report once.
         replaced: the workers that were replaced because of them.
+        logged: number of steps up to the last one in the event log of a node, as it was when one of its workers last
+            ended: a survivor reports the step before the streak only if it is in no log.
     """
 
     urgent: int = 0
@@ -174,6 +176,7 @@ class Streak:
     members: int = 0
     broken: tuple[BrokenLink, ...] = ()
     replaced: tuple[str, ...] = ()
+    logged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,7 @@ class NodeProgress:
         committed: the newest generation in which a step has committed; only the first member's node tells it, and only
             during a streak of generations without one.
         saved: number of steps in the newest checkpoint that it knows of; None: it knows of none.
+        logged: number of steps up to the last one in its event log, as it was when a worker of this node last ended.
     """
 
     attempt: int = 0
@@ -213,6 +217,7 @@ class NodeProgress:
     plan_request: str = ""
     committed: int = 0
     saved: int | None = None
+    logged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +368,11 @@ class Generation:
     roles: tuple[tuple[str, str], ...] = ()
     requested_plan: RequestedPlan = RequestedPlan()
     streak: Streak = Streak()
+
+    @property
+    def logged(self) -> int:
+        """Returns the number of steps up to the last one that is known to stand in a log, as far as deaths need it."""
+        return self.streak.logged
 
     @property
     def plan(self) -> str:

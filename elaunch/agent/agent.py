@@ -225,6 +225,7 @@ class Agent:
         if "exited" in message:
             worker, code, number = message["exited"], message["exitcode"], message["signal"]
             ended = {"exitcode": code} if number is None else {"signal": number}
+            self._messages.drain(worker)
             slot = self._life.find(worker)
             reason = self._outputs.reason(worker) if code != 0 else ""
             actions = self._life.on_exit(worker, code, number, message["t"], time.monotonic(), reason)

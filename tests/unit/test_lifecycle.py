@@ -27,7 +27,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
-from elaunch.wire import Unreachable
+from elaunch.wire import Report, Unreachable
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -118,6 +118,27 @@ def member_node(slots: int = 1, others: tuple[str, ...] = ("b/0#0",), **settings
     node.train(*mine, *others, aborts_step_before=2)
     node.settled(*mine)
     return node
+
+
+class TestLog:
+    """What the report says of the event log."""
+
+    def test_it_changes_when_a_worker_ends_and_not_with_each_step(self) -> None:
+        node = member_node(slots=2)
+        for step in (4, 5):
+            node.life.workers.note_report(Report("step", {"step": step}))
+            node.life.workers.note_report(Report("slow", {"step": 90}))
+        assert node.life.doc().progress.logged == 0
+        node.dies("a/0#0")
+        node.life.workers.note_report(Report("step", {"step": 6}))
+        assert node.life.doc().progress.logged == 6
+
+    def test_another_attempt_begins_it_anew(self) -> None:
+        node = member_node()
+        node.life.workers.note_report(Report("step", {"step": 4}))
+        node.dies("a/0#0")
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
+        assert node.life.doc().progress.logged == 0
 
 
 class TestStart:

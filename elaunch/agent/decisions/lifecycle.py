@@ -97,6 +97,7 @@ class Lifecycle:
                 plan_request=self._plan_request(),
                 committed=self.workers.peers.committed,
                 saved=self.saved,
+                logged=self.workers.logged,
             ),
             peers=self.workers.peers.faults(),
             departure=Departure(draining, evicted, self._joined() if draining or evicted else 0),

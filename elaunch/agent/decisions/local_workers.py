@@ -9,6 +9,7 @@ from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
 from elaunch.agent.decisions.node_state import Blame, PeerReports
 from elaunch.agent.decisions.slots import REACHABLE, Effect, News, Slot, SlotEvent, SlotState, find_transition
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
+from elaunch.wire import Report
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
@@ -27,6 +28,8 @@ class LocalWorkers:
         replaced: how many workers that died were replaced.
         took_part: whether one was a member in the present attempt.
         takes_plans: whether the newest that registered carries out plans that users ask for.
+        steps_in_log: number of steps up to the last one that these workers have had written into the event log.
+        logged: the same, as it was when one of them last ended: what the others must know then.
     """
 
     node: str
@@ -37,6 +40,8 @@ class LocalWorkers:
     replaced: int = 0
     took_part: bool = False
     takes_plans: bool = False
+    steps_in_log: int = 0
+    logged: int = 0
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -123,8 +128,16 @@ class LocalWorkers:
         transition = find_transition(slot, event, news)
         if transition is None:
             return []
+        if slot.alive and not transition.state.alive:
+            self.logged = self.steps_in_log
         slot.state = transition.state
         return [action for effect in transition.effects for action in self._carry_out(effect, slot, news)]
+
+    def note_report(self, report: Report) -> None:
+        """Notes which step the event log has now, if a line for it is about one."""
+        step = report.fields.get("step")
+        if report.kind == "step" and isinstance(step, int):
+            self.steps_in_log = step + 1
 
     def end_refusing(self, now_s: float) -> list[Action]:
         """Kills workers that live and train, and at whose address nobody listens any more: no peer can reach them."""
@@ -139,6 +152,7 @@ class LocalWorkers:
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""
         self.blame.failed, self.took_part = "", False
+        self.steps_in_log = self.logged = 0
         self.blame.failures.clear()
         for slot in self.slots:
             self.apply(slot, SlotEvent.RESET, News())
