@@ -65,6 +65,7 @@ class RendezvousConf:
         lease_ttl: a node that is silent for this long has left.
         ready_timeout: how long ready workers wait for others that still start before the first step.
         attach_timeout: how long a script has to call `elaunch.init()` before a new node restarts it as a whole.
+        register_timeout: how long a worker of a training job may take to call `register` before it is replaced.
         stop_timeout: how long a worker may be stopped (SIGSTOP) before it is replaced.
         link_timeout: how long nothing may come from the machine of a worker for which others wait, not even the
             acknowledgement of a byte, before their link counts as cut.
@@ -81,6 +82,7 @@ class RendezvousConf:
     lease_ttl: float = 5.0
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
+    register_timeout: float = 900.0
     stop_timeout: float = 1.0
     link_timeout: float = 5.0
     read_timeout: float = 60.0

@@ -189,6 +189,9 @@ class WorkerSummary:
         takes_plans: they can go over to any plan (`elaunch.hybrid()`).
         finished: each has ended well, and there was at least one.
         failed: why none runs or will; empty while that is not so.
+        error: how the last worker of each slot failed, where all raised the same exception at the same line before they
+            saw a step commit; empty otherwise.
+        early_death: how the first worker died that did so before any of the node had registered; empty: none did.
     """
 
     elastic: bool = False
@@ -196,6 +199,8 @@ class WorkerSummary:
     takes_plans: bool = False
     finished: bool = False
     failed: str = ""
+    error: str = ""
+    early_death: str = ""
 
 
 @dataclass(frozen=True, slots=True)

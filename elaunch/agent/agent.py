@@ -88,6 +88,7 @@ class Agent:
                 role=config.role,
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
+                register_s=config.rendezvous.conf.register_timeout,
             ),
             port=free_port(host),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
@@ -136,7 +137,7 @@ class Agent:
         if self._exit.text:
             self._journal.say(self._exit.text)
         # Not those of a node whose workers ended only because they were told to.
-        failed = list(self._life.workers.blame.failures.values())
+        failed = self._life.workers.failures
         failures = failed if any(one.own for one in failed) else []
         self._outputs.report(failures, self._exit.code, self._exit.text)
         return self._exit.code

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Warm, signal_name
-from elaunch.agent.decisions.local_workers import REFUSED_S, LocalWorkers
+from elaunch.agent.decisions.local_workers import LocalWorkers
 from elaunch.agent.decisions.node_state import Ending, NodeSettings
 from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
 from elaunch.rendezvous.membership import (
@@ -220,6 +220,7 @@ class Lifecycle:
         actions: list[Action] = []
         if any(slot.worker for slot in self.slots):
             actions.append(Say(f"{generation.cause}: all workers are started again (attempt {generation.attempt})"))
+        actions.extend(self.workers.hint(generation.cause, generation, 1))
         actions.extend(self._terminate(now_s))
         self._begin_attempt()
         return actions
@@ -239,7 +240,8 @@ class Lifecycle:
         if result.succeeded and self.running:
             # Members, and those that left, are about to end by themselves; others have nothing to join any more.
             return [Signal(slot.worker, signal.SIGKILL) for slot in self.running if not self._ends_by_itself(slot)]
-        return self._stop(result.message, 0 if result.succeeded else 1, now_s)
+        hint = [] if result.succeeded else self.workers.hint(result.message, self.generation, 0)
+        return [*hint, *self._stop(result.message, 0 if result.succeeded else 1, now_s)]
 
     def _ends_by_itself(self, slot: Slot) -> bool:
         in_order = slot.state is SlotState.FINISHED or slot.state.leaving
@@ -316,6 +318,7 @@ class Lifecycle:
         news = News(
             now_s=now_s,
             text=f"worker {worker} {how}{f': {reason}' if reason else ''}",
+            reason=reason,
             t=t,
             training=self.training,
             restarts_left=self.workers.restarts_left,
@@ -460,13 +463,14 @@ class Lifecycle:
             self.ending.killed = True
             actions.extend(Signal(slot.worker, signal.SIGKILL) for slot in self.running)
         actions.extend(self.workers.end_refusing(now_s))
+        actions.extend(self.workers.end_unregistered(self.training, now_s, self.settings.register_s))
         actions.extend(self._fill(now_s))
         actions.extend(self._end_if_over())
         return actions
 
     def due_s(self) -> float | None:
         """Returns when `on_time` has something to do next."""
-        times = [slot.refused_s + REFUSED_S for slot in self.workers.refusing if slot.refused_s is not None]
+        times = self.workers.due_times(self.settings.register_s)
         if self.generation is not None and self._has_place(self.generation):
             times += [slot.retry_s for slot in self.slots if slot.state is SlotState.BACKOFF]
         if self.ending.kill_s is not None and not self.ending.killed and self.running:
