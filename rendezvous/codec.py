@@ -25,6 +25,7 @@ LIMITS = {
     "number": (0, 2**48),
     "reset_generation": (0, 2**48),
     "joined": (0, 2**48),
+    "logged": (0, 2**48),
     "aborts_step_before": (0, 2**48),
 }
 """Fields whose numbers have narrower bounds, in whichever document."""

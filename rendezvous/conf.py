@@ -64,6 +64,7 @@ KEYS = {
     "store_timeout": "how long a node that cannot go on without the store waits for it to come back; at least 1",
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
     "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
+    "register_timeout": "how long a worker of a training job may take to call register() before it is replaced",
     "stop_timeout": "how long a worker may be stopped (SIGSTOP) before it is replaced",
     "link_timeout": "how long nothing may come from the machine of a worker for which others wait, not even the "
     "acknowledgement of a byte, before their link counts as cut; at least 2",
@@ -93,6 +94,7 @@ class RendezvousConf:
     store_timeout: float = 300.0
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
+    register_timeout: float = 900.0
     stop_timeout: float = 1.0
     link_timeout: float = 5.0
     read_timeout: float = 60.0

@@ -19,6 +19,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
 )
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, takes_part, too_few
+from elaunch.rendezvous.rules.early import restart_whole, same_everywhere
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
     LeaderDecision,
@@ -52,6 +53,8 @@ def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDeci
     for doc in nodes:
         if doc.summary.abandoned and doc.node in generation.nodes and doc.progress.attempt == generation.attempt:
             return LeaderDecision("the job is abandoned", result=Result(False, doc.summary.abandoned))
+    if (hopeless := same_everywhere(generation, nodes)) is not None:
+        return hopeless
     if nodes and generation.nodes and not any(takes_part(doc, generation) for doc in nodes):
         return begin_again(view, generation, nodes, now_s, settings)
     if generation.stage is GenerationStage.TRAIN:
@@ -152,6 +155,8 @@ def _first_step(
     present = [doc for doc in nodes if not doc.draining]
     if not present:
         return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
+    if (restart := restart_whole(view, generation, present, now_s, settings)) is not None:
+        return restart
     able = [doc for doc in present if ready_workers(doc, generation.attempt)][: settings.max_nodes]
     if len(present) < settings.min_nodes:
         return too_few(len(present), view.changed_s, now_s, settings)

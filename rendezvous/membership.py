@@ -176,6 +176,8 @@ class Streak:
         members: how many workers the largest of them had, or the generation before.
         broken: these links, each report once.
         replaced: the workers that were replaced because of them.
+        logged: number of steps up to the last one in the event log of a node, as it was when one of its workers last
+            ended: a survivor reports the step before the streak only if it is in no log.
     """
 
     urgent: int = 0
@@ -183,6 +185,7 @@ class Streak:
     members: int = 0
     broken: tuple[BrokenLink, ...] = ()
     replaced: tuple[str, ...] = ()
+    logged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,9 @@ class WorkerSummary:
         finished: each has ended well, and there was at least one.
         failed: why none runs or will; empty while that is not so.
         abandoned: why the job cannot go on, as one of them says; empty while none does.
+        error: how the last worker of each slot failed, where all raised the same exception at the same line before they
+            saw a step commit; empty otherwise.
+        early_death: how the first worker died that did so before any of the node had registered; empty: none did.
     """
 
     elastic: bool = False
@@ -204,6 +210,8 @@ class WorkerSummary:
     finished: bool = False
     failed: str = ""
     abandoned: str = ""
+    error: str = ""
+    early_death: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +225,7 @@ class NodeProgress:
         committed: the newest generation in which a step has committed; only the first member's node tells it, and only
             during a streak of generations without one.
         saved: number of steps in the newest checkpoint that it knows of; None: it knows of none.
+        logged: number of steps up to the last one in its event log, as it was when a worker of this node last ended.
     """
 
     attempt: int = 0
@@ -224,6 +233,7 @@ class NodeProgress:
     plan_request: str = ""
     committed: int = 0
     saved: int | None = None
+    logged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +384,11 @@ class Generation:
     roles: tuple[tuple[str, str], ...] = ()
     requested_plan: RequestedPlan = RequestedPlan()
     streak: Streak = Streak()
+
+    @property
+    def logged(self) -> int:
+        """Returns the number of steps up to the last one that is known to stand in a log, as far as deaths need it."""
+        return self.streak.logged
 
     @property
     def plan(self) -> str:

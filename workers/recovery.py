@@ -146,6 +146,11 @@ class Recovery:
         """Whether the planned change, of which all know, is the end of the job here: every member leaves."""
         return self._noted is not None and set(self._noted.ids).isdisjoint(self.generation.ids)
 
+    @property
+    def first_leaves(self) -> bool:
+        """Whether the planned change, of which all know, goes on without the present first member."""
+        return self._noted is not None and self.generation.ids[0] not in self._noted.ids
+
     def newest_generation(self) -> int:
         """What to tell the others with the commit barrier, for `all_know`."""
         self._noted = self._client.newest()

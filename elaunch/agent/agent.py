@@ -100,6 +100,7 @@ class Agent:
                 role=config.role,
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
+                register_s=config.rendezvous.conf.register_timeout,
             ),
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
@@ -155,7 +156,7 @@ class Agent:
         if self._exit.text:
             self._journal.say(self._exit.text)
         # Not those of a node whose workers ended only because they were told to.
-        failed = list(self._life.workers.blame.failures.values())
+        failed = self._life.workers.failures
         failures = failed if any(one.own for one in failed) else []
         self._outputs.report(failures, self._exit.code, self._exit.text)
         return self._exit.code
@@ -255,6 +256,7 @@ class Agent:
         if "exited" in message:
             worker, code, number = message["exited"], message["exitcode"], message["signal"]
             ended = {"exitcode": code} if number is None else {"signal": number}
+            self._messages.drain(worker)
             slot = self._life.find(worker)
             others = [each.worker for each in self._life.slots if each.worker not in ("", worker)]
             why = self._outputs.account(worker, message["t"], others) if code != 0 else NO_ACCOUNT

@@ -70,6 +70,13 @@ class ControlConnection:
         poll.register(self._link, 0)
         return any(events & select.POLLHUP for _, events in poll.poll(0))
 
+    @property
+    def has_input(self) -> bool:
+        """Returns whether there is something to receive, be it the end."""
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN)
+        return bool(poll.poll(0))
+
     def attached(self, worker: str) -> None:
         """Notes that the connection is this worker's: its messages may be long."""
         self.worker = worker

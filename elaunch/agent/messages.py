@@ -104,6 +104,12 @@ class WorkerMessages:
             connection.close()
         return has_news
 
+    def drain(self, worker: str) -> None:
+        """Takes what a worker whose process has ended had sent before: its last step may be in it."""
+        connection = self._control.connections.get(worker)
+        while connection is not None and not connection.closed and connection.has_input:
+            self.serve(connection, selectors.EVENT_READ)
+
     def _take(self, connection: ControlConnection, message: Message) -> list[Action]:
         """Takes one message.
 
@@ -117,6 +123,7 @@ class WorkerMessages:
             case Report():
                 self._journal.forward(message)
                 self._status.take(message, time.time())
+                self._life.workers.note_report(message)
             case Attach():
                 return self._attach(connection, message.worker)
             case Profiled():

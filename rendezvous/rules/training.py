@@ -301,9 +301,15 @@ def train(
         begun=generation.begun or view.begun,
         hold=_too_small(change, settings),
         leaving=change.leaving,
-        streak=streak,
+        streak=replace(streak, logged=_logged(generation, nodes)),
     )
     return LeaderDecision(cause, generation=after)
+
+
+def _logged(generation: Generation, nodes: tuple[NodeDoc, ...]) -> int:
+    """Returns how many steps stand in logs, as the nodes of this attempt knew when their workers ended."""
+    of_attempt = [doc.progress.logged for doc in nodes if doc.progress.attempt == generation.attempt]
+    return max([generation.logged, *of_attempt])
 
 
 def _too_small(change: _Change, settings: MembershipSettings) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,38 @@ def test_the_others_go_on_when_a_node_is_killed(
     assert set(before.values()) == set(survivor.all_pids())
     assert_same(losses(nodes), expected, 1e-9)
     assert digests(nodes) == samples
+
+
+def _is_without(node: Node, worker: str) -> bool:
+    return worker not in node.members()
+
+
+def test_each_step_has_one_line_in_the_logs_of_all_nodes_whoever_dies_or_leaves(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    # The first member dies three times, each time on another node than its heir; then its node leaves.
+    gate = tmp_path / "gate"
+    script = ("--steps", "160", "--sleep", "0.02", "--gather", "3", "--hold", f"150:{gate}")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:3", *script)
+    for name in ("a", "b", "c"):
+        cluster.add(name)
+    nodes = cluster.nodes
+    wait_for_members(nodes, 3)
+    for _ in range(3):
+        wait_for_step(nodes, max(node.last_step() for node in nodes) + 2)
+        first = nodes[0].members()[0]
+        node = next(each for each in nodes if first in each.pids())
+        os.kill(node.pids()[first], signal.SIGKILL)
+        wait_for(nodes, partial(_is_without, nodes[0], first), 30, f"a generation without {first}")
+        wait_for_members(nodes, 3)
+    leaving = next(each for each in nodes if nodes[0].members()[0] in each.pids())
+    leaving.agent.signal(signal.SIGTERM)
+    gate.touch()
+    for node in nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    lines = [(event["step"], event["node"]) for node in nodes for event in node.events("step")]
+    assert sorted(step for step, _ in lines) == list(range(160)), sorted(lines)
+    assert {node for _, node in lines} >= {"a", "b", "c"}
 
 
 def test_a_node_that_comes_later_joins_the_running_job(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ PRELOADS = {
     "train.py": _EAGER,
     "steps.py": _EAGER,
     "train_habits.py": _EAGER,
+    "amp.py": _EAGER,
     "layers.py": _EAGER,
     "planned.py": _EAGER,
     "plans.py": _EAGER,

@@ -70,7 +70,7 @@ def _commits_alone() -> Any:
 
 
 def _leaves_the_report_to_a_first_member_that_died() -> Any:
-    return runtime_hooks, "tells_again", lambda verdict, generation, worker: False
+    return runtime_hooks, "tells_again", lambda verdict, generation, worker, known: False
 
 
 def _forgets_links_that_failed_before_a_planned_generation() -> Any:

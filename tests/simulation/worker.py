@@ -125,13 +125,17 @@ class Worker:
                 self.send_up(lambda: self._lost_peer(message))
             case Report():
                 if message.kind == "step":
-                    self.send_up(lambda: self.world.logged(self.id, message.fields))
+                    self.send_up(lambda: self._log(message))
             case _:
                 if isinstance(message, Finished):
                     self.note("has finished")
                 elif isinstance(message, Leaving):
                     self.note(f"leaves after {message.step} steps")
                 self.send_up(lambda: react(self.node.life, self.id, message))
+
+    def _log(self, message: Report) -> None:
+        self.world.logged(self.id, message.fields)
+        self.node.life.workers.note_report(message)
 
     def _lost_peer(self, message: Unreachable) -> None:
         if note_lost_link(self.node.life, self.id, message, self.world.now_s):

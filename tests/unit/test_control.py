@@ -234,6 +234,15 @@ def test_an_excuse_is_one_short_line(node: Node, capfd: pytest.CaptureFixture[st
     assert len(line) < 500
 
 
+def test_what_a_worker_sent_last_is_in_the_log_before_its_end_is_told(node: Node) -> None:
+    link = node.attach()
+    link.sendall(encode(Report("step", {"step": 7})) + encode(Report("step", {"step": 8})))
+    link.close()
+    node.agent._on_forkserver({"exited": WORKER, "pid": 1, "exitcode": None, "signal": 9, "t": 5.0})
+    assert [event["step"] for event in node.logged("step")] == [7, 8]
+    assert node.agent._life.doc().progress.logged == 9
+
+
 def test_others_may_say_what_they_like_of_peers(node: Node) -> None:
     worker = node.attach()
     assert node.send(worker, Unreachable(1 << 62, "x" * 1000, True), Unreachable(0, "", False, True))

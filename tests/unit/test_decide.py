@@ -324,6 +324,19 @@ class TestDeaths:
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0", "b/0#0"), 6, "a link was made anew")
 
+    def test_the_others_hear_which_step_the_log_of_a_dead_worker_has(self) -> None:
+        now = train("a/0#0", "b/0#0")
+        dead = node("a", None, cause="worker a/0#0 was killed by SIGKILL", logged=8)
+        after = announced(ask(now, dead, node("b", MEMBER, logged=3)))
+        assert (after.ids, after.logged) == (("b/0#0",), 8)
+        later = announced(ask(replace(after, number=7), node("b", MEMBER), node("c", READY)))
+        assert (later.ids, later.logged) == (("b/0#0", "c/0#0"), 8)
+
+    def test_logs_of_a_former_attempt_do_not_count(self) -> None:
+        now = train("a/0#0", "b/0#0", attempt=1)
+        docs = node("a", None, attempt=0, logged=8), node("b", MEMBER, attempt=1, logged=3)
+        assert announced(ask(now, *docs)).logged == 3
+
     def test_an_old_request_for_a_new_link_is_done_with(self) -> None:
         now = train("a/0#0", aborts_step_before=5)
         assert_waits(ask(now, node("a", MEMBER, reset_generation=4)))

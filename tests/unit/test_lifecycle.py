@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.decisions.actions import Account, Action, Exit, Say, Signal, Start, Tell, Warm
 from elaunch.agent.decisions.lifecycle import Lifecycle
-from elaunch.agent.decisions.local_workers import BACKOFF_S, LAST_REFUSED_S, REFUSED_S
+from elaunch.agent.decisions.local_workers import BACKOFF_S, HINT, LAST_REFUSED_S, LATE_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.slots import FRUITLESS_LIMIT, SlotState
 from elaunch.agent.messages import note_lost_link
@@ -21,13 +21,14 @@ from elaunch.rendezvous.membership import (
     Generation,
     GenerationStage,
     RequestedPlan,
+    Restarts,
     Result,
     Stalled,
     Streak,
     Worker,
     WorkerState,
 )
-from elaunch.wire import Unreachable
+from elaunch.wire import Report, Unreachable
 
 A = TypeVar("A", bound=Action)
 NOW_S = 50.0
@@ -118,6 +119,127 @@ def member_node(slots: int = 1, others: tuple[str, ...] = ("b/0#0",), **settings
     node.train(*mine, *others, aborts_step_before=2)
     node.settled(*mine)
     return node
+
+
+class TestLog:
+    """What the report says of the event log."""
+
+    def test_it_changes_when_a_worker_ends_and_not_with_each_step(self) -> None:
+        node = member_node(slots=2)
+        for step in (4, 5):
+            node.life.workers.note_report(Report("step", {"step": step}))
+            node.life.workers.note_report(Report("slow", {"step": 90}))
+        assert node.life.doc().progress.logged == 0
+        node.dies("a/0#0")
+        node.life.workers.note_report(Report("step", {"step": 6}))
+        assert node.life.doc().progress.logged == 6
+
+    def test_another_attempt_begins_it_anew(self) -> None:
+        node = member_node()
+        node.life.workers.note_report(Report("step", {"step": 4}))
+        node.dies("a/0#0")
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
+        assert node.life.doc().progress.logged == 0
+
+
+class TestEarlyFailures:
+    """What happens before a step has committed."""
+
+    ERROR = "ValueError: no (train.py:3 in main)"
+
+    def raises(self, node: Node, worker: str, reason: str = ERROR) -> list[Action]:
+        return node.does(node.life.on_exit(worker, 1, None, T, node.now_s, Account(reason)))
+
+    def test_the_same_exception_in_all_slots_is_reported_and_shown_whoever_was_replaced(self) -> None:
+        node = member_node(slots=2)
+        self.raises(node, "a/0#0")
+        assert started(node.later(BACKOFF_S[1])) == ["a/0#1"]
+        assert node.life.doc().summary.error == ""
+        self.raises(node, "a/1#0")
+        assert node.life.doc().summary.error == self.ERROR
+        assert [one.worker for one in node.life.workers.failures] == ["a/0#0", "a/1#0"]
+        node.does(node.life.on_result(Result(False, "over"), node.now_s))
+        node.dies("a/0#1", signal.SIGTERM)
+        assert next((one.worker, one.own) for one in node.life.workers.failures) == ("a/0#0", True)
+
+    def test_after_a_commit_it_is_not(self) -> None:
+        node = member_node(slots=2)
+        node.life.on_progress("a/1#0", 2)
+        for worker in ("a/0#0", "a/1#0"):
+            self.raises(node, worker)
+        assert node.life.doc().summary.error == ""
+
+    def test_a_death_before_anybody_here_has_registered_is_reported_once(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        node.life.on_attach("a/0#0")
+        node.life.on_attach("a/1#0")
+        node.dies("a/0#0")
+        node.dies("a/1#0")
+        assert node.life.doc().summary.early_death == "worker a/0#0 was killed by SIGKILL"
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
+        for worker in ("a/0#1", "a/1#1"):
+            node.dies(worker)
+        assert node.life.doc().summary.early_death == ""
+
+    def test_a_death_beside_one_that_has_registered_is_not(self) -> None:
+        node = Node(slots=2)
+        node.start()
+        node.ready("a/0#0")
+        node.life.on_attach("a/1#0")
+        node.dies("a/1#0")
+        assert node.life.doc().summary.early_death == ""
+
+    def test_a_worker_that_does_not_register_is_told_of_and_then_ended(self) -> None:
+        node = member_node(slots=2)
+        node.dies("a/0#0")
+        node.later(BACKOFF_S[1])
+        node.later(0.0)
+        limit_s = node.life.settings.register_s
+        assert node.life.due_s() == node.now_s + LATE_S
+        told = said(node.later(LATE_S))
+        assert "worker a/0#1 has not called elaunch.init() for 60 s" in told
+        assert "init_process_group()" in told
+        assert node.life.due_s() == node.now_s - LATE_S + limit_s
+        assert node.later(1.0) == []
+        node.life.on_attach("a/0#1")
+        actions = node.later(limit_s - LATE_S)
+        assert "has not called register()" in said(actions)
+        assert "register_timeout" in said(actions)
+        assert signalled(actions) == [("a/0#1", signal.SIGKILL)]
+
+    def test_a_worker_that_registers_is_not(self) -> None:
+        node = member_node(slots=2)
+        node.dies("a/0#0")
+        node.later(BACKOFF_S[1])
+        node.later(0.0)
+        node.ready("a/0#1")
+        assert node.later(1000.0) == []
+
+    def test_a_script_without_elaunch_that_dies_is_told_of_it_once(self) -> None:
+        node = Node()
+        node.start()
+        node.exits("a/0#0", 3)
+        text = "worker a/0#0 exited with code 3"
+        actions = node.generation(GenerationStage.ASSEMBLE, attempt=1, cause=text, restarts=Restarts(1))
+        assert HINT in said(actions)
+        node.start(attempt=1, restarts=Restarts(1))
+        node.exits("a/0#1", 3)
+        assert HINT not in said(node.does(node.life.on_result(Result(False, f"{text} (after 1)"), node.now_s)))
+
+    def test_only_the_node_that_failed_tells_it_and_not_of_a_script_with_elaunch(self) -> None:
+        for text, attaches, told in [
+            ("worker a/0#0 exited", False, True),
+            ("worker b/", False, False),
+            ("worker a", True, False),
+        ]:
+            node = Node()
+            node.start()
+            if attaches:
+                node.life.on_attach("a/0#0")
+            node.exits("a/0#0", 3)
+            message = f"{text} with code 3 (after 0 of 0 restarts)"
+            assert (HINT in said(node.does(node.life.on_result(Result(False, message), node.now_s)))) == told
 
 
 class TestStart:

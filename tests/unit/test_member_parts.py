@@ -120,9 +120,37 @@ def test_a_step_that_no_member_has_reported_is_reported_by_one_that_passed_its_b
     told: Sequence[int | None], committing: tuple[int, ...], teller: int | None
 ) -> None:
     generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
-    tells = [tells_again(verdict(told, committing), generation, one) for one in MEMBERS[:2]]
+    tells = [tells_again(verdict(told, committing), generation, one, None) for one in MEMBERS[:2]]
     assert tells == [place == teller for place in range(2)]
-    assert not any(tells_again(verdict((None, None), step=0), generation, one) for one in MEMBERS[:2])
+    assert not any(tells_again(verdict((None, None), step=0), generation, one, None) for one in MEMBERS[:2])
+    assert not any(tells_again(verdict(told, committing), generation, one, 5) for one in MEMBERS[:2])
+
+
+@pytest.mark.parametrize(
+    ("logged", "is_planned", "told"),
+    [
+        (0, False, None),
+        (6, False, 5),  # the first member died after it had reported the last step
+        (7, False, 6),  # the next one had committed, on workers that died
+        (5, False, None),
+        (9, False, None),  # before the job went back to a checkpoint
+        (0, True, 5),
+        (7, True, 6),
+    ],
+)
+def test_an_agreement_shows_what_the_logs_have(logged: int, is_planned: bool, told: int | None) -> None:
+    report = StepReports(Client())  # type: ignore[arg-type]
+    report.learn(6, logged, is_planned)
+    assert report.told == told
+
+
+def test_a_step_that_a_log_has_is_done_again_without_a_report() -> None:
+    client = Client()
+    report = StepReports(client)  # type: ignore[arg-type]
+    report.learn(5, 6, False)
+    for step in (5, 6):
+        report.tell(Team(0), 3, step, 0.25, range(10))  # type: ignore[arg-type]
+    assert [one.fields["step"] for one in client.sent if isinstance(one, Report)] == [6]
 
 
 def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:

@@ -108,6 +108,11 @@ class GradientBuckets:
         self.zero()
 
     @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters whose gradients it owns."""
+        return tuple(slot.parameter for slot in self._slots)
+
+    @property
     def flats(self) -> tuple[torch.Tensor, ...]:
         """The flat gradient of each bucket, by number."""
         return tuple(bucket.flat for bucket in self._buckets)

@@ -33,6 +33,13 @@ from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
+from elaunch.workers.data_parallel.refusals import (
+    refuse_own_group,
+    refuse_sparse,
+    refuse_unregistered,
+    refuse_wrappers,
+    warn_of_own_group,
+)
 from elaunch.workers.data_parallel.registered import RegisteredState
 from elaunch.workers.data_parallel.step import Step
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
@@ -54,7 +61,6 @@ class Job(BaseJob):
     def __init__(self, client: agent_client.Client) -> None:
         self._reducer = Reducer()
         self._state = RegisteredState(ReplicaWatch(replica_check.from_environment(os.environ)))
-        closers = [self._reducer.close]
         super().__init__(
             Member(
                 client,
@@ -63,7 +69,7 @@ class Job(BaseJob):
                 lambda: self.step,
                 boundary=lambda group, saving: self._state.at_boundary(self._member, group, saving),
                 state_is_whole=True,
-                closers=closers,
+                closers=[self._reducer.close, self._let_go],
             )
         )
         self._plans = Plans(self._member, lambda: trained_bytes(self._state.objects.values()))
@@ -74,6 +80,7 @@ class Job(BaseJob):
         self._in_flight = StepInFlight()
         self._step: Step | None = None
         self._wants_stop = self._stops = False
+        self._hook: Any = None  # keeps other optimizers away from the job's parameters
 
     # -- what scripts use ---------------------------------------------------------------------------------------
 
@@ -108,10 +115,13 @@ class Job(BaseJob):
             bucket_bytes: size of the others.
 
         Raises:
-            StateError: a model was wrapped before.
+            StateError: a model was wrapped before, or this one is in DistributedDataParallel or FSDP, or has sparse
+                gradients.
         """
         if self._buckets is not None:
             raise StateError("wrap was called twice; put several models into one nn.ModuleDict and wrap that")
+        refuse_wrappers([model])
+        refuse_sparse(model)
         self._model_buffers = ModelBuffers(model)
         named = list(model.named_parameters())
         self._buckets = GradientBuckets(
@@ -131,12 +141,20 @@ class Job(BaseJob):
         Waits until this worker is a member. One that joins a running job receives the state here.
 
         Raises:
-            StateError: called twice, or the peers registered something else.
+            StateError: called twice, or the peers registered something else, or it cannot survive a change of members:
+                a model in DistributedDataParallel or FSDP, an optimizer with closures, the script's own process group.
         """
         if self._state.objects:
             raise StateError("register was called twice; name all objects in one call")
+        refuse_wrappers(objects.values())
+        if self._member.elastic:
+            refuse_own_group()
+        take_over(objects, self._takes_effect, lambda: self._buckets is not None, self._has_sums)
         self._state.objects = objects
-        take_over(objects, self._takes_effect, lambda: self._buckets is not None)
+        if self._buckets is not None:
+            trained = frozenset(map(id, self._buckets.parameters))
+            known = frozenset(map(id, objects.values()))
+            self._hook = refuse_unregistered(trained, lambda optimizer: id(optimizer) in known)
         self._become_member()
 
     def batches(
@@ -314,7 +332,7 @@ class Job(BaseJob):
         if measured:
             n_turns = len(share.micro_batches)
             self._member.took(own_s / n_turns, len(share.units) // n_turns)
-        if self._resolve():  # unless an optimizer did; there is none, or GradScaler skipped it
+        if self._resolve():  # unless an optimizer did; there is none, or a GradScaler skipped it
             self._tell()
 
     def _begin_step(self, layout: SampleLayout) -> Share:
@@ -451,6 +469,14 @@ class Job(BaseJob):
         if step.in_micro_batch and step.committed is None:
             heartbeat.enter(Phase.STEP if is_under_way else Phase.SCRIPT)
 
+    def _let_go(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _has_sums(self) -> bool:
+        """Whether the gradients at hand are those of a whole step, not of some of its micro-batches."""
+        return not self._in_flight.in_micro_batch or self._in_flight.last_micro_batch
+
     # -- membership ---------------------------------------------------------------------------------------------
 
     def _become_member(self) -> None:
@@ -508,4 +534,7 @@ def init() -> Job:
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.
     """
-    return Job(agent_client.connect())
+    client = agent_client.connect()
+    if client.elastic:
+        warn_of_own_group()
+    return Job(client)

@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of a script: their `step` acts when the step commits, wherever the script calls it."""
+"""The optimizers, schedulers and scalers of a script act when the step commits, wherever the script calls them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 from elaunch.errors import StateError
+from elaunch.workers.data_parallel.scaler import guard, take_over_scaler
+
+CLOSURES = (
+    "it would evaluate the model again after the gradients of the step were summed over the members: call backward() "
+    "before optimizer.step(), without a closure, and use an optimizer that needs none"
+)
 
 TakesEffect = Callable[[], AbstractContextManager[bool]]
 """Gives a context for a call of `step`, which says whether that is to act."""
@@ -19,20 +25,30 @@ def take_over(
     objects: Mapping[str, Any],
     takes_effect: Callable[[str, Any], AbstractContextManager[bool]],
     owns_gradients: Callable[[], bool],
+    has_sums: Callable[[], bool],
 ) -> None:
-    """Takes over what there is of optimizers and schedulers.
+    """Takes over what there is of optimizers, schedulers and gradient scalers.
 
     Args:
         objects: of the script, by the name under which it registers them.
         takes_effect: returns a context for a call of `step` of an object, given with its name: whether that is to act.
         owns_gradients: returns whether the gradients are the job's, which zeroes them itself.
+        has_sums: returns whether they are those of a whole step.
+
+    Raises:
+        StateError: an optimizer works by closures only.
     """
     for name, thing in objects.items():
         acts = functools.partial(takes_effect, name, thing)
+        if isinstance(thing, torch.optim.LBFGS):
+            raise StateError(f"LBFGS cannot be used: {CLOSURES}")
         if isinstance(thing, torch.optim.Optimizer):
+            guard(thing)
             _take_over_optimizer(thing, acts, owns_gradients)
         elif isinstance(thing, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
             _take_over_scheduler(thing, acts)
+        elif isinstance(thing, torch.amp.GradScaler):
+            take_over_scaler(thing, acts, has_sums)
 
 
 def trained_bytes(objects: Iterable[Any]) -> int:
@@ -49,9 +65,7 @@ def _take_over_optimizer(
     @functools.wraps(original)
     def step(closure: Any = None) -> Any:
         if closure is not None:
-            raise StateError(
-                "optimizer.step(closure) would run the step again; optimizers with closures cannot be used"
-            )
+            raise StateError(f"optimizer.step(closure) cannot be used: {CLOSURES}")
         with takes_effect() as acts:
             return original() if acts else None
 

@@ -21,16 +21,22 @@ LAST_STEP = "elaunch.last_step"
 """Among the facts of a vote: the report of the last step that the voter has committed."""
 
 TOLD = "elaunch.told"
-"""Likewise: the number of the last step that the voter itself has reported; None: it has reported none."""
+"""Likewise: the number of the last step that the voter knows to have been reported; None: it knows of none."""
 
 
-def tells_again(verdict: Verdict, generation: Generation, worker: str) -> bool:
+def tells_again(verdict: Verdict, generation: Generation, worker: str, known: int | None) -> bool:
     """Returns whether `worker` must report the last step that has committed: no member has, as they vote.
 
     The first member of that step may have died, or may not have passed its barrier. It is the first that has passed it
-    which reports it then.
+    which reports it then, unless it knows better.
+
+    Args:
+        verdict: of the members.
+        generation: that they enter.
+        worker: this one.
+        known: the last step of which it knows that it was reported (`StepReports.learn`).
     """
-    told = any(facts.get(TOLD) == verdict.step - 1 for facts in verdict.facts)
+    told = known == verdict.step - 1 or any(facts.get(TOLD) == verdict.step - 1 for facts in verdict.facts)
     return verdict.step > 0 and not told and not verdict.fresh and generation.ids[verdict.passed] == worker
 
 
@@ -39,21 +45,36 @@ class StepReports:
 
     Attributes:
         last: the fields of the report of the last step that has committed, as JSON values; None: nobody here knows it.
+        told: the number of the last step of which this worker knows that it was reported; None: it knows of none.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._commit_s = time.monotonic()
         self.last: dict[str, Any] | None = None
-        self._told: dict[str, Any] | None = None  # by this worker
+        self.told: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what the other members must know, for a vote."""
-        return {LAST_STEP: self.last, TOLD: self._told["step"] if self._told is not None else None}
+        return {LAST_STEP: self.last, TOLD: self.told}
 
     def forget(self) -> None:
         """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
-        self.last = self._told = None
+        self.last = self.told = None
+
+    def learn(self, steps: int, logged: int, is_planned: bool) -> None:
+        """Learns from an agreement which step was reported last.
+
+        Args:
+            steps: so many have committed.
+            logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
+                committed only on workers that died, and is done again as it was.
+            is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
+        """
+        if is_planned and steps:
+            self.told = steps - 1
+        if logged and logged - 1 in (steps - 1, steps):
+            self.told = logged - 1
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -84,9 +105,9 @@ class StepReports:
             "members": group.size,
             "seconds": round(seconds, 6),
         }
-        if group.rank == 0:
+        if group.rank == 0 and step != self.told:
             self._client.send(Report("step", self.last))
-            self._told = self.last
+            self.told = step
         return seconds
 
     def tell_again(self, steps: int) -> None:
@@ -96,4 +117,4 @@ class StepReports:
         """
         if self.last is not None and self.last["step"] == steps - 1:
             self._client.send(Report("step", {**self.last, AGAIN: True}))
-            self._told = self.last
+            self.told = steps - 1

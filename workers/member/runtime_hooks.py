@@ -42,6 +42,7 @@ class RuntimeHooks:
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
         self.entered = False
         self.group: Group | None = None
+        self._agreed = 0  # number of the generation of the last agreement
 
     @property
     def step(self) -> int:
@@ -64,7 +65,10 @@ class RuntimeHooks:
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
             self._reports.last = verdict.facts[verdict.passed][LAST_STEP]
-        if tells_again(verdict, generation, self._worker):
+        is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
+        self._agreed = generation.number
+        self._reports.learn(verdict.step, generation.logged, is_planned)
+        if tells_again(verdict, generation, self._worker, self._reports.told):
             self._reports.tell_again(verdict.step)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class Lifecycle:
                 plan_request=self._plan_request(),
                 committed=self.workers.peers.committed,
                 saved=self.saved,
+                logged=self.workers.logged,
             ),
             peers=self.workers.peers.faults(),
             departure=Departure(draining, evicted, self._joined() if draining or evicted else 0),
@@ -220,6 +221,7 @@ class Lifecycle:
         actions: list[Action] = []
         if any(slot.worker for slot in self.slots):
             actions.append(Say(f"{generation.cause}: all workers are started again (attempt {generation.attempt})"))
+        actions.extend(self.workers.hint(generation.cause, generation, 1))
         actions.extend(self._terminate(now_s))
         self._begin_attempt()
         return actions
@@ -239,7 +241,8 @@ class Lifecycle:
         if result.succeeded and self.running:
             # Members, and those that left, are about to end by themselves; others have nothing to join any more.
             return [Signal(slot.worker, signal.SIGKILL) for slot in self.running if not self._ends_by_itself(slot)]
-        return self._stop(result.message, 0 if result.succeeded else 1, now_s)
+        hint = [] if result.succeeded else self.workers.hint(result.message, self.generation, 0)
+        return [*hint, *self._stop(result.message, 0 if result.succeeded else 1, now_s)]
 
     def _ends_by_itself(self, slot: Slot) -> bool:
         in_order = slot.state is SlotState.FINISHED or slot.state.leaving
@@ -322,6 +325,7 @@ class Lifecycle:
         news = News(
             now_s=now_s,
             text=why.tell(f"worker {worker} {how}"),
+            reason=why.reason,
             t=t,
             training=self.training,
             restarts_left=self.workers.restarts_left,
@@ -466,13 +470,14 @@ class Lifecycle:
             self.ending.killed = True
             actions.extend(Signal(slot.worker, signal.SIGKILL) for slot in self.running)
         actions.extend(self.workers.end_refusing(now_s))
+        actions.extend(self.workers.end_unregistered(self.training, now_s, self.settings.register_s))
         actions.extend(self._fill(now_s))
         actions.extend(self._end_if_over())
         return actions
 
     def due_s(self) -> float | None:
         """Returns when `on_time` has something to do next."""
-        times = list(map(self.workers.refused_until_s, self.workers.refusing))
+        times = self.workers.due_times(self.settings.register_s)
         if self.generation is not None and self._has_place(self.generation):
             times += [slot.retry_s for slot in self.slots if slot.state is SlotState.BACKOFF]
         if self.ending.kill_s is not None and not self.ending.killed and self.running:

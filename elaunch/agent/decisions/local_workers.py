@@ -5,16 +5,31 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from elaunch.agent.decisions.actions import Action, Say, Signal, Start, Tell
+from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Start, Tell
 from elaunch.agent.decisions.node_state import Blame, PeerReports
-from elaunch.agent.decisions.slots import REACHABLE, Effect, News, Slot, SlotEvent, SlotState, find_transition
+from elaunch.agent.decisions.slots import REACHABLE, VACANT, Effect, News, Slot, SlotEvent, SlotState, find_transition
 from elaunch.agent.decisions.state_holders import StateHolders
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
+from elaunch.rendezvous.rules.early import common_error
 from elaunch.rendezvous.rules.holders import grace_s
+from elaunch.wire import Report
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
 LAST_REFUSED_S = 20.0  # and so much longer if nobody else holds the state, which it can give to nobody
+LATE_S = 60.0  # after which the user is told that a worker of a training job has not registered
+HINT = (
+    "the script does not use elaunch, so a failure ends all its workers. With `job = elaunch.init()` and "
+    "job.wrap(model) the others go on without the one that failed: docs/running.md, 'The script'"
+)
 BACKOFF_S = (0.0, 0.5, 2.0)  # before the next start, by the number of fruitless deaths in a row
+
+
+@dataclass(slots=True)
+class Unregistered:
+    """Since when a worker has kept a training job waiting for its `register`, and whether the user was told."""
+
+    since_s: float
+    told: bool = False
 
 
 @dataclass(slots=True)
@@ -31,6 +46,12 @@ class LocalWorkers:
         replaced: how many workers that died were replaced.
         took_part: whether one was a member in the present attempt.
         takes_plans: whether the newest that registered carries out plans that users ask for.
+        steps_in_log: number of steps up to the last one that these workers have had written into the event log.
+        logged: the same, as it was when one of them last ended: what the others must know then.
+        early_death: how the first died that did so in this attempt before any had registered; "": none did.
+        has_attached: whether a script here has ever called `elaunch.init()`, or the like.
+        has_committed: whether a worker here has ever seen a step commit.
+        unregistered: workers that have not registered although the job trains, by name.
     """
 
     node: str
@@ -42,6 +63,12 @@ class LocalWorkers:
     replaced: int = 0
     took_part: bool = False
     takes_plans: bool = False
+    steps_in_log: int = 0
+    logged: int = 0
+    early_death: str = ""
+    has_attached: bool = False
+    has_committed: bool = False
+    unregistered: dict[str, Unregistered] = field(default_factory=dict)
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -111,7 +138,21 @@ class LocalWorkers:
             finished=self.finished,
             failed=self.blame.failed,
             abandoned=self.blame.abandoned,
+            error=self.error,
+            early_death=self.early_death,
         )
+
+    @property
+    def error(self) -> str:
+        """Returns what the last worker of each slot raised, if that is the same and no step has committed; else ""."""
+        return "" if self.has_committed else common_error([slot.error for slot in self.slots])
+
+    @property
+    def failures(self) -> list[Ended]:
+        """Returns the workers to be blamed in the report of a failed job, each slot's last one."""
+        replaced = self.blame.replaced if self.error else {}
+        own = {rank: ended for rank, ended in self.blame.failures.items() if ended.own or rank not in replaced}
+        return list({**replaced, **own}.values())
 
     def find(self, worker: str) -> Slot | None:
         """Returns the slot of a worker that the node reports."""
@@ -129,6 +170,11 @@ class LocalWorkers:
         transition = find_transition(slot, event, news)
         if transition is None:
             return []
+        if slot.alive and not transition.state.alive:
+            self.logged = self.steps_in_log
+            if event is SlotEvent.DIE:
+                self._note_death(slot, news)
+        self.has_attached = self.has_attached or event is SlotEvent.ATTACH
         slot.state = transition.state
         return [action for effect in transition.effects for action in self._carry_out(effect, slot, news)]
 
@@ -137,6 +183,19 @@ class LocalWorkers:
         assert slot.refused_s is not None
         sound = {other.worker for other in self.running if other.refused_s is None}
         return slot.refused_s + REFUSED_S + min(LAST_REFUSED_S, grace_s(slot.worker, self.holders.ids, sound))
+
+    def _note_death(self, slot: Slot, news: News) -> None:
+        """Notes what the job must know of a death before the first step has committed."""
+        slot.error = "" if self.has_committed else news.reason
+        unregistered = all(one.state in (*VACANT, SlotState.STARTING, SlotState.ATTACHED) for one in self.slots)
+        if not news.training and self.has_attached and unregistered:
+            self.early_death = self.early_death or news.text
+
+    def note_report(self, report: Report) -> None:
+        """Notes which step the event log has now, if a line for it is about one."""
+        step = report.fields.get("step")
+        if report.kind == "step" and isinstance(step, int):
+            self.steps_in_log = step + 1
 
     def end_refusing(self, now_s: float) -> list[Action]:
         """Kills a worker that lives and trains, and at whose address nobody listens any more: no peer can reach it.
@@ -153,10 +212,52 @@ class LocalWorkers:
         text = f"worker {worker} runs, but refuses the connections of its peers; it is ended"
         return [Say(text), Signal(worker, signal.SIGKILL)]
 
+    def end_unregistered(self, training: bool, now_s: float, register_s: float) -> list[Action]:
+        """Says which workers have not registered although the job trains, and kills those that take too long."""
+        slots = [slot for slot in self.slots if training and slot.state in (SlotState.STARTING, SlotState.ATTACHED)]
+        self.unregistered = {
+            slot.worker: self.unregistered.get(slot.worker, Unregistered(now_s)) for slot in slots if slot.worker
+        }
+        actions: list[Action] = []
+        for slot in slots:
+            wait = self.unregistered[slot.worker]
+            what = "elaunch.init()" if slot.state is SlotState.STARTING else "register()"
+            late_s = now_s - wait.since_s
+            text = f"worker {slot.worker} has not called {what} for {late_s:.0f} s, and the others train without it"
+            if late_s >= register_s:
+                wait.since_s = now_s
+                actions.append(Say(f"{text}; it is ended: --rdzv-conf register_timeout=SECONDS gives it more time"))
+                actions.append(Signal(slot.worker, signal.SIGKILL))
+            elif late_s >= LATE_S and not wait.told:
+                wait.told = True
+                peers = "a script that calls init_process_group() waits there for peers that never come"
+                actions.append(Say(f"{text}; it is ended after {register_s:g} s ({peers})"))
+        return actions
+
+    def due_times(self, register_s: float) -> list[float]:
+        """Returns when `end_refusing` and `end_unregistered` have something to do."""
+        times = list(map(self.refused_until_s, self.refusing))
+        waits = self.unregistered.values()
+        return [*times, *(one.since_s + (register_s if one.told else min(LATE_S, register_s)) for one in waits)]
+
+    def hint(self, cause: str, generation: Generation | None, restarts: int) -> list[Action]:
+        """Says how workers can outlive each other, where a script does not use elaunch: once for a job.
+
+        Args:
+            cause: of its failure; the node whose failure that is says so.
+            generation: the newest.
+            restarts: how many it has, if this is the job's first failure.
+        """
+        is_first = generation is None or generation.restarts.count == restarts
+        is_ours = bool(self.blame.failed) and cause.startswith(self.blame.failed)
+        return [Say(HINT)] if is_first and is_ours and not self.has_attached else []
+
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""
         self.blame.failed, self.blame.abandoned, self.took_part = "", "", False
+        self.steps_in_log, self.logged, self.early_death = 0, 0, ""
         self.blame.failures.clear()
+        self.blame.replaced.clear()
         for slot in self.slots:
             self.apply(slot, SlotEvent.RESET, News())
 
@@ -182,6 +283,7 @@ class LocalWorkers:
                 self.holders.note_joined(news.number)
             case Effect.NOTE_COMMIT:
                 slot.committed_generation, slot.fruitless = news.number, 0
+                self.has_committed, slot.error = True, ""
             case Effect.NOTE_REFUSED:
                 if slot.refused_s is None:
                     slot.refused_s = news.now_s  # it is about to end, as a rule
@@ -219,7 +321,7 @@ class LocalWorkers:
             case Effect.REPLACE_NOW:
                 slot.retry_s = news.now_s
             case Effect.FORGET:
-                slot.admitted_generation, slot.exitcode, slot.fruitless = 0, None, 0
+                slot.admitted_generation, slot.exitcode, slot.fruitless, slot.error = 0, None, 0, ""
         return []
 
     def _start(self, slot: Slot, news: News) -> list[Action]:
@@ -229,7 +331,7 @@ class LocalWorkers:
         slot.worker = worker_id(self.node, slot.local_rank, number)
         slot.address, slot.exitcode, slot.told_to_end = "", None, False
         slot.admitted_generation, slot.joined_generation, slot.committed_generation, slot.refused_s = 0, 0, None, None
-        self.blame.failures.pop(slot.local_rank, None)
+        self.blame.replace_worker(slot.local_rank)
         self.blame.failed = ""
         return [Start(slot.local_rank, slot.worker, generation, news.warm)]
 

@@ -24,6 +24,7 @@ class NodeSettings:
     role: str = "default"
     rank: int = 0
     warm_start: bool = False
+    register_s: float = 900.0
 
     @property
     def is_alone(self) -> bool:
@@ -90,6 +91,7 @@ class Blame:
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds.
         failures: by local rank, workers that failed and were not replaced.
+        replaced: the same of the last ones that failed and were.
     """
 
     failed: str = ""
@@ -97,6 +99,7 @@ class Blame:
     cause: str = ""
     cause_t: float = 0.0
     failures: dict[int, Ended] = field(default_factory=dict)
+    replaced: dict[int, Ended] = field(default_factory=dict)
     _answered: bool = False
 
     def note(self, text: str, t: float) -> None:
@@ -110,6 +113,12 @@ class Blame:
     def replace(self, text: str, t: float) -> None:
         """Takes an event as the cause, whatever came before it."""
         self.cause, self.cause_t, self._answered = text, t, False
+
+    def replace_worker(self, local_rank: int) -> None:
+        """Notes that the next worker of a slot starts."""
+        former = self.failures.pop(local_rank, None)
+        if former is not None:
+            self.replaced[local_rank] = former
 
     def enter(self, generation: Generation) -> None:
         """Notes whether a new generation answers the cause that this node has given."""

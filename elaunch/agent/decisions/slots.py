@@ -156,6 +156,7 @@ class Slot:
         fruitless: deaths in a row before this worker, none of which saw a step commit.
         retry_s: in BACKOFF, when a replacement may start.
         refused_s: when a peer first found that nobody listens at its address.
+        error: what the last worker here raised, where none has seen a step commit since; "": nothing.
     """
 
     local_rank: int
@@ -171,6 +172,7 @@ class Slot:
     fruitless: int = 0
     retry_s: float = 0.0
     refused_s: float | None = None
+    error: str = ""
 
     @property
     def alive(self) -> bool:
@@ -189,6 +191,7 @@ class News:
 
     Attributes:
         text: what has happened, for people; of an eviction, why.
+        reason: what the worker has written down of why it failed.
         training: whether the job trains.
         restarts_left: whether --max-restarts allows another replacement.
         warm: of a start, whether a fork of the preloaded process will do.
@@ -200,6 +203,7 @@ class News:
     number: int = 0
     address: str = ""
     text: str = ""
+    reason: str = ""
     t: float = 0.0
     training: bool = False
     restarts_left: bool = True
