@@ -19,10 +19,12 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import size_findings
 from elaunch.rendezvous.membership import Generation
-from elaunch.workers import agent_client, data, heartbeat
+from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data.batches import Collate, count_samples, load, to_device
+from elaunch.workers.data.order import SampleOrder
 from elaunch.workers.data_parallel.buffers import ModelBuffers
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
 from elaunch.workers.data_parallel.in_flight import StepInFlight
@@ -57,7 +59,7 @@ class Job(BaseJob):
         self._model_buffers: ModelBuffers | None = None
         self._objects: dict[str, Any] = {}
         self._layout: SampleLayout | None = None
-        self._order: data.SampleOrder | None = None
+        self._order: SampleOrder | None = None
         self._in_flight = StepInFlight()
         self._went_back: Restored[None] | None = None
         self._holds = False
@@ -130,7 +132,7 @@ class Job(BaseJob):
         seed: int = 0,
         steps: int,
         shuffle: bool = True,
-        collate_fn: data.Collate | None = None,
+        collate_fn: Collate | None = None,
     ) -> Iterator[Any]:
         """Yields this worker's micro-batches, step after step, until `steps` steps have committed.
 
@@ -148,14 +150,14 @@ class Job(BaseJob):
             TypeError: the data set is not map-style.
             StateError: the members train with different settings.
         """
-        n_samples = data.count_samples(dataset)
+        n_samples = count_samples(dataset)
         unit = micro_batch_size or 1
         if wrong := size_findings(1, global_batch_size, unit):
             raise ValueError(wrong[0])
         if steps < 0:
             raise ValueError(f"steps must be 0 or more, got {steps}")
         self._layout = SampleLayout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
-        self._order = data.SampleOrder(n_samples, seed, shuffle)
+        self._order = SampleOrder(n_samples, seed, shuffle)
         self._become_member()
         self._check_origin(self._layout)
         while True:
@@ -172,7 +174,7 @@ class Job(BaseJob):
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
+    def _attempt(self, dataset: Any, collate_fn: Collate | None) -> Iterator[Any]:
         """Yields the micro-batches of the step in flight; it ends committed, or dropped."""
         layout, order = self._layout, self._order
         assert layout is not None
@@ -192,7 +194,7 @@ class Job(BaseJob):
             heartbeat.enter(Phase.STEP, self.step)
             seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - step.waited_s
-            batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
+            batch = load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
             if self._buckets is not None:
@@ -200,7 +202,7 @@ class Job(BaseJob):
                 if step.last_micro_batch:
                     self._buckets.arm()
             step.in_micro_batch = True
-            yield data.to_device(batch, self.device)
+            yield to_device(batch, self.device)
             step.in_micro_batch = False
             # What it waited for others is in both.
             own_s += self._now_s(measured) - step.waited_s - begin_s

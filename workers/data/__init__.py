@@ -1,0 +1,1 @@
+"""Data: which samples a step uses (`order`), and how a batch is made of them (`batches`)."""
