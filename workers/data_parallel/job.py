@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -23,8 +23,10 @@ from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
-from elaunch.workers.data.batches import Collate, count_samples, load, to_device
+from elaunch.workers.data.batches import Collate, to_device
+from elaunch.workers.data.loader import Loader, MicroBatches, loader_of
 from elaunch.workers.data.order import SampleOrder
+from elaunch.workers.data.source import DataSource, Loading
 from elaunch.workers.data_parallel.buffers import ModelBuffers
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
 from elaunch.workers.data_parallel.in_flight import StepInFlight
@@ -34,7 +36,6 @@ from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
-from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
@@ -129,44 +130,61 @@ class Job(BaseJob):
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         steps: int,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         collate_fn: Collate | None = None,
+        **loading: Unpack[Loading],
     ) -> Iterator[Any]:
         """Yields this worker's micro-batches, step after step, until `steps` steps have committed.
 
         Args:
-            dataset: map-style: `len(dataset)` and `dataset[index]`.
+            dataset: map-style: `len(dataset)` and `dataset[index]`; or a DataLoader of one. What is not given here is
+                then as the DataLoader has it: its batch size is that of a micro-batch, its sampler's order is kept, or
+                replaced by this job's if it is random.
             global_batch_size: samples of a step, over all workers, whatever their number.
             micro_batch_size: samples of a micro-batch; without it a worker gets its share of a step at once.
-            seed: of the order of samples, and of the random numbers of each micro-batch.
+            seed: of the order of samples, and of the random numbers of each micro-batch; default: 0.
             steps: number of steps of the whole job, those done before this worker joined included.
-            shuffle: whether each pass over the data has an order of its own.
+            shuffle: whether each pass over the data has an order of its own; default: True.
             collate_fn: makes a batch of a list of samples; default: torch's.
+            loading: `num_workers` and what else DataLoader takes for loading ahead, with the same meanings.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1, or a sampler whose samples cannot be dealt out.
             TypeError: the data set is not map-style.
             StateError: the members train with different settings.
         """
-        n_samples = count_samples(dataset)
+        source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
+        micro_batch_size = micro_batch_size or source.batch_size
         unit = micro_batch_size or 1
         if wrong := size_findings(1, global_batch_size, unit):
             raise ValueError(wrong[0])
         if steps < 0:
             raise ValueError(f"steps must be 0 or more, got {steps}")
-        self._layout = SampleLayout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
-        self._order = SampleOrder(n_samples, seed, shuffle)
+        self._layout = SampleLayout(
+            global_batch_size,
+            unit,
+            micro_batch_size is None,
+            source.n_samples,
+            source.seed,
+            source.shuffle,
+            source.order,
+        )
+        self._order = order = SampleOrder(source.n_samples, source.seed, source.shuffle)
         self._become_member()
         self._check_origin(self._layout)
-        while True:
-            self._member.settle()
-            if self.step < steps:
-                self._member.begin_step()
-                yield from self._attempt(dataset, collate_fn)
-            elif self._member.finish():
-                break
+        loader = loader_of(MicroBatches(source, order, global_batch_size, unit, steps, self.device))
+        try:
+            while True:
+                self._member.settle()
+                if self.step < steps:
+                    self._member.begin_step()
+                    yield from self._attempt(loader)
+                elif self._member.finish():
+                    break
+        finally:
+            loader.close()
 
     def report(self, *, loss: torch.Tensor | float) -> None:
         """Gives the mean loss of the micro-batch at hand; its mean over the step's samples goes to the event log."""
@@ -174,14 +192,13 @@ class Job(BaseJob):
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, dataset: Any, collate_fn: Collate | None) -> Iterator[Any]:
+    def _attempt(self, loader: Loader) -> Iterator[Any]:
         """Yields the micro-batches of the step in flight; it ends committed, or dropped."""
-        layout, order = self._layout, self._order
+        layout = self._layout
         assert layout is not None
-        assert order is not None
         share = self._begin_step(layout)
+        loader.begin(self.step, share.micro_batches)
         step = self._in_flight
-        start = self.step * layout.global_batch_size
         usual = layout.usual_samples(self._member.size)
         self._reducer.begin(self._member.group, usual / layout.global_batch_size)
         selector = self._member.selector
@@ -192,9 +209,8 @@ class Job(BaseJob):
                 self._resolve()
                 return
             heartbeat.enter(Phase.STEP, self.step)
-            seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - step.waited_s
-            batch = load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
+            batch = loader.take(self.step, samples)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
             if self._buckets is not None:
