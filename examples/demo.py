@@ -39,7 +39,7 @@ DIGESTS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import train_gpt
-from elaunch.workers.data import SampleOrder, digest
+from elaunch.workers.data.order import SampleOrder, digest
 args = train_gpt.parse([])
 order = SampleOrder(len(train_gpt.Sources(args.corpus_bytes, args.context)), args.seed)
 for step in range(int(sys.argv[2])):

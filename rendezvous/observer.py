@@ -20,10 +20,10 @@ from elaunch.rendezvous.membership import (
     NodeDoc,
     PlanRequest,
     Result,
-    TrainingStatus,
     job_of,
     job_prefix,
 )
+from elaunch.rendezvous.status import TrainingStatus
 from elaunch.rendezvous.store import Store, WatchEvent
 
 

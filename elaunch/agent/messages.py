@@ -192,7 +192,7 @@ def react(life: Lifecycle, worker: str, message: Message) -> list[Action]:
         case Leaving():
             life.on_leaving(worker)
         case Abandoned():
-            life.on_abandoned(worker, " ".join(message.why.split())[:MAX_ABANDONED])
+            life.workers.abandon(worker, " ".join(message.why.split())[:MAX_ABANDONED])
     return []
 
 

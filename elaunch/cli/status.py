@@ -13,13 +13,13 @@ from elaunch.rendezvous.membership import (
     GenerationStage,
     NodeDoc,
     NodeWorker,
-    TrainingStatus,
     WorkerState,
     job_prefix,
     names_text,
     slot_of,
 )
 from elaunch.rendezvous.observer import Documents
+from elaunch.rendezvous.status import TrainingStatus
 
 STATES = {
     "succeeded": "ended well",

@@ -46,15 +46,17 @@ from tests.jobs.links import Links, throttle
 
 
 class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points of a smooth function, by index."""
+    """Points of a smooth function, by index; each takes `load_s` to load."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, load_s: float = 0.0) -> None:
+        self.dtype, self.load_s = dtype, load_s
 
     def __len__(self) -> int:
         return 500
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.load_s:
+            time.sleep(self.load_s)
         point = torch.linspace(-1, 1, 12, dtype=self.dtype) * (1 + index / 500)
         return point, point.sin().sum().reshape(1)
 
@@ -193,6 +195,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--global-batch-size", type=int, default=24)
     parser.add_argument("--micro-batch-size", type=int, default=3, help="0: a worker does its share at once")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that load the samples of each worker")
+    parser.add_argument("--load", type=float, default=0.0, help="seconds that it takes to load a sample")
+    parser.add_argument("--start-method", help="how those processes are started")
+    parser.add_argument("--data-loader", action="store_true", help="hand over a DataLoader instead of a data set")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--width", type=int, default=96)
@@ -258,13 +264,13 @@ def main() -> None:
         net.register_forward_pre_hook(lambda *_: hangs.at(job.step))
     rows = set()
     counted, logged = 0.0, -1
-    for points, values in job.batches(
-        Samples(dtype),
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size or None,
-        seed=7,
-        steps=args.steps,
-    ):
+    samples: Any = Samples(dtype, args.load)
+    sizes = {"global_batch_size": args.global_batch_size, "micro_batch_size": args.micro_batch_size or None}
+    loading: dict[str, Any] = {"num_workers": args.loaders, "multiprocessing_context": args.start_method}
+    if args.data_loader:
+        samples = torch.utils.data.DataLoader(samples, sizes.pop("micro_batch_size"), shuffle=True, **loading)
+        loading = {}
+    for points, values in job.batches(samples, seed=7, steps=args.steps, **sizes, **loading):
         if args.wait_for_saves:
             wait_for_save(job)
         pace.before()

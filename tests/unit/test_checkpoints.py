@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from elaunch.wire import Saved as SavedMessage
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.data_parallel.layout import SampleLayout
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import objects
@@ -382,6 +384,15 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
         saved.check("layers", {"seed": 2})
     with pytest.raises(StateError, match=r"is of a job of elaunch.hybrid\(\), this is one of elaunch.init\(\)"):
         saved.check("objects", {"seed": 1})
+
+
+def test_a_checkpoint_of_an_older_order_of_samples_is_refused(tmp_path: Path) -> None:
+    before = SampleLayout(6, 2, False, n_samples=30, seed=1, shuffle=False).cursor
+    saved = SavedCheckpoint(written(tmp_path, [replace(one, settings=before) for one in spread(TENSORS, 1, cuts=1)]))
+    saved.check("layers", before)
+    now = SampleLayout(6, 2, False, n_samples=30, seed=1, shuffle=True).cursor
+    with pytest.raises(StateError, match=r"shuffled order is not recorded \(its elaunch was older\) there and 2 here"):
+        saved.check("layers", {**now, "shuffle": False})
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

@@ -25,19 +25,18 @@ from elaunch.rendezvous.membership import (
     Generation,
     GenerationStage,
     JobConfig,
-    LastRecovery,
     NodeDoc,
     NodeWorker,
     PlanRequest,
     RequestedPlan,
     Result,
     Stalled,
-    TrainingStatus,
     Worker,
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Documents, find_jobs
+from elaunch.rendezvous.status import LastRecovery, TrainingStatus
 from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator
+import hashlib
+import math
+import tracemalloc
+from collections import Counter, OrderedDict, UserDict, namedtuple
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from elaunch.workers.data import SampleOrder, count_samples, digest, load, to_device
+from elaunch.workers.data.batches import count_samples, load, to_device
+from elaunch.workers.data.order import ORDER_VERSION, Permutation, SampleOrder, digest
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -62,18 +67,112 @@ def test_passes_and_seeds_differ() -> None:
 
 
 def test_the_order_is_pinned_so_that_versions_of_this_package_agree() -> None:
-    assert SampleOrder(10, 0).ids(0, 20) == [4, 9, 8, 7, 5, 3, 0, 1, 2, 6, 3, 8, 9, 4, 6, 7, 2, 0, 1, 5]
+    assert SampleOrder(10, 0).ids(0, 20) == [1, 7, 2, 3, 4, 5, 9, 0, 6, 8, 0, 4, 1, 7, 3, 5, 8, 9, 6, 2]
+    assert SampleOrder(2**62, 3).ids(5 * 2**62 - 1, 3) == [4585481086193951979, 1139252227400933033, 507729814184754161]
+    assert ORDER_VERSION == 2, "another order needs another version: checkpoints record it"
+
+
+class SlowPermutation:
+    """`Permutation` one index at a time, in Python's integers, and its inverse."""
+
+    def __init__(self, n: int, key: tuple[int, ...]) -> None:
+        self.n, bits = n, max(1, (n - 1).bit_length())
+        self.sizes = bits // 2, bits - bits // 2
+        stream = hashlib.shake_128(repr(key).encode()).digest(8 * 24)
+        keys = [int.from_bytes(stream[at : at + 8], "little") for at in range(0, len(stream), 8)]
+        self.keys = keys if n <= 65536 else keys[:8]
+
+    def forward(self, index: int) -> int:
+        return self.walk(index, range(len(self.keys)))
+
+    def back(self, value: int) -> int:
+        return self.walk(value, range(len(self.keys) - 1, -1, -1))
+
+    def walk(self, value: int, rounds: range) -> int:
+        while True:
+            halves = [value >> self.sizes[1], value % (1 << self.sizes[1])]
+            for turn in rounds:
+                changed = turn % 2
+                halves[changed] ^= self.mixed(halves[1 - changed] + self.keys[turn]) % (1 << self.sizes[changed])
+            value = halves[0] << self.sizes[1] | halves[1]
+            if value < self.n:
+                return value
+
+    def mixed(self, z: int) -> int:
+        z %= 1 << 64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % (1 << 64)
+        return z ^ z >> 31
+
+
+@given(st.integers(1, 2**62), st.integers(0, 2**64), st.lists(st.integers(0, 2**62), min_size=1, max_size=5))
+@example(1, 0, [0])
+@example(2**62, 0, [0, 2**62 - 1])
+@example(2**62 - 1, 5, [2**62 - 2])
+@example(65537, 0, [65536])
+def test_each_index_has_a_value_of_its_own_from_which_it_can_be_found_again(n: int, key: int, some: list[int]) -> None:
+    indices = [one % n for one in some]
+    slow = SlowPermutation(n, (key, 3))
+    values = Permutation(n, (key, 3)).of(np.array(indices, dtype=np.uint64)).tolist()
+    assert values == [slow.forward(index) for index in indices]
+    assert all(0 <= value < n for value in values)
+    assert [slow.back(value) for value in values] == indices
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
+def test_all_orders_of_a_few_samples_are_equally_likely(n: int) -> None:
+    counts = Counter(tuple(SampleOrder(n, seed).ids(0, n)) for seed in range(8000))
+    orders = math.factorial(n)
+    assert len(counts) == orders
+    assert chi_square(counts.values(), 8000 / orders) < likely(orders - 1)
+
+
+@pytest.mark.parametrize("n", [1000, 70_000, 2**40 + 1])
+def test_wherever_a_sample_stands_any_may_stand_there_and_next_to_it(n: int) -> None:
+    some = np.linspace(0, n - 2, 8, dtype=np.uint64)
+    first, second = (
+        np.concatenate([Permutation(n, (seed,)).of(some + np.uint64(after)) for seed in range(1000)])
+        for after in (0, 1)
+    )
+    tenths = first // np.uint64(n // 10 + 1), second // np.uint64(n // 10 + 1)
+    for pairs, kinds in ((tenths[0], 10), (tenths[0] * np.uint64(10) + tenths[1], 100)):
+        counts = np.bincount(pairs.astype(np.int64), minlength=kinds)
+        assert chi_square(counts.tolist(), 8000 / kinds) < likely(kinds - 1)
+
+
+def chi_square(counts: Iterable[int], expected: float) -> float:
+    return sum((count - expected) ** 2 / expected for count in counts)
+
+
+def likely(freedom: int) -> float:
+    """A chi-square of this many degrees of freedom is above it once in 30,000 times."""
+    return freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
 def test_without_shuffling_the_passes_repeat_the_data_set() -> None:
     assert SampleOrder(3, 0, shuffle=False).ids(1, 7) == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_at_most_two_passes_are_kept_in_memory() -> None:
-    order = SampleOrder(4, 0)
-    for start in (0, 4, 8, 40, 0, 39, 2, 20):
-        order.ids(start, 6)
-        assert len(order._permutations) <= 2
+def test_an_order_of_any_length_takes_the_same_memory() -> None:
+    order = SampleOrder(2**62, 0)
+    tracemalloc.start()
+    try:
+        for start in (0, 4, 8000, 2**62 - 10, 3 * 2**61, 2, 2**70):
+            order.ids(start, 5000)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 200_000
+
+
+def test_a_shuffled_order_tells_a_checkpoint_its_version_and_an_unshuffled_one_has_none() -> None:
+    assert SampleOrder(5, 2).described() == {
+        "samples in the data set": 5,
+        "seed": 2,
+        "shuffle": True,
+        "version of the shuffled order": ORDER_VERSION,
+    }
+    assert "version of the shuffled order" not in SampleOrder(5, 2, shuffle=False).described()
 
 
 @pytest.mark.parametrize(

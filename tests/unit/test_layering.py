@@ -21,7 +21,7 @@ from tests.helpers import ROOT, child_environment
 FOR_TORCHRUN = "elaunch.rendezvous.torchrun"
 
 # What both kinds of jobs are made of.
-WORKERS = {"workers", "workers.comm", "workers.member", "workers.random", "workers.state"}
+WORKERS = {"workers", "workers.comm", "workers.data", "workers.member", "workers.random", "workers.state"}
 UNDER_JOBS = {"detect", "plan", "policy", "rendezvous", *WORKERS}
 
 # Which packages a package may import, beside itself and the modules that lie in elaunch/ itself.
@@ -34,7 +34,8 @@ DIRECTIONS = {
     "cli": {"agent", "detect", "plan", "policy", "rendezvous"},
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
     "workers.comm": {"rendezvous", "workers"},
-    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm"},
+    "workers.data": {"workers.random"},
+    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm", "workers.data"},
     "workers.random": {"workers"},
     "workers.state": {"plan", "workers", "workers.comm", "workers.random"},
     "workers.data_parallel": UNDER_JOBS,

@@ -406,10 +406,10 @@ class TestProgressOfAWorker:
 class TestAbandoned:
     def test_the_report_says_why_until_all_start_again(self) -> None:
         node = member_node()
-        node.life.on_abandoned("b/0#0", "not one of ours")
+        node.life.workers.abandon("b/0#0", "not one of ours")
         assert node.life.doc().summary.abandoned == ""
-        node.life.on_abandoned("a/0#0", "replicas differ")
-        node.life.on_abandoned("a/0#0", "and then something else")
+        node.life.workers.abandon("a/0#0", "replicas differ")
+        node.life.workers.abandon("a/0#0", "and then something else")
         assert node.life.doc().summary.abandoned == "replicas differ"
 
 

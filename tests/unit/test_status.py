@@ -9,7 +9,7 @@ import pytest
 
 from elaunch.agent.output.status import MAX_CAUSE, PERIOD_S, STEPS, StatusBoard
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.membership import LastRecovery, TrainingStatus
+from elaunch.rendezvous.status import LastRecovery, TrainingStatus
 from elaunch.wire import Report
 
 

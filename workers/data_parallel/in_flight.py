@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elaunch.detect.heartbeat import Phase
+from elaunch.workers import heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 
@@ -42,3 +44,23 @@ class StepInFlight:
         if self.n_samples:
             self.loss += ExactSum.of([value * self.n_samples])
         self.loss_samples += self.n_samples
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the gradients at hand are those of a whole step, not of some of its micro-batches."""
+        return not self.in_micro_batch or self.last_micro_batch
+
+    def computes(self, is_under_way: bool) -> None:
+        """Takes note that a forward or a backward begins, or that a backward has ended and the script has its own time.
+
+        What the script computes after the step has committed is no part of a step: an evaluation.
+        """
+        if self.in_micro_batch and self.committed is None:
+            heartbeat.enter(Phase.STEP if is_under_way else Phase.SCRIPT)
+
+    def ends_update(self, step: int) -> None:
+        """Takes note that a call of the script's optimizer is over, in `step` if that has committed."""
+        if self.in_micro_batch and self.committed:
+            heartbeat.committed(step)
+        elif self.in_micro_batch and self.committed is not None:
+            heartbeat.enter(Phase.SCRIPT)

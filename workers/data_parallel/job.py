@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -21,13 +21,16 @@ from torch import nn
 from elaunch import replica_check
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
-from elaunch.plan.tiling import size_findings
 from elaunch.rendezvous.membership import Generation
-from elaunch.workers import agent_client, data, heartbeat
+from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data.batches import Collate, to_device
+from elaunch.workers.data.loader import Loader
+from elaunch.workers.data.source import DataSource, Loading
 from elaunch.workers.data_parallel.buffers import ModelBuffers
+from elaunch.workers.data_parallel.feed import AFTER, BEFORE, SampleFeed
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
 from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
@@ -36,7 +39,6 @@ from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.data_parallel.refusals import (
     refuse_own_group,
     refuse_sparse,
-    refuse_unregistered,
     refuse_wrappers,
     warn_of_own_group,
 )
@@ -46,13 +48,10 @@ from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.data_parallel.watch import CHECK, ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
-from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.runtime import Member
 
 STOPS = "elaunch.stops"
 """Among the facts of a vote: whether a script has asked to end the job."""
-
-_BEFORE, _AFTER = 0, 1  # the micro-batches of a step
 
 
 class Job(BaseJob):
@@ -65,22 +64,20 @@ class Job(BaseJob):
             Member(
                 client,
                 self,
-                lambda: self._state.durable(self._known_layout, self._member.group),
+                lambda: self._state.durable(self._known_feed.layout, self._member.group),
                 lambda: self.step,
                 boundary=lambda group, saving: self._state.at_boundary(self._member, group, saving),
                 state_is_whole=True,
-                closers=[self._reducer.close, self._let_go],
+                closers=[self._reducer.close, self._state.let_go],
             )
         )
         self._plans = Plans(self._member, lambda: trained_bytes(self._state.objects.values()))
         self._buckets: GradientBuckets | None = None
         self._model_buffers: ModelBuffers | None = None
-        self._layout: SampleLayout | None = None
-        self._order: data.SampleOrder | None = None
+        self._feed: SampleFeed | None = None
         self._in_flight = StepInFlight()
         self._step: Step | None = None
         self._wants_stop = self._stops = False
-        self._hook: Any = None  # keeps other optimizers away from the job's parameters
 
     # -- what scripts use ---------------------------------------------------------------------------------------
 
@@ -131,7 +128,7 @@ class Job(BaseJob):
             bucket_bytes,
             names=[name for name, _ in named],
             finished=self._wait_for_sums,
-            computing=self._computes,
+            computing=lambda is_under_way: self._in_flight.computes(is_under_way),
         )
         return DataParallel(model, self._buckets)
 
@@ -144,17 +141,11 @@ class Job(BaseJob):
             StateError: called twice, or the peers registered something else, or it cannot survive a change of members:
                 a model in DistributedDataParallel or FSDP, an optimizer with closures, the script's own process group.
         """
-        if self._state.objects:
-            raise StateError("register was called twice; name all objects in one call")
         refuse_wrappers(objects.values())
         if self._member.elastic:
             refuse_own_group()
-        take_over(objects, self._takes_effect, lambda: self._buckets is not None, self._has_sums)
-        self._state.objects = objects
-        if self._buckets is not None:
-            trained = frozenset(map(id, self._buckets.parameters))
-            known = frozenset(map(id, objects.values()))
-            self._hook = refuse_unregistered(trained, lambda optimizer: id(optimizer) in known)
+        take_over(objects, self._takes_effect, lambda: self._buckets is not None, lambda: self._in_flight.has_sums)
+        self._state.register(objects, self._buckets.parameters if self._buckets is not None else ())
         self._become_member()
 
     def batches(
@@ -163,31 +154,39 @@ class Job(BaseJob):
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         steps: int,
-        shuffle: bool = True,
-        collate_fn: data.Collate | None = None,
+        shuffle: bool | None = None,
+        collate_fn: Collate | None = None,
+        **loading: Unpack[Loading],
     ) -> Iterator[Any]:
         """Yields this worker's micro-batches, step after step, until `steps` steps have committed.
 
         Args:
-            dataset: map-style: `len(dataset)` and `dataset[index]`.
+            dataset: map-style: `len(dataset)` and `dataset[index]`; or a DataLoader of one. What is not given here is
+                then as the DataLoader has it: its batch size is that of a micro-batch, its sampler's order is kept, or
+                replaced by this job's if it is random.
             global_batch_size: samples of a step, over all workers, whatever their number.
             micro_batch_size: samples of a micro-batch; without it a worker gets its share of a step at once.
-            seed: of the order of samples, and of the random numbers of each micro-batch.
+            seed: of the order of samples, and of the random numbers of each micro-batch; default: 0.
             steps: number of steps of the whole job, those done before this worker joined included.
-            shuffle: whether each pass over the data has an order of its own.
+            shuffle: whether each pass over the data has an order of its own; default: True.
             collate_fn: makes a batch of a list of samples; default: torch's.
+            loading: `num_workers` and what else DataLoader takes for loading ahead, with the same meanings.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1, or a sampler whose samples cannot be dealt out.
             TypeError: the data set is not map-style.
             StateError: the members train with different settings.
         """
-        self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle)
-        while not self._ended(steps):
-            self._member.begin_step()
-            yield from self._attempt(dataset, collate_fn)
+        feed = self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn, loading)
+        loader = feed.loader(steps, self.device)
+        try:
+            while not self._ended(steps):
+                self._member.begin_step()
+                yield from self._attempt(loader)
+        finally:
+            loader.close()
 
     def steps(
         self,
@@ -195,10 +194,11 @@ class Job(BaseJob):
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         steps: int,
-        shuffle: bool = True,
-        collate_fn: data.Collate | None = None,
+        shuffle: bool | None = None,
+        collate_fn: Collate | None = None,
+        **loading: Unpack[Loading],
     ) -> Iterator[Step]:
         """Yields the steps of the job, whose loop yields this worker's micro-batches, until `steps` have committed.
 
@@ -214,24 +214,24 @@ class Job(BaseJob):
         begins again in the inner loop, so that one may run any number of times.
 
         Args:
-            dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn: as for `batches`.
+            dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn, loading: as for `batches`.
 
         Raises:
             StateError: a step was left before its inner loop was through, or as for `batches`.
             ValueError, TypeError: as for `batches`.
         """
-        self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle)
-        while not self._ended(steps):
-            self._member.begin_step()
-            self._seed_alike(_BEFORE)
-            step = self._step = Step(self.step, lambda step: self._micro_batches(step, dataset, collate_fn))
-            yield step
-            if not step.committed:
-                raise StateError(
-                    f"step {step.number} was left before it had committed: the loop over its micro-batches must run "
-                    "to its end. To end the job before its last step, call job.stop()"
-                )
-            self._step = None
+        feed = self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn, loading)
+        loader = feed.loader(steps, self.device)
+        try:
+            while not self._ended(steps):
+                self._member.begin_step()
+                feed.seed_alike(self.step, BEFORE)
+                step = self._step = Step(self.step, lambda step: self._micro_batches(step, loader))
+                yield step
+                step.check_is_over()
+                self._step = None
+        finally:
+            loader.close()
 
     def stop(self) -> None:
         """Ends the job before its last step, on all workers: after the next step that commits.
@@ -251,21 +251,18 @@ class Job(BaseJob):
         dataset: Any,
         global_batch_size: int,
         micro_batch_size: int | None,
-        seed: int,
+        seed: int | None,
         steps: int,
-        shuffle: bool,
-    ) -> None:
+        shuffle: bool | None,
+        collate_fn: Collate | None,
+        loading: Loading,
+    ) -> SampleFeed:
         """Checks what a loop over the data is given, and becomes a member."""
-        n_samples = data.count_samples(dataset)
-        unit = micro_batch_size or 1
-        if wrong := size_findings(1, global_batch_size, unit):
-            raise ValueError(wrong[0])
-        if steps < 0:
-            raise ValueError(f"steps must be 0 or more, got {steps}")
-        self._layout = SampleLayout(global_batch_size, unit, micro_batch_size is None, n_samples, seed, shuffle)
-        self._order = data.SampleOrder(n_samples, seed, shuffle)
+        source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
+        self._feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps)
         self._become_member()
-        self._state.check_origin(self._member, self._layout)
+        self._state.check_origin(self._member, self._feed.layout)
+        return self._feed
 
     def _ended(self, steps: int) -> bool:
         """Whether all steps are done, and all members have come to the end."""
@@ -276,35 +273,23 @@ class Job(BaseJob):
             if self._member.finish():
                 return True
 
-    def _micro_batches(self, step: Step, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
+    def _micro_batches(self, step: Step, loader: Loader) -> Iterator[Any]:
         """Yields the micro-batches of a step as often as it is begun, until it has committed."""
-        yield from self._attempt(dataset, collate_fn)
+        yield from self._attempt(loader)
         while not self._in_flight.committed:
             self._member.begin_step()
-            self._zero_gradients()
-            yield from self._attempt(dataset, collate_fn)
-        self._seed_alike(_AFTER)
+            if self._buckets is None:
+                self._state.zero_gradients()  # those in buckets are zeroed when a step begins
+            yield from self._attempt(loader)
+        self._known_feed.seed_alike(step.number, AFTER)
         step.committed, step.loss = True, self._loss()
 
-    def _zero_gradients(self) -> None:
-        """Drops what an interrupted attempt has left; gradients in buckets are zeroed when a step begins."""
-        if self._buckets is None:
-            for thing in self._state.objects.values():
-                if isinstance(thing, torch.optim.Optimizer):
-                    thing.zero_grad()
-
-    def _seed_alike(self, place: int) -> None:
-        """Starts the random numbers of what all members do alike, before or after the micro-batches of a step."""
-        layout, step = self._known_layout, self._state.step - (place == _AFTER)
-        seed_micro_batch(layout.seed, step, -1 - place)
-
-    def _attempt(self, dataset: Any, collate_fn: data.Collate | None) -> Iterator[Any]:
+    def _attempt(self, loader: Loader) -> Iterator[Any]:
         """Yields the micro-batches of the step in flight; it ends committed, or dropped."""
-        layout, order = self._known_layout, self._order
-        assert order is not None
+        layout = self._known_feed.layout
         share = self._begin_step(layout)
+        loader.begin(self.step, share.micro_batches)
         step = self._in_flight
-        start = self.step * layout.global_batch_size
         usual = layout.usual_samples(self._member.size)
         self._reducer.begin(self._member.group, usual / layout.global_batch_size)
         selector = self._member.selector
@@ -315,9 +300,8 @@ class Job(BaseJob):
                 self._resolve()
                 return
             heartbeat.enter(Phase.SCRIPT, self.step)
-            seed_micro_batch(layout.seed, self.step, samples.start // layout.micro_batch_size)
             begin_s = self._now_s(measured) - step.waited_s
-            batch = data.load(dataset, order.ids(start + samples.start, len(samples)), collate_fn)
+            batch = loader.take(self.step, samples)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
             if self._buckets is not None:
@@ -325,7 +309,7 @@ class Job(BaseJob):
                 if step.last_micro_batch:
                     self._buckets.arm()
             step.in_micro_batch = True
-            yield data.to_device(batch, self.device)
+            yield to_device(batch, self.device)
             step.in_micro_batch = False
             # What it waited for others is in both.
             own_s += self._now_s(measured) - step.waited_s - begin_s
@@ -384,9 +368,9 @@ class Job(BaseJob):
         return self._member.agree(error).step > self.step
 
     @property
-    def _known_layout(self) -> SampleLayout:
-        assert self._layout is not None, "no loop over the data has begun"
-        return self._layout
+    def _known_feed(self) -> SampleFeed:
+        assert self._feed is not None, "no loop over the data has begun"
+        return self._feed
 
     def _pass_barrier(self, step: StepInFlight) -> StepRecord:
         if self._buckets is not None:
@@ -395,7 +379,7 @@ class Job(BaseJob):
         self._reducer.raise_error()
         if self._model_buffers is not None:
             self._model_buffers.exchange(self._member.group)
-        code = self._known_layout.code()
+        code = self._known_feed.layout.code()
         try:
             whole = self._member.pass_barrier(
                 StepRecord.at(
@@ -410,8 +394,8 @@ class Job(BaseJob):
             )
         except DifferentSettings:
             raise StateError(
-                f"the members call batches() with different settings; here: {self._layout}. All workers of a job "
-                "must run the same script with the same arguments"
+                f"the members call batches() with different settings; here: {self._known_feed.layout}. All workers of "
+                "a job must run the same script with the same arguments"
             ) from None
         assert whole.coverage == step.whole_coverage, f"the micro-batches of step {self.step} are not those of a batch"
         return whole
@@ -422,9 +406,7 @@ class Job(BaseJob):
         if self._in_flight.whole is None:
             self._member.committed(self.step)
             return
-        assert self._order is not None
-        batch = self._known_layout.global_batch_size
-        self._member.report(step, loss=self._loss(), sample_ids=self._order.ids(step * batch, batch))
+        self._member.report(step, loss=self._loss(), sample_ids=self._known_feed.ids(step))
 
     def _loss(self) -> float | None:
         """The mean loss of the step that has just committed; where a recovery committed it, what the others know."""
@@ -443,39 +425,13 @@ class Job(BaseJob):
             StateError: it is in the loop over the micro-batches of a step, or before it.
         """
         in_flight, step = self._in_flight, self._step
-        refused = in_flight.in_micro_batch or isinstance(thing, torch.optim.Optimizer)
-        if step is not None and not step.committed and refused:
-            raise StateError(
-                f"{name}.step() was called {'in' if in_flight.in_micro_batch else 'before'} the loop over the "
-                f"micro-batches of step {step.number}: call it once in a step, after that loop"
-            )
+        if step is not None:
+            step.check_call(name, thing, in_flight.in_micro_batch)
         acts = not in_flight.in_micro_batch or (in_flight.last_micro_batch and self._resolve())
         if acts:
             self._state.watch.calls.add(name)
         yield acts
-        if not in_flight.in_micro_batch:
-            return
-        if in_flight.committed:
-            heartbeat.committed(self.step)
-        elif in_flight.committed is not None:
-            heartbeat.enter(Phase.SCRIPT)
-
-    def _computes(self, is_under_way: bool) -> None:
-        """Takes note that a forward or a backward begins, or that a backward has ended and the script has its own time.
-
-        What the script computes after the step has committed is no part of a step: an evaluation.
-        """
-        step = self._in_flight
-        if step.in_micro_batch and step.committed is None:
-            heartbeat.enter(Phase.STEP if is_under_way else Phase.SCRIPT)
-
-    def _let_go(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _has_sums(self) -> bool:
-        """Whether the gradients at hand are those of a whole step, not of some of its micro-batches."""
-        return not self._in_flight.in_micro_batch or self._in_flight.last_micro_batch
+        in_flight.ends_update(self.step)
 
     # -- membership ---------------------------------------------------------------------------------------------
 
@@ -510,7 +466,7 @@ class Job(BaseJob):
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses how the micro-batches are shared out, or leaves it to the first step."""
-        return self._plans.decide(self._layout, group, verdict)
+        return self._plans.decide(self._feed.layout if self._feed is not None else None, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Brings the state to those that lack it, from memory or from a checkpoint."""

@@ -12,11 +12,16 @@ from elaunch.plan.shares import even_shares
 from elaunch.plan.tiling import Plan, count_units, n_rows
 from elaunch.plan.views import units_of
 from elaunch.workers.barrier import coverage_of
+from elaunch.workers.data.order import SampleOrder
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLayout:
-    """What the samples of a step depend on; the same on all members."""
+    """What the samples of a step depend on; the same on all members.
+
+    Attributes:
+        order: digest of a sampler's own order by which the samples are numbered; empty: there is none.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -24,16 +29,14 @@ class SampleLayout:
     n_samples: int
     seed: int
     shuffle: bool
+    order: str = ""
 
     @property
     def cursor(self) -> dict[str, Any]:
         """What a number of steps means."""
-        return {
-            "global_batch_size": self.global_batch_size,
-            "samples in the data set": self.n_samples,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        order = SampleOrder(self.n_samples, self.seed, self.shuffle)
+        sampler = {"order of the sampler": self.order} if self.order else {}
+        return {"global_batch_size": self.global_batch_size, **order.described(), **sampler}
 
     def code(self) -> int:
         """Returns a digest, for members to compare."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data_parallel.layout import SampleLayout
+from elaunch.workers.data_parallel.refusals import refuse_unregistered
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.runtime import Member
@@ -35,6 +38,31 @@ class RegisteredState:
         self.holds = False
         self.watch = watch
         self._went_back: Restored[None] | None = None
+        self._hook: Any = None  # keeps other optimizers away from the job's parameters
+
+    def register(self, objects: Mapping[str, Any], trained: Sequence[torch.Tensor]) -> None:
+        """Takes the objects of the script; `trained` are the parameters whose gradients the job sums.
+
+        Raises:
+            StateError: there are some already.
+        """
+        if self.objects:
+            raise StateError("register was called twice; name all objects in one call")
+        self.objects = objects
+        if trained:
+            known = frozenset(map(id, objects.values()))
+            self._hook = refuse_unregistered(frozenset(map(id, trained)), lambda optimizer: id(optimizer) in known)
+
+    def let_go(self) -> None:
+        """Lets any optimizer act again: this worker leaves the job."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def zero_gradients(self) -> None:
+        """Drops the gradients that an interrupted attempt has left."""
+        for thing in self.objects.values():
+            if isinstance(thing, torch.optim.Optimizer):
+                thing.zero_grad()
 
     def durable(self, layout: SampleLayout, group: Group) -> CheckpointShard:
         """Returns this worker's part of a checkpoint."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from elaunch.errors import StateError
+
 
 class Step:
     """One step of a job, on this worker; `Job.steps` yields it.
@@ -28,3 +32,32 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yields the micro-batches, until the step has committed; a second loop yields nothing."""
         return iter(()) if self.committed else self._micro_batches(self)
+
+    def check_is_over(self) -> None:
+        """Sees to it that the script has left the step only when it had committed.
+
+        Raises:
+            StateError: it has not.
+        """
+        if not self.committed:
+            raise StateError(
+                f"step {self.number} was left before it had committed: the loop over its micro-batches must run "
+                "to its end. To end the job before its last step, call job.stop()"
+            )
+
+    def check_call(self, name: str, thing: Any, in_micro_batch: bool) -> None:
+        """Sees to it that what changes the model is called after the loop over the micro-batches.
+
+        Args:
+            name: under which the object is registered.
+            thing: whose `step` or `update` the script calls.
+            in_micro_batch: whether that is in the loop.
+
+        Raises:
+            StateError: it is in the loop, or before it and an optimizer.
+        """
+        if not self.committed and (in_micro_batch or isinstance(thing, torch.optim.Optimizer)):
+            raise StateError(
+                f"{name}.step() was called {'in' if in_micro_batch else 'before'} the loop over the micro-batches of "
+                f"step {self.number}: call it once in a step, after that loop"
+            )

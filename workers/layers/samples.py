@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 from elaunch.errors import StateError
 from elaunch.plan.tiling import MicroBatch, Plan
 from elaunch.plan.views import rows_by_unit
-from elaunch.workers import data
+from elaunch.workers import heartbeat
+from elaunch.workers.data.batches import Collate, count_samples, load, to_device
+from elaunch.workers.data.order import SampleOrder
 from elaunch.workers.random.rng import seed_micro_batch
 from elaunch.workers.random.trace import GENERATORS
 
@@ -31,16 +33,15 @@ class Samples:
     """
 
     def __init__(
-        self, dataset: Any, seed: int, shuffle: bool, collate_fn: data.Collate | None, device: torch.device
+        self, dataset: Any, seed: int, shuffle: bool, collate_fn: Collate | None, device: torch.device
     ) -> None:
         self._dataset, self._seed, self._collate, self._device = dataset, seed, collate_fn, device
-        self.order = data.SampleOrder(data.count_samples(dataset), seed, shuffle)
+        self.order = SampleOrder(count_samples(dataset), seed, shuffle)
         self._units: dict[tuple[int, int], Any] = {}
 
     def described(self) -> dict[str, Any]:
         """Returns what decides which samples a step uses, beside the size of its batch."""
-        order = self.order
-        return {"samples in the data set": order.n_samples, "seed": order.seed, "shuffle": order.shuffle}
+        return self.order.described()
 
     def example(self) -> Tensor:
         """Returns one row of input (1, …).
@@ -48,7 +49,7 @@ class Samples:
         Raises:
             StateError: the data set does not give pairs of a tensor and something.
         """
-        x, _ = self._pair(data.load(self._dataset, self.order.ids(0, 1), self._collate), 1)
+        x, _ = self._pair(load(self._dataset, self.order.ids(0, 1), self._collate), 1)
         return x
 
     def load(self, plan: Plan, step: int, samples: MicroBatch) -> tuple[Tensor, Any]:
@@ -60,7 +61,7 @@ class Samples:
             parts.append(pair if whole else pytree.tree_map(lambda one, rows=rows: _rows(one, rows), pair))
         if len(parts) > 1:
             parts = [pytree.tree_map(lambda *ones: torch.cat(ones) if isinstance(ones[0], Tensor) else ones[0], *parts)]
-        moved: tuple[Tensor, Any] = data.to_device(parts[0], self._device)
+        moved: tuple[Tensor, Any] = to_device(parts[0], self._device)
         return moved
 
     def _unit(self, plan: Plan, step: int, unit: int) -> tuple[Tensor, Any]:
@@ -71,7 +72,9 @@ class Samples:
             with GENERATORS:
                 seed_micro_batch(self._seed, step, unit)
                 ids = self.order.ids(step * plan.global_batch_size + samples.start, len(samples))
-                found = self._pair(data.load(self._dataset, ids, self._collate), len(samples))
+                with heartbeat.script_code():
+                    loaded = load(self._dataset, ids, self._collate)
+                found = self._pair(loaded, len(samples))
             self._units = {(step, unit): found}
         pair: tuple[Tensor, Any] = found
         return pair

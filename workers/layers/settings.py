@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from elaunch.errors import StateError
-from elaunch.workers import data
+from elaunch.workers.data.batches import Collate
 from elaunch.workers.layers.shards import MakeScheduler
 
 Consistency = Literal["bitwise", "fast"]
@@ -49,7 +49,7 @@ class EngineSettings:
     recompute: Collection[int] | bool = ()
     consistency: Consistency = "bitwise"
     shuffle: bool = True
-    collate_fn: data.Collate | None = None
+    collate_fn: Collate | None = None
     device: torch.device | str = "cpu"
     snapshots: int = 1
     max_extra_bytes: int | None = None

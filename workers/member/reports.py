@@ -12,9 +12,9 @@ from typing import Any
 
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import AGAIN, Report
-from elaunch.workers import data
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
+from elaunch.workers.data.order import digest
 from elaunch.workers.hooks import Verdict
 
 LAST_STEP = "elaunch.last_step"
@@ -101,7 +101,7 @@ class StepReports:
             "step": step,
             "loss": loss,
             "samples": len(ids),
-            "digest": data.digest(ids),
+            "digest": digest(ids),
             "members": group.size,
             "seconds": round(seconds, 6),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,26 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
             module.manual_seed(number)
     random.seed(number)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
+
+
+def read_generators() -> bytes:
+    """Returns where the generators of the CPU stand that `seed_micro_batch` seeds: torch's, Python's and numpy's."""
+    return pickle.dumps((torch.default_generator.get_state().numpy(), random.getstate(), np.random.get_state()))
+
+
+def generators_drawn_from(before: bytes) -> bytes:
+    """Returns where the generators stand now; empty if nothing was drawn since `before`."""
+    now = read_generators()
+    return now if now != before else b""
+
+
+def continue_generators(drawn: bytes) -> None:
+    """Has the generators go on from where another process of this worker has left them (`generators_drawn_from`)."""
+    if drawn:
+        of_torch, of_python, of_numpy = pickle.loads(drawn)  # noqa: S301
+        torch.default_generator.set_state(torch.from_numpy(of_torch))
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def seed_layer(seed: int, step: int, unit: int, layer: int, device: torch.device | None = None) -> None:

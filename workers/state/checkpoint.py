@@ -320,7 +320,7 @@ class SavedCheckpoint:
                 f"the checkpoint {self.path} is of a job of {calls[self._kind]}, this is one of {calls[kind]}"
             )
         wrong = [
-            f"{name} is {self._settings.get(name)!r} there and {value!r} here"
+            f"{name} is {_recorded(self._settings, name)} there and {value!r} here"
             for name, value in settings.items()
             if self._settings.get(name) != value
         ]
@@ -460,6 +460,10 @@ def _slices(files: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, dict[in
             found[name][offset] = length, expected
             offset += length
     return found
+
+
+def _recorded(settings: Mapping[str, Any], name: str) -> str:
+    return repr(settings[name]) if name in settings else "not recorded (its elaunch was older)"
 
 
 def _of_version_1(data: bytes) -> dict[str, Any] | None:

@@ -172,7 +172,9 @@ class Lifecycle:
                 )
             )
         elif generation.cause != "start" and generation.workers:
-            actions.append(Say(f"{generation.cause}; {_go_on(len(generation.workers))}"))
+            n_workers = len(generation.workers)
+            going = "1 worker goes on" if n_workers == 1 else f"{n_workers} workers go on"
+            actions.append(Say(f"{generation.cause}; {going}"))
         joins = self.settings.warm_start and self._has_place(generation)
         if not self.warmed and (self.workers.admitted or joins):
             self.warmed = True
@@ -287,11 +289,6 @@ class Lifecycle:
     def on_leaving(self, worker: str) -> None:
         """Notes that a worker has left the job and is about to end."""
         self.workers.happens(SlotEvent.LEAVE, worker, News())
-
-    def on_abandoned(self, worker: str, why: str) -> None:
-        """Notes that the job cannot go on, as a worker says: the leader ends it."""
-        if self.workers.find(worker) is not None:
-            self.workers.blame.abandoned = self.workers.blame.abandoned or why
 
     def evict(self, worker: str, replace: bool, why: str) -> list[Action]:
         """Lets one worker leave at the next step boundary; the others go on without it.
@@ -501,7 +498,3 @@ class Lifecycle:
     def _end_if_over(self) -> list[Action]:
         end = None if self.running else self.ending.exit(self.result, self.saved)
         return [] if end is None else [end]
-
-
-def _go_on(workers: int) -> str:
-    return "1 worker goes on" if workers == 1 else f"{workers} workers go on"

@@ -197,6 +197,11 @@ class LocalWorkers:
         if report.kind == "step" and isinstance(step, int):
             self.steps_in_log = step + 1
 
+    def abandon(self, worker: str, why: str) -> None:
+        """Notes that the job cannot go on, as a worker of this node says: the leader ends it."""
+        if self.find(worker) is not None:
+            self.blame.abandoned = self.blame.abandoned or why
+
     def end_refusing(self, now_s: float) -> list[Action]:
         """Kills a worker that lives and trains, and at whose address nobody listens any more: no peer can reach it.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elaunch.rendezvous.membership import LastRecovery, TrainingStatus
+from elaunch.rendezvous.status import LastRecovery, TrainingStatus
 from elaunch.wire import MOST, Report
 
 PERIOD_S = 2.0
