@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 WAITED_S = 3.0  # what takes less is not worth a line
 LONGEST_PAUSE_S = 10.0
 
 
-@dataclass(slots=True)
 class Pace:
     """Says when the next line about waiting is due: the first after a while, and then ever more rarely.
+
+    It is no dataclass, since this module lies on the launch path, and `dataclasses` takes milliseconds to import.
 
     Attributes:
         due_s: when the next line is due.
@@ -29,10 +29,10 @@ class Pace:
         longest_s: the longest pause between two, in seconds.
     """
 
-    due_s: float
-    pause_s: float
-    first_s: float
-    longest_s: float
+    __slots__ = ("due_s", "first_s", "longest_s", "pause_s")
+
+    def __init__(self, due_s: float, pause_s: float, first_s: float, longest_s: float) -> None:
+        self.due_s, self.pause_s, self.first_s, self.longest_s = due_s, pause_s, first_s, longest_s
 
     @classmethod
     def begin(cls, now_s: float, first_s: float | None = None, longest_s: float = LONGEST_PAUSE_S) -> Pace:

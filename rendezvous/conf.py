@@ -69,7 +69,7 @@ KEYS = {
     "link_timeout": "how long nothing may come from the machine of a worker for which others wait, not even the "
     "acknowledgement of a byte, before their link counts as cut; at least 2",
     "keep_alive_interval": "its product with keep_alive_max_attempt is lease_ttl where that is not given",
-    "keep_alive_max_attempt": "see keep_alive_interval",
+    "keep_alive_max_attempt": "see keep_alive_interval; 3 where it is not given",
     "is_host": "for c10d, true or false: whether this node hosts the rendezvous; otherwise it finds out by itself",
     "user": "for etcd, with password; better: ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD, which no process list shows",
     "password": "see user",
@@ -78,6 +78,14 @@ KEYS = {
     "key": "file of its key; also ELAUNCH_ETCD_KEY",
 }
 """What each key of `--rdzv-conf` means; times are in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """torchrun's way to say how long a node may be silent: so many attempts, with so many seconds between two."""
+
+    interval: float = 0.0
+    max_attempt: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +107,7 @@ class RendezvousConf:
     link_timeout: float = 5.0
     read_timeout: float = 60.0
     timeout: float = 900.0
-    keep_alive_interval: float = 0.0
-    keep_alive_max_attempt: float = 3.0
+    keep_alive: KeepAlive = KeepAlive()
     is_host: bool | None = None
     etcd: EtcdCredentials = EtcdCredentials()
 
@@ -114,7 +121,7 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
     values: dict[str, str | float | bool] = {}
     texts = {one.name for one in fields(EtcdCredentials)}
     access = {name: given for name in texts if (given := os.environ.get(f"ELAUNCH_ETCD_{name.upper()}"))}
-    known = {*texts, *(one.name for one in fields(RendezvousConf) if one.name != "etcd")}
+    known = set(KEYS)
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = item.partition("=")
         name = name.strip()
@@ -147,11 +154,15 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
         if name == "link_timeout" and number < 2:
             raise UsageError(f"--rdzv-conf {item!r}: a link that lives may be silent for a second; expected at least 2")
         values[name] = number
+    keep_alive = {
+        key: values.pop(f"keep_alive_{key}") for key in ("interval", "max_attempt") if f"keep_alive_{key}" in values
+    }
     etcd = replace(defaults.etcd, **access)
     etcd.check()
-    conf = replace(defaults, etcd=etcd, **values)  # type: ignore[arg-type]
-    if conf.keep_alive_interval and "lease_ttl" not in values:
-        conf = replace(conf, lease_ttl=max(1.0, conf.keep_alive_interval * conf.keep_alive_max_attempt))
+    alive = replace(defaults.keep_alive, **keep_alive)  # type: ignore[arg-type]
+    conf = replace(defaults, etcd=etcd, keep_alive=alive, **values)  # type: ignore[arg-type]
+    if alive.interval and "lease_ttl" not in values:
+        conf = replace(conf, lease_ttl=max(1.0, alive.interval * alive.max_attempt))
     return conf
 
 

@@ -488,7 +488,7 @@ def _in_torchs_terms() -> Iterator[None]:
 
 def _choose_ttl_s(conf: RendezvousConf, is_given: bool) -> float:
     """Longer than what torch calls silence: whoever is alive renews the lease in time."""
-    interval_s = conf.keep_alive_interval or 5.0
+    interval_s = conf.keep_alive.interval or 5.0
     if is_given:
         return max(conf.lease_ttl, 3 * interval_s)
-    return max(_LEAST_TTL_S, 4 * interval_s * conf.keep_alive_max_attempt)
+    return max(_LEAST_TTL_S, 4 * interval_s * conf.keep_alive.max_attempt)

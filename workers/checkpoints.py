@@ -126,9 +126,8 @@ class Checkpoints:
 
     def is_due(self, group: Group, step: int, now: bool = False) -> bool:
         """Returns whether a checkpoint begins at this step boundary; where nobody asks for it `now`, by the step."""
-        if self._settings is None or not step or self._done == (group.generation, step):
-            return False
-        return now or step % self.every == 0
+        is_open = self._settings is not None and step > 0 and self._done != (group.generation, step)
+        return is_open and (now or step % self.every == 0)
 
     def boundary(self, group: Group, step: int, state: Callable[[], CheckpointShard], due: bool = False) -> None:
         """Begins a checkpoint, if one is due at this step boundary. All members call it at every one.
@@ -142,9 +141,8 @@ class Checkpoints:
         Raises:
             StepInterrupted: a link broke, or the membership changes.
         """
-        if not self.is_due(group, step, due):
+        if self._settings is None or not self.is_due(group, step, due):
             return
-        assert self._settings is not None
         heartbeat.enter(Phase.SAVING)
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed

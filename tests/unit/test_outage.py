@@ -221,6 +221,7 @@ class TestPatience:
         node.dies("a/1#0")
         node.lasts(LIMIT_S - 1.0)
         node.train("a/0#0", "b/0#0")
+        node.ready("a/1#1")  # the replacement; all that it needs of the store is its place among the members
         assert node.lasts(10 * LIMIT_S) == []
 
     def test_a_node_that_has_no_part_in_the_job_yet_ends_too(self) -> None:

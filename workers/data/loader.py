@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from elaunch.workers import heartbeat
 from elaunch.workers.data import process
 from elaunch.workers.data.ahead import LoadedAhead, Place
 from elaunch.workers.data.batches import load
@@ -89,8 +88,7 @@ class ThreadLoader:
         """Loads a micro-batch."""
         place = Place(step, samples.start, samples.stop)
         seed_micro_batch(*self._batches.seeds(place))
-        with heartbeat.script_code():
-            batch = load(self._batches.source.dataset, self._batches.ids(place), self._batches.source.collate)
+        batch = load(self._batches.source.dataset, self._batches.ids(place), self._batches.source.collate)
         return pin_memory(batch) if self._batches.pinned else batch
 
     def close(self) -> None:
@@ -122,10 +120,9 @@ class ProcessLoader:
         """Returns a micro-batch of the step that has begun, waiting for it if it is not here yet."""
         place = Place(step, samples.start, samples.stop)
         assert self._iterator is not None, "begin() comes first"
-        with heartbeat.script_code():
-            while not self._ahead.has(place):
-                number, *answer = next(self._iterator)
-                self._ahead.arrived(number, answer)
+        while not self._ahead.has(place):
+            number, *answer = next(self._iterator)
+            self._ahead.arrived(number, answer)
         batch, generators = self._ahead.take(place)
         seed_micro_batch(*self._batches.seeds(place))
         continue_generators(generators)
