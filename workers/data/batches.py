@@ -33,7 +33,12 @@ def load(dataset: Any, ids: Sequence[int], collate: Collate | None = None) -> An
 
     `collate` makes a batch of the list of samples; by default torch's `default_collate`.
     """
-    return (collate or default_collate)(samples_of(dataset, ids))
+    return collated(samples_of(dataset, ids), collate)
+
+
+def collated(samples: Any, collate: Collate | None = None) -> Any:
+    """Returns the batch of a list of samples."""
+    return (collate or default_collate)(samples)
 
 
 def samples_of(dataset: Any, ids: Sequence[int]) -> Any:

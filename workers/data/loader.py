@@ -100,7 +100,7 @@ class ProcessLoader:
 
     The DataLoader's batch sampler never ends: it gives the requests of `LoadedAhead`, and empty ones after the last
     step, so that the same processes serve whatever is dealt out later. A request that is not wanted any more is marked
-    in memory that the processes share; they answer it at once unless they have begun it.
+    in memory that the processes share; they answer it at once, or after the sample that they are at.
     """
 
     def __init__(self, batches: MicroBatches) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from elaunch.workers.data.batches import Collate, load
+from elaunch.workers.data.batches import Collate, collated
 from elaunch.workers.data.source import Renumbered
 from elaunch.workers.random.rng import generators_drawn_from, read_generators, seed_micro_batch
 
@@ -47,12 +47,22 @@ class Remote(Dataset[Any]):
     def __getitems__(self, request: BatchRequest) -> Answer:
         """Returns the batch; None instead of it where it is not wanted."""
         number = request.number
-        if not request.ids or self._dropped[number % len(self._dropped)] == number:
+        if not request.ids or self._is_dropped(number):
             return number, None, b""
         seed_micro_batch(*request.seeds)
         before = read_generators()
-        batch = load(self.dataset, request.ids, self._collate)
-        return number, batch, generators_drawn_from(before)
+        if getattr(self.dataset, "__getitems__", None) is not None:
+            samples = self.dataset.__getitems__(list(request.ids))
+        else:
+            samples = []
+            for index in request.ids:
+                samples.append(self.dataset[index])
+                if self._is_dropped(number):
+                    return number, None, b""
+        return number, collated(samples, self._collate), generators_drawn_from(before)
+
+    def _is_dropped(self, number: int) -> bool:
+        return bool(self._dropped[number % len(self._dropped)] == number)
 
 
 class StartLoading:
