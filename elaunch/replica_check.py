@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elaunch.errors import UsageError
 
 NAME = "ELAUNCH_CHECK_REPLICAS"
+CHECK = "elaunch.check_replicas"
+"""Among the facts of a vote: the voter's setting. All go by that of the first member, for all must compare alike."""
 DEFAULT_EVERY = 500
 OFF = "off"
 REPAIR = "repair"
@@ -59,3 +62,9 @@ def from_environment(environment: Mapping[str, str]) -> ReplicaCheck:
         UsageError: as `parse`.
     """
     return parse(environment.get(NAME))
+
+
+def agreed(facts: Sequence[Mapping[str, Any]], own: ReplicaCheck) -> ReplicaCheck:
+    """Returns the setting of the first member, from the facts of all votes; `own` if it has told none."""
+    told = facts[0].get(CHECK) if facts else None
+    return parse(told) if isinstance(told, str) else own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.untrained import copies
 from elaunch.workers.layers.untrained.copies import HostCopies
 from elaunch.workers.layers.untrained.duties import CopiedBox, duties
+from elaunch.workers.replicas import ReplicasDiffer
 from elaunch.workers.state.checkpoint import SavedCheckpoint
 from tests.helpers import soak
 from tests.unit.engine_crew import WIDTH, Head, Sentences, Words, loss, train
@@ -366,3 +368,34 @@ def test_a_factory_may_load_its_values(tmp_path: Path) -> None:
 
     _, weights = train(symmetric(W[:1], 3, 12, 2), 1, layers=[Words, made, Head])
     assert torch.equal(weights["1.one.weight"], torch.full((WIDTH, WIDTH), 0.3, dtype=torch.float32).double())
+
+
+def comparing(engine: Engine, spoil: Callable[[Engine], None]) -> None:
+    """Has the engine compare its replicas after each step; `spoil` is called after the second."""
+    original = engine.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        report = original(*args, **kwargs)
+        if engine.step == 2:
+            spoil(engine)
+        engine.check_replicas(engine.step - 1 or None)
+        return report
+
+    engine.train_step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
+def test_replicas_are_the_same_after_each_step(sizes: dict[str, Any]) -> None:
+    plan = symmetric(W[: math.prod(sizes.values())], 6, 12, 2, **sizes)
+    train(plan, 3, layers=LAYERS, script=partial(comparing, spoil=lambda engine: None))
+
+
+@pytest.mark.parametrize("name", ["inward.weight", "up.weight", "running_mean"])
+def test_one_that_a_worker_has_changed_is_named(name: str) -> None:
+    def spoil(engine: Engine) -> None:
+        if engine._here.worker == W[1]:
+            engine.layers[1, 1].tensors()[name].view(-1)[0] += 1
+
+    expected = rf"replicas of layer 1 differ after 2 steps \(after 1 they were the same\): `{name}` is not the same"
+    with pytest.raises(ReplicasDiffer, match=expected):
+        train(symmetric(W[:2], 6, 12, 2, dp=2), 3, layers=LAYERS, script=partial(comparing, spoil=spoil))

@@ -45,7 +45,7 @@ from elaunch.workers.data_parallel.refusals import (
 from elaunch.workers.data_parallel.registered import RegisteredState
 from elaunch.workers.data_parallel.step import Step
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
-from elaunch.workers.data_parallel.watch import CHECK, ReplicaWatch
+from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
 from elaunch.workers.runtime import Member
@@ -449,7 +449,12 @@ class Job(BaseJob):
     def vote(self) -> Vote:
         """Says how far this worker is: entered, from the barrier until the step is settled."""
         entered = self._member.entered and self._in_flight.committed is None
-        return Vote(self.step, entered, self._state.holds, {CHECK: str(self._state.watch.check), STOPS: self._stops})
+        return Vote(
+            self.step,
+            entered,
+            self._state.holds,
+            {replica_check.CHECK: str(self._state.watch.check), STOPS: self._stops},
+        )
 
     def pause(self) -> None:
         """Ends the reductions of the step in flight."""
@@ -459,9 +464,7 @@ class Job(BaseJob):
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """The step in flight is settled where the script calls its optimizer; here, what else the others know."""
-        first = verdict.facts[0].get(CHECK)
-        if isinstance(first, str):
-            self._state.watch.check = replica_check.parse(first)
+        self._state.watch.check = replica_check.agreed(verdict.facts, self._state.watch.check)
         self._stops = self._stops or any(facts.get(STOPS) for facts in verdict.facts)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:

@@ -16,9 +16,6 @@ from elaunch.workers.data_parallel.calls import StepCalls
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.replicas import ReplicasDiffer
 
-CHECK = "elaunch.check_replicas"
-"""Among the facts of a vote: how often the voter compares; all go by what the first member votes."""
-
 _CURE = (
     "Something changed them on some workers only, such as code that runs once for each micro-batch: keep what changes "
     "the model, the optimizer or the learning rate after the loop over the micro-batches of `for step in "

@@ -16,6 +16,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.layers.change.assembly import Assembly
+from elaunch.workers.layers.change.compare import check_replicas
 from elaunch.workers.layers.change.held_state import Commit, HeldState
 from elaunch.workers.layers.change.migration import Migration, Under, keys_of
 from elaunch.workers.layers.change.migration_plan import MigrationPlan
@@ -477,6 +478,10 @@ class Engine:
     def changing(self) -> bool:
         """Returns whether the plan changes in the step in flight."""
         return self._migration is not None
+
+    def check_replicas(self, alike: int | None) -> None:
+        """Compares the replicas of all layers; see `elaunch.workers.layers.change.compare`."""
+        check_replicas(self._here, self.step, alike)
 
     @property
     def n_owned(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from elaunch import replica_check
 from elaunch.detect.devices import Clocks
 from elaunch.detect.heartbeat import Phase
 from elaunch.detect.nvml import NvmlClocks, gpu_of
@@ -27,6 +28,7 @@ from elaunch.policy.decision import Decision
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation
+from elaunch.replica_check import CHECK
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
@@ -40,6 +42,7 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import MakeOptimizer
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
+from elaunch.workers.replicas import ReplicasDiffer
 from elaunch.workers.runtime import Member
 
 
@@ -56,6 +59,9 @@ class HybridJob(BaseJob):
         self._engine: Engine | None = None
         self._next: Decision | None = None
         self._holds = False
+        self._replica_check = replica_check.from_environment(os.environ)
+        self._compared = (0, 0)
+        self._alike: int | None = None
         super().__init__(
             Member(
                 client,
@@ -63,6 +69,7 @@ class HybridJob(BaseJob):
                 durable=lambda: self._made.durable(),
                 step=lambda: self.step,
                 complete=lambda: self._made.arrive(),
+                boundary=self._compare,
                 closers=[self._close],
             )
         )
@@ -180,6 +187,19 @@ class HybridJob(BaseJob):
         if selector is not None and watch is not None:
             selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned)
 
+    def _compare(self, group: Group, saving: bool) -> None:
+        """Compares the replicas of layers where that is due; never while layers move."""
+        engine, every, at = self._made, self._replica_check.every, (group.generation, self.step)
+        due = every and self.step and (saving or self.step % every == 0) and self._compared != at
+        if not due or engine.changing:
+            return
+        try:
+            engine.check_replicas(self._alike)
+        except ReplicasDiffer as error:
+            self._member.abandon(str(error))
+            raise
+        self._compared, self._alike = at, self.step
+
     def _clocks(self) -> ClockRange | None:
         selector = self._member.selector
         known = self._governor is not None and selector is not None and selector.known
@@ -208,7 +228,7 @@ class HybridJob(BaseJob):
         """Returns how far it is and, as a fact, its last commit, which members one step behind may have to apply."""
         engine = self._made
         commit = engine.last_commit
-        facts = {"commit": asdict(commit) if commit is not None else None}
+        facts = {"commit": asdict(commit) if commit is not None else None, CHECK: str(self._replica_check)}
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
@@ -217,6 +237,7 @@ class HybridJob(BaseJob):
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Applies the step that it entered, with the commit of a member that has it, or drops the step."""
         engine = self._made
+        self._replica_check = replica_check.agreed(verdict.facts, self._replica_check)
         if engine.entered and engine.step == verdict.step:
             engine.drop()
         elif engine.entered:
