@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.helpers import Spawner
@@ -12,5 +13,7 @@ def test_a_wait_for_a_peer_that_is_not_judged_yet_is_told_of(spawn: Spawner, tmp
     """It pauses in the third step, and nothing is judged before ten."""
     node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, "--pause", "0:3:12"))
     assert node.agent.wait(100) == 0, node.agent.tail()
-    assert "worker node0/1#0 has waited 10 s for node0/0#0, in step 3, operation" in node.agent.text()
+    # Its training thread waits for the other worker, or for the thread that reduces gradients, which does.
+    told = r"worker node0/1#0 has waited 10 s for (node0/0#0, in step 3, operation|other members, in step 3)"
+    assert re.search(told, node.agent.text()), node.agent.tail()
     assert len(node.all_pids()) == 2

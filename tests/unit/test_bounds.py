@@ -20,7 +20,7 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.workers import checkpoints
 from elaunch.workers.agent_client import StaticClient
-from tests.helpers import Spawner, is_running
+from tests.helpers import Spawner, is_running, wait_until
 
 LIMIT_S = 20.0
 
@@ -45,7 +45,7 @@ def test_an_agent_that_ends_kills_a_fork_server_that_is_stopped_and_its_workers(
     )
     pids = [int(pid) for pid in agent.wait_for_text("end\n", LIMIT_S).split()[1:3]]
     assert agent.wait(LIMIT_S) == 0, agent.tail()
-    assert not any(map(is_running, pids))
+    wait_until(lambda: not any(map(is_running, pids)), LIMIT_S, "the ends of the fork server and its worker")
 
 
 def test_a_worker_that_is_never_started_is_told_of_and_ends_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +115,8 @@ class AllAtBarrier:
 def test_a_disk_that_never_ends_a_write_costs_the_last_checkpoint_and_not_the_end_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("RANK", "WORLD_SIZE"):  # which other tests of this process may have set
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(checkpoints, "WRITE_S", 0.05)
     monkeypatch.setattr(checkpoints, "COMPLETE_S", 0.05)
     member, group = checkpoints.Checkpoints(StaticClient()), AllAtBarrier()
