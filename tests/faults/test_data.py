@@ -36,7 +36,7 @@ def loading(node: Node, worker: str) -> list[psutil.Process]:
     ("arguments", "launched"),
     [
         (("--data-loader",), ()),
-        (("--start-method", "spawn"), ()),
+        soak(("--start-method", "spawn"), ()),
         soak((), ("--warm-start",)),
     ],
     ids=["handed over", "spawned", "all forked from the warm parent"],

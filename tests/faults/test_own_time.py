@@ -28,7 +28,7 @@ def test_one_that_uploads_for_all_is_waited_for(spawn: Spawner, tmp_path: Path) 
     assert len([event for event in node.events("step") if event["seconds"] > 3]) == 3, "two uploads and a line of a log"
 
 
-@pytest.mark.parametrize("kind", ["stop", "lock", soak("call")])
+@pytest.mark.parametrize("kind", ["stop", soak("lock"), soak("call")])
 def test_a_hang_in_a_step_is_found_at_once_although_scripts_pause(spawn: Spawner, tmp_path: Path, kind: str) -> None:
     node = elaunch(spawn, tmp_path, *TWO, script=(SCRIPT, "--steps=32", *UPLOADS, "--hang", f"1:22:{kind}"))
     assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()

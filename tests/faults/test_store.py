@@ -49,13 +49,13 @@ def kill_etcd(node: Node) -> None:
 
 def test_an_etcd_of_the_job_that_is_killed_is_started_again(spawn: Spawner, tmp_path: Path) -> None:
     """Each time also a worker dies, whose loss nobody can agree on before etcd is back."""
-    steps = scaled(300, 1600)
+    steps = scaled(200, 1600)
     expected, samples, _ = reference(spawn, tmp_path, "--steps", str(steps))
     gate = tmp_path / "gate"
     script = ("--steps", str(steps), "--sleep", "0.01", "--gather", "2", "--hold", f"{steps - 20}:{gate}")
     node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, *script))
     wait_for_members(node, 2)
-    for count in range(scaled(3, 20)):
+    for count in range(scaled(2, 20)):
         worker, pid = sorted(node.pids().items())[count % 2]
         kill_etcd(node)
         os.kill(pid, signal.SIGKILL)

@@ -34,7 +34,7 @@ from elaunch.workers.data.ahead import LoadedAhead, Place
 from elaunch.workers.data.loader import Loader, MicroBatches, loader_of
 from elaunch.workers.data.order import SampleOrder
 from elaunch.workers.data.source import DataSource, Loading
-from tests.helpers import is_running, wait_until
+from tests.helpers import is_running, soak, wait_until
 
 SHARES = st.lists(st.integers(0, 11), min_size=1, max_size=4, unique=True)
 
@@ -169,7 +169,7 @@ DEALS = [(0, [0, 1]), (1, [0, 1]), (2, [1, 2, 3]), (2, [0]), (3, [0]), (1, [0]),
 
 
 @pytest.mark.parametrize("dataset", [Noisy(), Quiet()], ids=["noisy", "quiet"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", soak("spawn")])
 def test_processes_load_the_same_micro_batches_with_the_same_random_numbers(dataset: Any, method: str) -> None:
     expected = course(loader(dataset, 0), DEALS)
     before = torch.get_rng_state()

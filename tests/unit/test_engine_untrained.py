@@ -101,7 +101,7 @@ def load(engine: Engine) -> None:
         return
     for (index, _), layer in engine.layers.items():
         place = layer.tp_rank
-        with torch.device("cpu"):
+        with torch.device("meta"):  # it draws no numbers: other engines of this process draw theirs meanwhile
             whole = LAYERS[index]()
         values = {}
         for name, value in (*whole.named_parameters(), *whole.named_buffers()):
