@@ -3,7 +3,8 @@
     elaunch --standalone --nproc-per-node=4 examples/train_habits.py --steps 200
 
 In the loop over the micro-batches: forward, backward, and what belongs to a sample. After it, once a step and alike on
-all workers: clipping, the optimizers, an average of the weights, noise, evaluation, and the decision to stop early.
+all workers: clipping, the optimizers, an average of the weights, noise, evaluation, and the decision to stop early. The
+samples come from a DataLoader, whose processes load ahead with `--loaders`, and the loss is scaled by a GradScaler.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import elaunch
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--noise", type=float, default=1e-4, help="standard deviation of what is added to the weights")
+    parser.add_argument("--loaders", type=int, default=0, help="processes of each worker that load samples ahead")
     parser.add_argument("--enough", type=float, default=2.0, help="stop at this accuracy; above 1: never")
     args = parser.parse_args()
 
@@ -72,23 +74,27 @@ def main() -> None:
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98))
     first, last = list(net[:-1].parameters()), list(net[-1].parameters())
     optimizers = {"adamw": torch.optim.AdamW(first, lr=args.lr), "sgd": torch.optim.SGD(last, lr=args.lr, momentum=0.9)}
-    job.register(model=model, average=average, **optimizers)
+    scaler = torch.amp.GradScaler(job.device.type, init_scale=1024.0, growth_interval=50)
+    job.register(model=model, average=average, scaler=scaler, **optimizers)
 
-    for step in job.steps(Spirals(3000), global_batch_size=48, micro_batch_size=6, steps=args.steps):
+    samples = DataLoader(Spirals(3000), batch_size=6, shuffle=True, num_workers=args.loaders)
+    for step in job.steps(samples, global_batch_size=48, steps=args.steps):
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step.number, args.steps, args.lr)
 
         for points, arms in step:  # this worker's micro-batches; after an interruption, all of them again
             loss = nn.functional.cross_entropy(model(points), arms)
-            loss.backward()
+            scaler.scale(loss).backward()
             job.report(loss=loss)
 
         # The step has committed: from here on all workers do the same, once.
+        for optimizer in optimizers.values():
+            scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if torch.isfinite(norm):
-            for optimizer in optimizers.values():
-                optimizer.step()
+        for optimizer in optimizers.values():
+            scaler.step(optimizer)  # not if there is an infinity; then on no worker
+        scaler.update()
         with torch.no_grad():
             for weight in net.parameters():
                 weight.add_(args.noise * torch.randn_like(weight))  # the same numbers on all workers
