@@ -28,6 +28,10 @@ class ReplicaCheck:
     every: int = DEFAULT_EVERY
     repair: bool = False
 
+    def is_due(self, step: int, saving: bool) -> bool:
+        """Returns whether to compare at a step boundary: by the number of steps, or since state is saved there."""
+        return self.every > 0 and step > 0 and (saving or step % self.every == 0)
+
     def __str__(self) -> str:
         return f"{self.every}{f',{REPAIR}' if self.repair else ''}" if self.every else OFF
 

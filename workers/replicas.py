@@ -107,7 +107,13 @@ def odd_ones(told: Sequence[Digests | None]) -> tuple[tuple[int, ...], tuple[int
     return most, others, first
 
 
-def text(workers: Sequence[str], told: Sequence[Digests | None], step: int, alike: int | None) -> str:
+def text(
+    workers: Sequence[str],
+    told: Sequence[Digests | None],
+    step: int,
+    alike: int | None,
+    what: str = "the workers' replicas",
+) -> str:
     """Returns what differs, on whom, and in which steps it has come, for people.
 
     Args:
@@ -115,6 +121,7 @@ def text(workers: Sequence[str], told: Sequence[Digests | None], step: int, alik
         told: their digests.
         step: number of steps that have committed.
         alike: so many had when the members last were the same; None: they were never compared.
+        what: differs.
     """
     most, others, first = odd_ones(told)
     names = ", ".join(workers[member] for member in others[:_MOST_NAMED])
@@ -125,7 +132,7 @@ def text(workers: Sequence[str], told: Sequence[Digests | None], step: int, alik
     more = f", as do {n_names - 1} more of {len(held[0])} parts of the state" if n_names > 1 else ""
     since = "they have not been compared before" if alike is None else f"after {alike} they were the same"
     return (
-        f"the workers' replicas differ after {step} steps ({since}): `{first}` is not the same on {names} as on "
+        f"{what} differ after {step} steps ({since}): `{first}` is not the same on {names} as on "
         f"{', '.join(workers[member] for member in most[:_MOST_NAMED])}{more}"
     )
 

@@ -179,14 +179,11 @@ class Job(BaseJob):
             TypeError: the data set is not map-style.
             StateError: the members train with different settings.
         """
-        feed = self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn, loading)
-        loader = feed.loader(steps, self.device)
-        try:
+        source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
+        with self._loader(SampleFeed.of(source, global_batch_size, micro_batch_size, steps), steps) as loader:
             while not self._ended(steps):
                 self._member.begin_step()
                 yield from self._attempt(loader)
-        finally:
-            loader.close()
 
     def steps(
         self,
@@ -220,9 +217,9 @@ class Job(BaseJob):
             StateError: a step was left before its inner loop was through, or as for `batches`.
             ValueError, TypeError: as for `batches`.
         """
-        feed = self._begin(dataset, global_batch_size, micro_batch_size, seed, steps, shuffle, collate_fn, loading)
-        loader = feed.loader(steps, self.device)
-        try:
+        source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
+        feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps)
+        with self._loader(feed, steps) as loader:
             while not self._ended(steps):
                 self._member.begin_step()
                 feed.seed_alike(self.step, BEFORE)
@@ -230,8 +227,6 @@ class Job(BaseJob):
                 yield step
                 step.check_is_over()
                 self._step = None
-        finally:
-            loader.close()
 
     def stop(self) -> None:
         """Ends the job before its last step, on all workers: after the next step that commits.
@@ -246,23 +241,17 @@ class Job(BaseJob):
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _begin(
-        self,
-        dataset: Any,
-        global_batch_size: int,
-        micro_batch_size: int | None,
-        seed: int | None,
-        steps: int,
-        shuffle: bool | None,
-        collate_fn: Collate | None,
-        loading: Loading,
-    ) -> SampleFeed:
-        """Checks what a loop over the data is given, and becomes a member."""
-        source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
-        self._feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps)
+    @contextmanager
+    def _loader(self, feed: SampleFeed, steps: int) -> Iterator[Loader]:
+        """Becomes a member for a loop over the data, and loads for as long as that lasts."""
+        self._feed = feed
         self._become_member()
-        self._state.check_origin(self._member, self._feed.layout)
-        return self._feed
+        self._state.check_origin(self._member, feed.layout)
+        loader = feed.loader(steps, self.device)
+        try:
+            yield loader
+        finally:
+            loader.close()
 
     def _ended(self, steps: int) -> bool:
         """Whether all steps are done, and all members have come to the end."""

@@ -66,8 +66,7 @@ class ReplicaWatch:
             step: number of steps that have committed.
             saving: whether a checkpoint begins here, or the job ends.
         """
-        every = self.check.every
-        return bool(every and step and (saving or step % every == 0) and self._done != (group.generation, step))
+        return self.check.is_due(step, saving) and self._done != (group.generation, step)
 
     def at_boundary(self, group: Group, objects: Mapping[str, Any], step: int, saving: bool) -> Verdict | None:
         """Compares what is to be compared at a step boundary.

@@ -189,9 +189,8 @@ class HybridJob(BaseJob):
 
     def _compare(self, group: Group, saving: bool) -> None:
         """Compares the replicas of layers where that is due; never while layers move."""
-        engine, every, at = self._made, self._replica_check.every, (group.generation, self.step)
-        due = every and self.step and (saving or self.step % every == 0) and self._compared != at
-        if not due or engine.changing:
+        engine, at = self._made, (group.generation, self.step)
+        if not self._replica_check.is_due(self.step, saving) or self._compared == at or engine.changing:
             return
         try:
             engine.check_replicas(self._alike)

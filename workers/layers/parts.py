@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import SavedCheckpoint
 
 
+Place = str
+"""`3 0/2`: layer 3, the first of two workers of a tensor-parallel group."""
+
+
 @dataclass(eq=False)
 class WorkerPart:
     """What a worker has and does under a plan."""
@@ -94,6 +98,11 @@ class WorkerPart:
             "masters": self.zero.shards.master_bytes(),
             "optimizer": self.zero.shards.state_bytes(),
         }
+
+    @property
+    def places(self) -> dict[Place, Layer]:
+        """Returns this worker's layers, by the place that its replicas have too."""
+        return {f"{key[0]} {one.tp_rank.rank}/{one.tp_rank.size}": one for key, one in self.layers.items()}
 
     def place_layers(self) -> None:
         """Tells the layers of their tensor-parallel groups in this plan."""
@@ -294,10 +303,7 @@ class Builder:
         """
         if all(len(tp_groups) == 1 for tp_groups in part.layout.holders):
             return
-        local = {
-            f"{key[0]} {layer.tp_rank.rank}/{layer.tp_rank.size}": digest_of(layer)
-            for key, layer in part.layers.items()
-        }
+        local = {place: digest_of(layer) for place, layer in part.places.items()}
         known: dict[str, tuple[str, str]] = {}
         for member, told in zip(part.group.members, part.group.all_gather_json(local), strict=True):
             for place, digest in told.items():
