@@ -20,7 +20,8 @@
     │       └── ClocksUnsupported  the device or its driver cannot
     └── StepInterrupted        the step in flight cannot finish; never reaches a training script
         ├── GenerationChanged  a newer generation was announced
-        └── LinkLost           the connection to one peer broke
+        ├── LinkLost           the connection to one peer broke
+        └── CollectiveFailed   a collective of a native group failed, and whose fault it was is not known
 
 A message names the values, what was expected and what to do about it.
 """
@@ -135,4 +136,13 @@ class LinkLost(StepInterrupted):
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(f"link to {peer} lost: {why}")
         self.peer = peer
+        self.why = why
+
+
+class CollectiveFailed(StepInterrupted):
+    """A collective of a native group failed: a member died, or the network between some of them did."""
+
+    def __init__(self, generation: int, why: str) -> None:
+        super().__init__(f"a collective of generation {generation} failed: {why}")
+        self.generation = generation
         self.why = why

@@ -19,7 +19,7 @@ from elaunch.detect import hang
 from elaunch.errors import JobFailed
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Master, Worker
 from elaunch.wire import (
     Announce,
     Attach,
@@ -255,9 +255,11 @@ class StaticClient:
         self.min_nodes = 1
         self.host = "127.0.0.1"
         self._store: Any = None
+        self._master = Master()
         self._generation: Generation | None = None
         if self.size > 1:
-            self.host, self._store = _join_store(self.rank, self.size)
+            self._master = Master(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            self.host, self._store = _join_store(self._master, self.rank, self.size)
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
         """Does nothing: the one generation is known before anybody could be told of it."""
@@ -285,7 +287,9 @@ class StaticClient:
             self._store.set(f"address/{self.rank}", address)
             addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
         workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
-        self._generation = Generation(1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1)
+        self._generation = Generation(
+            1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1, master=self._master
+        )
 
     def send(self, message: Message) -> None:
         """Drops the message: no agent is there to take it."""
@@ -294,11 +298,11 @@ class StaticClient:
         """Does nothing: no agent is connected."""
 
 
-def _join_store(rank: int, size: int) -> tuple[str, Any]:
+def _join_store(master: Master, rank: int, size: int) -> tuple[str, Any]:
     """The job's TCPStore, and this machine's address on the route to it."""
     from torch.distributed import PrefixStore, TCPStore
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = master.addr, master.port
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, port, size, rank == 0 and not agent_store)
     with socket.create_connection((host, port), 10) as probe:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from elaunch.detect.heartbeat import Phase
-from elaunch.errors import ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
+from elaunch.errors import CollectiveFailed, ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.wire import Joined, Progress, Report, Unreachable
 from elaunch.workers import heartbeat
@@ -28,6 +28,7 @@ from elaunch.workers.hooks import Hooks, Verdict, Vote
 CONNECT_TIMEOUT_S = 10.0
 PROBE_DELAY_S = 0.03  # the death of a process usually comes as a generation within this time
 PROBE_TIMEOUT_S = 0.5
+BLAMELESS_S = 3.0  # without any broken link, a collective that failed is told of after this time
 
 
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
@@ -374,8 +375,8 @@ class Recovery:
         past = active.number if active is not None else 0
         if isinstance(error, GenerationChanged):
             past = max(past, error.generation - 1)
-        reported = not isinstance(error, LinkLost)
-        timeout_s = PROBE_DELAY_S
+        reported = not isinstance(error, (LinkLost, CollectiveFailed))
+        timeout_s, begin_s = PROBE_DELAY_S, time.monotonic()
         while True:
             newest = self._client.wait_beyond(past, timeout_s)
             if newest is not None:
@@ -387,9 +388,8 @@ class Recovery:
                 if enters and self._leads_out(newest, active, error):
                     return newest
                 past = newest.number
-            if not reported:
-                assert isinstance(error, LinkLost)
-                reported = self._report(error, active)
+            if isinstance(error, (LinkLost, CollectiveFailed)) and not reported:
+                reported = self._report(error, active, time.monotonic() - begin_s)
             timeout_s = PROBE_TIMEOUT_S
 
     def _sooner(
@@ -417,20 +417,28 @@ class Recovery:
 
     def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
         """A planned change is no way out of a step that broke: other members may still wait in that step."""
-        broke = isinstance(error, LinkLost) and (self._firm or not self._entering)
+        broke = isinstance(error, (LinkLost, CollectiveFailed)) and (self._firm or not self._entering)
         return active is None or not broke or newest.aborts_step_before > active.number
 
-    def _report(self, error: LinkLost, active: Generation | None) -> bool:
+    def _report(self, error: LinkLost | CollectiveFailed, active: Generation | None, waited_s: float) -> bool:
         """Finds out which lost peers are dead, and asks for a generation without them, or with new links to them.
 
         Of one whose machine does not answer, this node's agent finds out more.
 
-        The loss of a node breaks several links at once; all of them are told of together.
+        The loss of a node breaks several links at once; all of them are told of together. A native collective that
+        failed names nobody: where no link has broken for a while, new links to the next member are asked for, and with
+        that a generation in which all begin anew.
         """
         assert active is not None
         addresses = {worker.id: worker.address for worker in active.workers}
         told = False
-        for peer in dict.fromkeys((error.peer, *self._transport.hung_up(active.ids))):
+        lost = self._transport.hung_up(active.ids)
+        if isinstance(error, LinkLost):
+            lost = (error.peer, *lost)
+        elif not lost and waited_s > BLAMELESS_S:
+            place = active.ids.index(self._client.worker)
+            lost = (active.ids[place - 1],)
+        for peer in dict.fromkeys(lost):
             answer = self._transport.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
             if answer != "busy":
                 found = Unreachable(active.number, peer, refused=answer == "refused", silent=answer == "silent")

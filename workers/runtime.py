@@ -28,6 +28,7 @@ import torch
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import Plan
+from elaunch.policy.collectives import uses_native
 from elaunch.policy.decision import Decision
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import Selector
@@ -37,6 +38,8 @@ from elaunch.workers import agent_client, barrier, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.fatal import within
@@ -73,11 +76,13 @@ class Member:
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
         transport: its links to other members; None: it makes its own.
+        native: whether gradients may go over a native group of the members.
 
     Attributes:
         device: where this worker computes.
         checkpoints: its part in them.
         policy: its policy selector, and the plans of the job.
+        native: the native groups of the members.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Member:
         state_is_whole: bool = False,
         closers: Sequence[Callable[[], None]] = (),
         transport: Transport | None = None,
+        native: bool = False,
     ) -> None:
         self._client = client
         self._transport = Transport(client.worker, client.token, client.host) if transport is None else transport
@@ -99,12 +105,16 @@ class Member:
         self.checkpoints = Checkpoints(client)
         self.policy = Policy(client, self.checkpoints.newest)
         self._reports = StepReports(client)
-        self._hooks = RuntimeHooks(client.worker, hooks, step, self.checkpoints, self.policy, self._reports)
+        self.device = choose_device(client.local_rank)
+        native = native and uses_native(os.environ, self.device.type)
+        self.native = NativeGroups(maker(client.host, self.device) if native else None)
+        self._transport.watch(self.native.poison)
+        parts = self.checkpoints, self.policy, self._reports, self.native
+        self._hooks = RuntimeHooks(client.worker, hooks, step, *parts)
         self._recovery = Recovery(client, self._transport, self._hooks)
         self._notes = Notes()
         self._change_due = self._replan_due = False
         self._finished = self._closed = False
-        self.device = choose_device(client.local_rank)
         self._torch_groups = TorchGroups(lambda: self.group, self.device.type)
         atexit.register(self.close)
 
@@ -325,9 +335,14 @@ class Member:
         newest = self._recovery.newest_generation()
         packed = pack(self.policy.note(self._transport), note)
         notes = {self.group.rank: packed} if packed else {}
+        ready = self.native.ready()
+        brought = replace(record, generation=(newest, newest), native=(ready, ready), notes=notes)
         self._hooks.entered = True
-        whole = barrier.reduce(self.group, replace(record, generation=(newest, newest), notes=notes))
+        whole = barrier.reduce(self.group, brought)
         self._hooks.entered = False
+        if self.native.passed(whole.native) and self.rank == 0:
+            opened = {"backend": self.native.backend, "opened_s": round(self.native.opened_s, 6)}
+            self.send("collectives", {"step": record.step[0] + 1, **opened})
         self._notes = Notes(whole.notes)
         self._change_due = self._recovery.all_know(whole.generation)
         return whole
@@ -415,6 +430,7 @@ class Member:
             with within(CLOSE_S, "leaving"):
                 for close in self._closers:
                     close()
+                self.native.close()
                 self.checkpoints.close()
                 self.policy.close()
                 self._transport.close()

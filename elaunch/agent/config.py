@@ -11,6 +11,7 @@ from elaunch.agent.output.logs import LogSettings
 from elaunch.checkpoints import Checkpointing
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
+from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import PolicyConfig
 from elaunch.rendezvous.conf import RendezvousConf
 from elaunch.replica_check import ReplicaCheck
@@ -146,6 +147,7 @@ class TrainingSettings:
 
     checkpoints: Checkpointing | None = None
     replica_check: ReplicaCheck = field(default_factory=ReplicaCheck)
+    collectives: Collectives = "auto"
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 

@@ -18,6 +18,7 @@ from elaunch.agent import forkserver
 from elaunch.checkpoints import EVERY, FOLDER
 from elaunch.detect import hang
 from elaunch.errors import ProtocolError
+from elaunch.policy import collectives
 from elaunch.waits import Pace
 from elaunch.wire import LINK_TIMEOUT
 
@@ -223,6 +224,7 @@ def worker_env(config: AgentConfig, start: Start, control: str, agent_store: boo
     variables: dict[str, object] = {"ELAUNCH_CONTROL": control, "ELAUNCH_WORKER": start.worker}
     variables |= config.training.policy.variables()
     variables[hang.VARIABLE] = config.detection.hang
+    variables[collectives.NAME] = config.training.collectives
     variables[replica_check.NAME] = config.training.replica_check
     variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
     if (checkpoints := config.training.checkpoints) is not None:

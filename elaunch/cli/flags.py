@@ -15,6 +15,7 @@ from elaunch import __version__, checkpoints, replica_check
 from elaunch.agent.config import HEALTH_INTERVAL_S, MASTER_PORT, NUMA_MODES, PRELOAD
 from elaunch.detect import hang
 from elaunch.errors import UsageError
+from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.rendezvous.conf import KEYS, RendezvousConf
 
@@ -293,6 +294,12 @@ def _add_planning(p: FlagParser) -> None:
         policies.CONSISTENCY,
         metavar="NAME",
         help="bitwise: no plan changes a bit of the result; fast: gradients are summed in any order",
+    )
+    p.own(
+        "--collectives",
+        collectives.NAME,
+        metavar="NAME",
+        help="what sums gradients: native (NCCL or Gloo), links, or auto (default): native on accelerators",
     )
     for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
         p.own(f"--{name}", variable, metavar="MIN:MAX", help=f"{what} that reparallelize may make")

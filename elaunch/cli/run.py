@@ -31,6 +31,7 @@ from elaunch.cli.flags import NO_ID, parser, where_to_read
 from elaunch.cli.rendezvous_flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
+from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
 
@@ -104,6 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         training=TrainingSettings(
             checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
             replica_check=replica_check.parse(args.check_replicas, "--check-replicas"),
+            collectives=collectives.parse(args.collectives, "--collectives"),
             policy=policies.parse(
                 args.policy,
                 args.consistency,

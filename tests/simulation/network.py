@@ -256,6 +256,7 @@ class SimulatedTransport(Transport):
         self.world, self.process, self.worker = world, process, worker
         self._links, self._replaced, self._failures, self._known = {}, [], {}, {}
         self._floor = 0
+        self._watchers: list[Callable[[int], None]] = []
         self._closing = self._closed = False
         self._changed = _Changed(process)  # type: ignore[assignment]
         self._running = threading.Lock()

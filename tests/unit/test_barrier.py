@@ -74,6 +74,7 @@ def record(rank: int, note: bytes = b"") -> StepRecord:
         (7, 7),
         (99, 99),
         UNSAID if rank == 1 else (rank, rank),
+        (40 + rank, 40 + rank),
         rank % 2,
         coverage_of(range(3 * rank, 3 * rank + 3)),
         rank + 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,6 +52,9 @@ class Links:
 
     def interrupt(self, generation: int) -> None:
         self.interrupted.append(generation)
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        self.watcher = watcher
 
     def close(self) -> None:
         self.closed = True

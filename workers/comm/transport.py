@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Literal
 
@@ -66,6 +66,7 @@ class Transport:
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
         self._floor = 0
+        self._watchers: list[Callable[[int], None]] = []
         self._closing = False
         self._closed = False
         self._changed = threading.Condition()
@@ -161,6 +162,12 @@ class Transport:
             self._floor = generation
             self._changed.notify_all()
             self._rouse()
+        for watcher in self._watchers:
+            watcher(generation)
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Has a function called with the generation of each interruption, in the thread that interrupts."""
+        self._watchers.append(watcher)
 
     def exchange(
         self,

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from elaunch.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 

@@ -58,7 +58,7 @@ class Job(BaseJob):
     """A training job, seen from one of its workers."""
 
     def __init__(self, client: agent_client.Client) -> None:
-        self._reducer = Reducer()
+        self._reducer = Reducer(lambda generation: self._member.native.failed(generation))
         self._state = RegisteredState(ReplicaWatch(replica_check.from_environment(os.environ)))
         super().__init__(
             Member(
@@ -69,6 +69,7 @@ class Job(BaseJob):
                 boundary=lambda group, saving: self._state.at_boundary(self._member, group, saving),
                 state_is_whole=True,
                 closers=[self._reducer.close, self._state.let_go],
+                native=True,
             )
         )
         self._plans = Plans(self._member, lambda: trained_bytes(self._state.objects.values()))
@@ -280,7 +281,7 @@ class Job(BaseJob):
         loader.begin(self.step, share.micro_batches)
         step = self._in_flight
         usual = layout.usual_samples(self._member.size)
-        self._reducer.begin(self._member.group, usual / layout.global_batch_size)
+        self._reducer.begin(self._member.group, usual / layout.global_batch_size, self._member.native.current)
         selector = self._member.selector
         measured = selector is not None and selector.measures()
         own_s = 0.0
@@ -325,7 +326,7 @@ class Job(BaseJob):
 
     def _wait_for_sums(self) -> None:
         begin_s = time.monotonic()
-        self._reducer.wait()
+        self._reducer.join()
         self._in_flight.waited_s += time.monotonic() - begin_s
 
     def _resolve(self) -> bool:

@@ -1,16 +1,26 @@
-"""All-reduces that run while backward goes on: one thread, in the order in which they are launched."""
+"""All-reduces that run while backward goes on, in the order in which they are launched.
+
+Over links one thread runs them. A native group of the members runs them itself, once there is one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from elaunch import threads
-from elaunch.errors import StepInterrupted
+from elaunch.errors import CollectiveFailed, StepInterrupted
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.bulk import Bulk
+
+POLL_S = 0.00005
 
 
 class Reducer:
@@ -18,45 +28,72 @@ class Reducer:
 
     The first error of a step is kept, and what is launched after it is ignored: a script's backward never fails because
     a peer did. Whoever waits helps, so that the last all-reduce of a step needs no change of threads.
+
+    Args:
+        failed: called with the generation when a native group failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[int], None] = lambda generation: None) -> None:
         self._waiting: deque[torch.Tensor] = deque()
         self._arrived = threading.Condition()
         self._running = threading.Lock()
         self._group: Group | None = None
+        self._native: NativeSums | None = None
         self._scale = 1.0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._failed = failed
         self.error: StepInterrupted | None = None
         self._failure: BaseException | None = None
 
-    def begin(self, group: Group, scale: float) -> None:
-        """Starts a step: sums of this group, each multiplied by `scale`."""
+    def begin(self, group: Group, scale: float, bulk: Bulk | None = None) -> None:
+        """Starts a step: sums of this group, each multiplied by `scale`; by its native group, if that is given."""
         assert not self._waiting, "a step begins while all-reduces of another are under way"
         self._group, self._scale, self.error = group, scale, None
+        self._native = NativeSums(bulk) if bulk is not None else None
 
     def launch(self, flat: torch.Tensor) -> None:
         """Reduce a 1-D tensor in place. It is complete when `wait` has returned and `error` is None."""
-        if self._group is None or self.error is not None:
+        group = self._group
+        if group is None or self.error is not None:
             return
-        if self._thread is None and self._group.size > 1:
+        if group.size == 1:
+            flat.mul_(self._scale)
+            return
+        if self._native is not None:
+            try:
+                self._native.add(flat.mul_(self._scale))
+            except RuntimeError as error:
+                self._native_failed(group, error)
+            return
+        if self._thread is None:
             self._thread = threads.start("elaunch-reducer", self._run, self._died)
         with self._arrived:
             self._waiting.append(flat)
             self._arrived.notify()
 
-    def wait(self) -> None:
-        """Returns when nothing is under way any more."""
+    def join(self) -> None:
+        """Returns when whatever this thread does next with the sums, on a device its stream, comes after them."""
+        group = self._group
+        if self._native is not None and group is not None:
+            self._in_native(group, self._native.join)
+            return
         with heartbeat.waiting():
             while self._run_next():
                 pass
+
+    def wait(self) -> None:
+        """Returns when nothing is under way any more."""
+        self.join()
+        group = self._group
+        if self._native is not None and group is not None and self.error is None:
+            self._in_native(group, self._native.finish)
 
     def raise_error(self) -> None:
         """Raises what went wrong in this step.
 
         Raises:
-            StepInterrupted: a link broke, or the generation changed.
+            StepInterrupted: a link broke, a native group failed, or the generation changed.
         """
         if self._failure is not None:
             raise self._failure
@@ -73,6 +110,9 @@ class Reducer:
         with self._arrived:
             self._waiting.clear()
             self._group = None
+        if self._native is not None:
+            self._native.drop()
+            self._native = None
         with self._running:
             self.error = None
 
@@ -81,6 +121,18 @@ class Reducer:
         with self._arrived:
             self._closed = True
             self._arrived.notify_all()
+
+    def _in_native(self, group: Group, wait: Callable[[], None]) -> None:
+        with heartbeat.waiting(group.members, group.generation):
+            try:
+                wait()
+            except RuntimeError as error:
+                self._native_failed(group, error)
+
+    def _native_failed(self, group: Group, error: RuntimeError) -> None:
+        if self.error is None:
+            self.error = CollectiveFailed(group.generation, str(error))
+            self._failed(group.generation)
 
     def _died(self, error: BaseException) -> None:
         # Whoever waits runs what is left, so nobody hangs; and the script hears of it.
@@ -111,3 +163,59 @@ class Reducer:
                 except BaseException as failure:  # raised where the script can see it
                     self._failure = failure
             return True
+
+
+class NativeSums:
+    """The sums of one step in a native group.
+
+    Args:
+        bulk: the group.
+    """
+
+    def __init__(self, bulk: Bulk) -> None:
+        self._bulk = bulk
+        self._works: list[dist.Work] = []
+        self._joined = 0
+        self._device = torch.device("cpu")
+
+    def add(self, flat: torch.Tensor) -> None:
+        """Begins a sum.
+
+        Raises:
+            RuntimeError: the group has failed, or is over.
+        """
+        self._device = flat.device
+        self._works.append(self._bulk.all_reduce(flat))
+
+    def join(self) -> None:
+        """Has what follows on this thread, on a device on its stream, come after all sums.
+
+        Raises:
+            RuntimeError: one has failed.
+        """
+        while self._joined < len(self._works):
+            self._joined += 1
+            self._works[self._joined - 1].wait()
+
+    def finish(self) -> None:
+        """Returns when all sums are there, and right.
+
+        A stream that is freed by an abort goes on with garbage: so it is done first, and the group asked then. It is
+        polled, as a thread that waits in a device's driver could not be freed.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if self._device.type != "cpu":
+            done = torch.Event(self._device)
+            done.record(torch.accelerator.current_stream(self._device))
+            while not done.query():
+                time.sleep(POLL_S)
+        if wrong := self._bulk.errored():
+            raise RuntimeError(wrong)
+
+    def drop(self) -> None:
+        """Returns when nothing writes into the tensors any more. The group has been poisoned before."""
+        for work in self._works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()

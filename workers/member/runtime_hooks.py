@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from elaunch.rendezvous.membership import Generation
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
+
+NATIVE = "elaunch.native"
+"""Among the facts of a vote: the generation whose native group the voter may still be in."""
+
+STORE_TIMEOUT = timedelta(seconds=30)
 
 
 class RuntimeHooks:
@@ -22,7 +31,7 @@ class RuntimeHooks:
         worker: identity of this worker.
         hooks: the framework's.
         step: returns the number of steps that have committed here; by default, what the hooks vote.
-        checkpoints, policy, reports: of this worker.
+        checkpoints, policy, reports, native: of this worker.
 
     Attributes:
         entered: whether this worker has complete gradients of a step that has not committed: what it votes.
@@ -37,9 +46,11 @@ class RuntimeHooks:
         checkpoints: Checkpoints,
         policy: Policy,
         reports: StepReports,
+        native: NativeGroups,
     ) -> None:
         self._worker, self._hooks, self._step = worker, hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
+        self._native = native
         self.entered = False
         self.group: Group | None = None
         self._agreed = 0  # number of the generation of the last agreement
@@ -52,15 +63,17 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts()}
+        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), NATIVE: self._native.ready()}
         return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
         """Has the framework stop all communication of the generation left behind."""
+        self._native.pause()
         self._hooks.pause()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Has the framework settle the step in flight; reports it, if whoever should have may not have."""
+        self._native.settled([facts.get(NATIVE, 0) for facts in verdict.facts])
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
@@ -86,4 +99,11 @@ class RuntimeHooks:
         self._policy.entered(generation, group.members, verdict)
         self.entered = False
         self._checkpoints.entered(group.members)
+        self._native.enter(generation.number, group.members, group.rank, lambda: _store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
+
+
+def _store_of(generation: Generation) -> dist.Store:
+    """Returns a client of the store that the agent of the generation's first node serves."""
+    master = generation.master
+    return dist.TCPStore(master.addr, master.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)

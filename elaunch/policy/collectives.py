@@ -1,0 +1,49 @@
+"""What carries the gradients of workers: the setting alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from elaunch.errors import UsageError
+from elaunch.policy import settings
+
+NAME = "ELAUNCH_COLLECTIVES"
+
+Collectives = Literal["auto", "native", "links"]
+CHOICES: tuple[str, ...] = get_args(Collectives)
+
+
+def parse(text: str | None, name: str = NAME) -> Collectives:
+    """Reads the setting; none or empty is "auto".
+
+    Args:
+        text: as given.
+        name: what it is called in messages.
+
+    Raises:
+        UsageError: it is none of the choices.
+    """
+    for choice in get_args(Collectives):
+        if (text or "auto") == choice:
+            return choice  # type: ignore[no-any-return]
+    raise UsageError(
+        f"{name}={text}: expected auto (the device's own library on accelerators, links else), native (NCCL or Gloo) "
+        "or links"
+    )
+
+
+def uses_native(environment: Mapping[str, str], device_type: str) -> bool:
+    """Returns whether a worker's gradients go over a group of torch's own backends once that is open.
+
+    Args:
+        environment: of the worker.
+        device_type: where it computes, such as "cpu".
+
+    Raises:
+        UsageError: the setting is none of the choices.
+    """
+    choice = parse(environment.get(NAME))
+    if choice == "auto":
+        return device_type != "cpu" and environment.get(settings.CONSISTENCY) != "bitwise"
+    return choice == "native"

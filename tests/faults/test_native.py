@@ -1,0 +1,45 @@
+"""Gradients over a native group: workers are killed and stopped in it, and the others go on with the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import Spawner, soak
+from tests.jobs.watch import SCRIPT, Node, assert_same, digests, elaunch, losses
+
+STEPS, WORKERS = 40, 4
+JOB = ("--steps", str(STEPS), "--dropout", "0")
+SLOW = ("--sleep", "0.005", "--crew", str(WORKERS))
+NATIVE = ("--standalone", f"--nproc-per-node={WORKERS}", "--collectives=native")
+
+
+def swaps(node: Node) -> dict[int, int]:
+    """By generation, the step from which on its members used their native group."""
+    return {event["generation"]: event["step"] for event in node.events("collectives")}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        ("1:10:compute", "0:20:passed", "3:30:half"),
+        soak(("2:10:enter", "0:18:compute", "1:26:half", "3:34:passed")),
+    ],
+    ids=["three", "four"],
+)
+def test_workers_are_killed_while_the_others_sum_natively(
+    spawn: Spawner, tmp_path: Path, deaths: tuple[str, ...]
+) -> None:
+    flags = [flag for death in deaths for flag in ("--die", death)]
+    node = elaunch(spawn, tmp_path, *NATIVE, script=(SCRIPT, *JOB, *SLOW, *flags), name="native")
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    alone = elaunch(spawn, tmp_path, "--standalone", script=(SCRIPT, *JOB), name="alone")
+    assert alone.agent.wait(60) == 0, alone.agent.tail()
+    assert sorted(losses(node)) == list(range(STEPS))
+    assert_same(losses(node), losses(alone), 1e-9)
+    assert digests(node) == digests(alone)
+    found = swaps(node)
+    assert len(found) > len(deaths), f"each crew that lasts has a native group: {found}"
+    assert min(found.values()) < 10

@@ -1,0 +1,345 @@
+"""Native groups: opened in the background, used by all members at once, left without waiting for the dead."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elaunch.errors import CollectiveFailed, UsageError
+from elaunch.policy.collectives import parse, uses_native
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
+from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
+from elaunch.workers.data_parallel.reducer import Reducer
+from tests.helpers import wait_until
+from tests.unit.comm_crew import Task, crew, each, outcomes, together
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def gloo(size: int) -> Iterator[list[GlooBulk]]:
+    """A Gloo group, all of whose members are threads of this process."""
+    store = dist.HashStore()
+    bulks = [GlooBulk(HOST) for _ in range(size)]
+    together([lambda bulk=bulk, rank=rank: bulk.open(store, rank, size) for rank, bulk in enumerate(bulks)])  # type: ignore[misc]
+    try:
+        yield bulks
+    finally:
+        for bulk in bulks:
+            bulk.poison()
+            bulk.close()
+
+
+def sum_of(bulk: GlooBulk, value: float, length: int = 1000) -> torch.Tensor:
+    tensor = torch.full((length,), value)
+    bulk.all_reduce(tensor).wait()
+    return tensor
+
+
+def test_gloo_sums_over_the_members() -> None:
+    with gloo(3) as bulks:
+        for total in each(sum_of, bulks, [1.0, 2.0, 4.0]):
+            assert total.tolist() == [7.0] * 1000
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2, 3])
+def test_who_waits_for_a_silent_member_of_a_gloo_group_is_freed(silent: int) -> None:
+    with gloo(4) as bulks:
+        waiting = [Task(lambda bulk=bulk: sum_of(bulk, 1.0)) for i, bulk in enumerate(bulks) if i != silent]  # type: ignore[misc]
+        assert not any(threading.Event().wait(0.02) for _ in waiting)
+        assert all(task.running for task in waiting)
+        for number, bulk in enumerate(bulks):
+            if number != silent:
+                bulk.poison()
+        for task in waiting:
+            with pytest.raises(RuntimeError):
+                task.result(10)
+        with pytest.raises(RuntimeError, match="closed"):
+            bulks[silent - 1].all_reduce(torch.ones(1))
+
+
+def test_gloo_leaves_no_thread_and_no_descriptor_behind() -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    with gloo(3):
+        pass
+    before = count()
+    for _ in range(10):
+        with gloo(3) as bulks:
+            each(sum_of, bulks, [1.0, 2.0, 4.0])
+    wait_until(lambda: count() <= before, 20, f"{count()} threads and descriptors to become {before} again")
+
+
+def test_a_forked_child_does_not_keep_the_connections_open() -> None:
+    with gloo(2) as bulks:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            mine = {one._inode for bulk in bulks for one in bulk._connections}
+            os.write(write, b"y" if mine & sockets.inodes() else b"n")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 1) == b"n"
+        os.close(read)
+        os.close(write)
+        each(sum_of, bulks, [1.0, 2.0])  # and the parent's are as they were
+
+
+def test_nobody_waits_in_the_opening_for_one_who_never_comes() -> None:
+    store, over = dist.HashStore(), threading.Event()
+    task = Task(lambda: meet(store, 2, over))
+    over.set()
+    with pytest.raises(RuntimeError, match="members have changed"):
+        task.result(10)
+    with pytest.raises(RuntimeError, match="not all 3 members have come"):
+        meet(dist.HashStore(), 3, threading.Event(), timeout_s=0.0)
+
+
+class Device:
+    """A native group with the manners of a device's: its work ends with garbage, and the error comes late."""
+
+    backend = "device"
+
+    def __init__(self) -> None:
+        self.opens = threading.Event()
+        self.opened = self.poisoned = self.closed = False
+
+    def open(self, store: dist.Store, rank: int, size: int) -> None:
+        self.opens.wait(20)
+        if self.poisoned:
+            raise RuntimeError("the members have changed while it was opened")
+        self.opened = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        tensor.fill_(float("nan") if self.poisoned else 42.0)
+        return type("Done", (), {"wait": lambda self: True})()
+
+    def poison(self) -> None:
+        self.poisoned = True
+        self.opens.set()
+
+    def errored(self) -> str | None:
+        return "aborted" if self.poisoned else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def entered(devices: Sequence[Device], members: Sequence[str] = ("a", "b")) -> NativeGroups:
+    """The groups of a worker that has entered generation 1."""
+    left = iter(devices)
+    groups = NativeGroups(lambda: next(left))
+    groups.enter(1, tuple(members), 0, alone(members))
+    return groups
+
+
+def using(groups: NativeGroups) -> object:
+    return groups.current
+
+
+def opening(groups: NativeGroups) -> bool:
+    return groups._newest is not None
+
+
+def alone(members: Sequence[str]) -> Callable[[], dist.Store]:
+    """Connects to a store to which all others have come before."""
+
+    def connect() -> dist.Store:
+        store = dist.HashStore()
+        for generation in range(1, 9):
+            store.add(f"elaunch/native/{generation}/here", len(members) - 1)
+        return store
+
+    return connect
+
+
+def test_a_group_is_used_from_the_barrier_on_at_which_all_have_it() -> None:
+    device = Device()
+    groups = entered([device])
+    assert groups.ready() == 0
+    assert not groups.passed((0, 0))
+    device.opens.set()
+    wait_until(lambda: groups.ready() == 1, 20, "the group to open")
+    assert using(groups) is None
+    assert not groups.passed((0, 1)), "another member has none yet"
+    assert using(groups) is None
+    assert groups.passed((1, 1))
+    assert using(groups) is device
+    assert groups.backend == "device"
+    assert not groups.passed((1, 1)), "it is in use already"
+    groups.enter(1, ("a", "b"), 0, alone("ab"))  # another plan for the same members
+    assert using(groups) is device
+
+
+def test_a_group_is_poisoned_at_once_and_closed_when_all_have_left_it() -> None:
+    device, next_one = Device(), Device()
+    device.opens.set()
+    groups = entered([device, next_one])
+    wait_until(lambda: groups.ready() == 1, 20, "the group to open")
+    groups.passed((1, 1))
+    groups.poison(1)
+    assert device.errored() is None, "its own generation begins"
+    groups.poison(2)
+    assert device.errored() is not None
+    groups.pause()
+    assert using(groups) is None
+    assert groups.ready() == 0
+    assert not device.closed
+    groups.settled([0, 0])
+    wait_until(lambda: device.closed, 20, "the group to be closed")
+    groups.enter(2, ("a", "c"), 0, alone("ac"))
+    next_one.opens.set()
+    wait_until(lambda: groups.ready() == 2, 20, "the next group to open")
+    groups.close()
+    assert next_one.poisoned
+    wait_until(lambda: next_one.closed, 20, "the group to be closed")
+
+
+def test_no_group_is_closed_that_another_member_may_be_in() -> None:
+    device = Device()
+    groups = entered([device])
+    groups.pause()
+    with pytest.raises(AssertionError, match="a member still is in the group of 1"):
+        groups.settled([0, 1])
+
+
+def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
+    device = Device()
+    groups = entered([device])
+    groups.poison(2)
+    groups.pause()
+    groups.settled([0])
+    wait_until(lambda: device.closed, 20, "what was made to be given back")
+    assert not device.opened
+    groups.enter(1, ("a", "b"), 0, alone("ab"))  # an activation that comes late
+    assert groups.ready() == 0
+    assert using(groups) is None
+
+
+def test_one_member_alone_has_no_native_group() -> None:
+    groups = NativeGroups(lambda: pytest.fail("a group is made"))
+    groups.enter(1, ("a",), 0, alone("a"))
+    assert groups.ready() == 0
+    assert not groups.passed((0, 0))
+    NativeGroups(None).enter(1, ("a", "b"), 0, alone("ab"))
+
+
+def test_members_between_whom_it_fails_again_and_again_stay_with_links(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = [Device() for _ in range(MOST_FAILURES + 1)]
+    groups = entered(devices)
+    for generation in range(1, MOST_FAILURES + 1):
+        groups.failed(generation)
+        groups.poison(generation + 1)
+        groups.pause()
+        groups.settled([0])
+        groups.enter(generation + 1, ("a", "b"), 0, alone("ab"))
+    assert f"device has failed {MOST_FAILURES} times between the same members" in capsys.readouterr().err
+    assert not opening(groups)
+    groups.enter(9, ("a", "c"), 0, alone("ac"))  # others: it is tried again
+    assert opening(groups)
+    groups.close()
+
+
+def test_a_group_that_does_not_open_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refused(Device):
+        def open(self, store: dist.Store, rank: int, size: int) -> None:
+            raise RuntimeError("no route\nto host")
+
+    device = Refused()
+    groups = entered([device])
+    wait_until(lambda: device.closed, 20, "it to be given back")
+    assert "[elaunch] device cannot be used in generation 1; links serve: no route to host" in capsys.readouterr().err
+    assert groups.ready() == 0
+    groups.close()
+
+
+def test_a_step_that_a_device_ended_with_garbage_does_not_count() -> None:
+    with crew(2) as transports:
+        failed: list[int] = []
+        reducer, device = Reducer(failed.append), Device()
+        reducer.begin(Group(transports[0], 1, ["a/0#0", "a/1#0"]), 0.5, device)
+        total = torch.ones(3)
+        reducer.launch(total)
+        reducer.join()
+        reducer.wait()
+        reducer.raise_error()
+        assert total.tolist() == [42.0] * 3
+        device.poisoned = True
+        reducer.begin(Group(transports[0], 1, ["a/0#0", "a/1#0"]), 0.5, device)
+        reducer.launch(total)
+        reducer.join()
+        reducer.raise_error()  # nothing is known yet
+        reducer.wait()
+        with pytest.raises(CollectiveFailed, match="generation 1 failed: aborted"):
+            reducer.raise_error()
+        assert failed == [1]
+        reducer.cancel()
+        reducer.close()
+
+
+def test_a_reducer_sums_over_gloo_and_is_freed() -> None:
+    members = ["a/0#0", "a/1#0"]
+    with crew(2) as transports, gloo(2) as bulks:
+        reducers = [Reducer(), Reducer()]
+        for reducer, transport, bulk in zip(reducers, transports, bulks, strict=True):
+            reducer.begin(Group(transport, 1, members), 0.25, bulk)
+        tensors = [torch.full((5,), 4.0), torch.full((5,), 8.0)]
+
+        def step(reducer: Reducer, tensor: torch.Tensor) -> None:
+            reducer.launch(tensor)
+            reducer.wait()
+            reducer.raise_error()
+
+        each(step, reducers, tensors)
+        assert [tensor.tolist() for tensor in tensors] == [[3.0] * 5] * 2
+        first = Task(lambda: step(reducers[0], tensors[0]))
+        bulks[0].poison()
+        with pytest.raises(CollectiveFailed):
+            first.result(10)
+        assert outcomes([lambda: step(reducers[1], tensors[1])])[0].__class__ is CollectiveFailed
+        for reducer in reducers:
+            reducer.cancel()
+            reducer.close()
+
+
+def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu, cuda, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
+    assert not uses_native({}, "cpu")
+    assert uses_native({}, "cuda")
+    assert not uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda")
+    assert not uses_native({"ELAUNCH_COLLECTIVES": "links"}, "cuda")
+    assert uses_native({"ELAUNCH_COLLECTIVES": "native"}, "cpu")
+    made = maker(HOST, cpu)
+    assert made is not None
+    assert isinstance(made(), GlooBulk)
+    assert maker(HOST, other) is None
+    assert "no backend for native collectives on xpu" in capsys.readouterr().err
+    if dist.is_nccl_available():
+        made = maker(HOST, cuda)
+        assert made is not None
+        assert isinstance(made(), NcclBulk)
+    with pytest.raises(UsageError, match=r"--collectives=fast: expected auto .*, native .* or links"):
+        parse("fast", "--collectives")
+
+
+@pytest.mark.parametrize(
+    ("version", "fine"), [((2, 28, 3), False), ((2, 28, 8), False), ((2, 28, 9), True), ((2, 27, 5), True)]
+)
+def test_versions_of_nccl_that_crash_in_an_abort_are_refused(version: tuple[int, ...], fine: bool) -> None:
+    if fine:
+        refuse_version(version)
+    else:
+        with pytest.raises(RuntimeError, match=r"NCCL 2.28.\d may crash .* 2.28.3 to 2.28.8"):
+            refuse_version(version)

@@ -1,0 +1,17 @@
+"""Collectives of torch's own backends, beside the links: as fast as the vendor's, and gone when a member is.
+
+    generation entered -> a group is opened in the background; until then collectives go over links
+    all have it        -> they say so in a commit barrier, and use it from the next step on
+    generation ended   -> whoever waits in it is freed (`poison`), the step is done again over links, a new group opens
+
+    bulk     what a native group can do, whatever its backend
+    gloo     over Gloo, for tensors in host memory
+    nccl     over NCCL
+    sockets  which sockets of this process belong to a Gloo group
+    choice   which of them a worker has
+    groups   the group of this worker: opened, taken into use, freed, closed
+
+Use `NativeGroups`.
+"""
+
+from __future__ import annotations

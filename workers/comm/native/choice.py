@@ -1,0 +1,31 @@
+"""Which backend a worker's native groups have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.nccl import NcclBulk
+
+
+def maker(host: str, device: torch.device) -> Callable[[], Bulk] | None:
+    """Returns what makes native groups for this worker; None: this torch has no backend for it, which is said.
+
+    Args:
+        host: address of this worker that the others can reach.
+        device: where it computes.
+    """
+    if device.type == "cpu" and dist.is_gloo_available():
+        return lambda: GlooBulk(host)
+    if device.type == "cuda" and dist.is_nccl_available():
+        return lambda: NcclBulk(device)
+    sys.stderr.write(
+        f"[elaunch] this torch has no backend for native collectives on {device.type}: gradients go over links, "
+        "through host memory\n"
+    )
+    return None

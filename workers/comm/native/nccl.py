@@ -1,0 +1,124 @@
+"""A native group over NCCL.
+
+Written against torch 2.11 to 2.13. An aborted communicator frees the streams of its members, which then go on with
+garbage: so nothing counts before `errored` has been asked, after the stream is done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elaunch import threads
+
+NO_TIMEOUT = timedelta(days=7)
+FIRST_SUM_S = 120.0
+POLL_S = 0.0005
+
+CRASHES_IN_ABORT = ((2, 28, 3), (2, 28, 8))
+"""The first and the last version of NCCL that may crash in an abort."""
+
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""With others torch ends the process when a peer dies, or the abort waits for the dead."""
+
+NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+
+
+class NcclBulk:
+    """A group of `ProcessGroupNCCL` with one communicator, which is made at once and does not block.
+
+    Args:
+        device: of this member.
+    """
+
+    backend = "nccl"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: Any = None
+        self._lock = threading.Lock()
+        self._poisoned = False
+
+    def open(self, store: dist.Store, rank: int, size: int) -> None:
+        """Makes the communicator, and sums once over it."""
+        refuse_version(torch.cuda.nccl.version())
+        os.environ.update(SETTINGS)
+        os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
+        torch.cuda.set_device(self._device)
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 0
+        group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        group._set_default_timeout(NO_TIMEOUT)
+        with self._lock:
+            if self._poisoned:
+                raise RuntimeError("the members have changed while it was opened")
+            self._group = group
+        group.eager_connect_single_device(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            done = torch.cuda.Event()
+            done.record()
+            deadline_s = time.monotonic() + FIRST_SUM_S
+            while not done.query() and not self._poisoned and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
+            if self._poisoned or not done.query() or (wrong := self.errored()):
+                raise RuntimeError(wrong or "its first sum did not end")
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        """Begins to sum a tensor over the members, in place, after what its stream has to do."""
+        if self._group is None or self._poisoned:
+            raise RuntimeError("the group is closed")
+        work: dist.Work = self._group.allreduce([tensor])
+        return work
+
+    def poison(self) -> None:
+        """Aborts the communicator, in a thread of its own: the call returns half a second after its effect."""
+        with self._lock:
+            if self._poisoned:
+                return
+            self._poisoned = True
+        if self._group is not None:
+            threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
+
+    def errored(self) -> str | None:
+        """Returns the error of the communicator, or that it is aborted."""
+        if self._poisoned:
+            return "aborted"
+        error = self._group.get_error()
+        return None if error.name == "SUCCESS" else str(error.name)
+
+    def close(self) -> None:
+        """Keeps the object: the abort has freed what it held, and its destructor blocks for long."""
+        if self._group is not None:
+            _KEPT.append(self._group)
+            self._group = None
+
+
+def refuse_version(version: tuple[int, ...]) -> None:
+    """Sees to it that the version of NCCL can abort.
+
+    Raises:
+        RuntimeError: it may crash in an abort.
+    """
+    first, last = CRASHES_IN_ABORT
+    if first <= version[:3] <= last:
+        name, least, most = (".".join(map(str, each)) for each in (version[:3], first, last))
+        raise RuntimeError(
+            f"NCCL {name} may crash when a member dies, as all of {least} to {most} do: install another version"
+        )
+
+
+_KEPT: list[Any] = []

@@ -1,0 +1,104 @@
+"""Which sockets of this process belong to a Gloo group.
+
+Gloo has no call that frees a thread which waits for a silent peer; the shutdown of the sockets does. They are known by
+their ports: each group has a listening socket of its own, and a connection has that of this member at one end, or that
+of another member at the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterator
+
+
+def listening() -> frozenset[tuple[int, int]]:
+    """Returns (inode, port) of each TCP socket of this process that accepts connections."""
+    found = []
+    for fd, inode in _numbers():
+        with contextlib.suppress(OSError), _view(fd) as sock:
+            if _is_tcp(sock) and _accepts(sock):
+                found.append((inode, sock.getsockname()[1]))
+    return frozenset(found)
+
+
+def connected(own: Collection[int], others: Collection[int], born_before: Collection[int]) -> list[Socket]:
+    """Returns the connections of a group, for as long as they are kept: each is a duplicate of Gloo's own.
+
+    Args:
+        own: ports at which this member accepts.
+        others: ports at which the other members accept.
+        born_before: inodes of sockets that are older than the group.
+    """
+    found = []
+    for fd, inode in _numbers():
+        if inode in born_before:
+            continue
+        with contextlib.suppress(OSError), _view(fd) as sock:
+            if not _is_tcp(sock) or _accepts(sock):  # without the latter Gloo ends the process
+                continue
+            if sock.getsockname()[1] in own or sock.getpeername()[1] in others:
+                # Not sock.dup(), which makes it a blocking one, for Gloo as well.
+                found.append(Socket(fd, inode, socket.socket(fileno=os.dup(fd))))
+    return found
+
+
+def inodes() -> frozenset[int]:
+    """Returns the inodes of all sockets of this process."""
+    return frozenset(inode for _, inode in _numbers())
+
+
+class Socket:
+    """A connection of Gloo's, and a duplicate of it that cannot become another one.
+
+    Args:
+        fd: Gloo's own number.
+        inode: of the socket.
+        duplicate: belongs to this object.
+    """
+
+    def __init__(self, fd: int, inode: int, duplicate: socket.socket) -> None:
+        self._fd, self._inode, self._duplicate = fd, inode, duplicate
+
+    def shut_down(self) -> None:
+        """Ends the connection, in both directions: who waits at either end gets an error."""
+        with contextlib.suppress(OSError):
+            self._duplicate.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the duplicate back."""
+        self._duplicate.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: closes both, so that peers see the end of its parent."""
+        self._duplicate.close()
+        with contextlib.suppress(OSError):
+            if os.fstat(self._fd).st_ino == self._inode:
+                os.close(self._fd)
+
+
+def _numbers() -> Iterator[tuple[int, int]]:
+    """Yields (descriptor, inode) of the sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            if kind == "socket":
+                yield int(name), int(inode[1:-1])
+
+
+@contextlib.contextmanager
+def _view(fd: int) -> Iterator[socket.socket]:
+    sock = socket.socket(fileno=os.dup(fd))
+    try:
+        yield sock
+    finally:
+        sock.close()
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _accepts(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
