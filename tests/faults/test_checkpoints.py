@@ -289,6 +289,7 @@ def plain_python(spawn: Spawner, *arguments: str, env: Mapping[str, str] | None,
     return spawn.fork("tests.jobs.preloaded", "tests.jobs.layers", "--pp=1", *STEPS, *arguments, env=env, name=name)
 
 
+@pytest.mark.soak
 def test_plain_python_reads_the_same_settings(spawn: Spawner, tmp_path: Path) -> None:
     env = {"ELAUNCH_CHECKPOINT_DIR": str(tmp_path / "saved"), "ELAUNCH_CHECKPOINT_EVERY": "8"}
     whole, half = (

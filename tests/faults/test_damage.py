@@ -9,6 +9,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.membership import NodeDoc
@@ -20,6 +22,7 @@ from tests.jobs.watch import kill_node, wait_for, wait_for_members, wait_for_ste
 AT = "/elaunch/job/"
 
 
+@pytest.mark.soak
 def test_garbage_in_the_store_neither_ends_a_job_nor_keeps_it_from_surviving_a_death(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_node_that_is_to_leave_stays_when_another_one_dies_first(
     assert weights(staying) == ended
 
 
+@pytest.mark.soak
 def test_a_runtime_of_ones_own_is_told_who_leaves(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
     """Plain tensor parallelism: each worker has a quarter of the model that nobody else has."""
     steps = ("--steps=60",)

@@ -108,6 +108,7 @@ def test_a_worker_of_a_hybrid_job_that_hangs_in_a_layer_is_replaced(
     assert f" in {kind} < " in event["place"]
 
 
+@pytest.mark.soak
 def test_one_that_does_not_come_to_the_next_step_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, LAYERS)
     script = (LAYERS, *HYBRID, "--hang-between", "--hang", f"1:{AT}:sleep")
@@ -116,6 +117,7 @@ def test_one_that_does_not_come_to_the_next_step_is_replaced(spawn: Spawner, tmp
     assert event["limit_s"] > 30
 
 
+@pytest.mark.soak
 def test_one_that_saves_or_logs_for_all_between_two_steps_is_no_hang(spawn: Spawner, tmp_path: Path) -> None:
     """It may sleep there for far longer than a step takes: on a file system, or for a server's answer."""
     script = (LAYERS, *HYBRID, "--hang-between", "--pause", f"0:{AT}:6")
@@ -125,6 +127,7 @@ def test_one_that_saves_or_logs_for_all_between_two_steps_is_no_hang(spawn: Spaw
     assert len(node.events("worker_exited")) == 4
 
 
+@pytest.mark.soak
 def test_a_worker_of_a_runtime_with_hooks_that_hangs_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
     model = ("--layout=2x2", "--layers=2", "--width=32", "--heads=2", "--batch-size=8", "--context=16")
     script: tuple[str | Path, ...] = (DTENSOR, *model, "--steps=40", "--corpus-bytes=100000", "--hang", f"2:{AT}:lock")
@@ -203,6 +206,7 @@ def test_one_that_works_on_has_the_users_limit(spawn: Spawner, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("load", [0, soak(2)])
+@pytest.mark.soak
 def test_evaluations_pauses_of_all_and_noise_under_load_are_no_hang(spawn: Spawner, tmp_path: Path, load: int) -> None:
     """The first worker alone evaluates for many steps' time, then all do, then all pause, beside other work."""
     for number in range(load * (os.cpu_count() or 1)):
@@ -220,6 +224,7 @@ def test_evaluations_pauses_of_all_and_noise_under_load_are_no_hang(spawn: Spawn
     assert len(losses(node)) == STEPS
 
 
+@pytest.mark.soak
 def test_off_means_off(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, *DATA_PARALLEL, "--pause", f"1:{AT}:6")
     node = elaunch(spawn, tmp_path, *THREE, "--hang-timeout=off", script=script)

@@ -101,6 +101,7 @@ def test_what_gpus_say_of_themselves_is_told_with_its_figures(spawn: Spawner, tm
     assert "this node stays in the job, which would have no other node without it" in node.agent.text()
 
 
+@pytest.mark.soak
 def test_with_the_policy_report_a_sick_node_stays(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "40", "--gather", "2", "--hold", f"20:{gate}")
@@ -117,6 +118,7 @@ def test_with_the_policy_report_a_sick_node_stays(etcd: EmbeddedEtcd, spawn: Spa
     assert "leave at the next step boundary" not in sick.agent.text()
 
 
+@pytest.mark.soak
 def test_a_sick_node_without_another_stays_until_one_comes(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
     cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "4000", "--sleep", "0.02", "--crew", "1")
     gpus = StubNvml(tmp_path / "nvml", 1)

@@ -143,6 +143,7 @@ def test_where_the_network_is_in_two_halves_one_goes_on_and_the_other_waits(host
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.soak
 def test_with_fewer_nodes_than_the_job_must_have_all_wait_until_the_link_is_back(hosts: Hosts) -> None:
     expected, samples, _ = reference(hosts.spawn, hosts.folder, "--steps", str(STEPS))
     hosts.start("ab", "2:2")

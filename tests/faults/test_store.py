@@ -85,6 +85,7 @@ def some_nodes(spawn: Spawner, folder: Path, names: str, *flags: str, script: tu
     return nodes
 
 
+@pytest.mark.soak
 def test_so_is_one_that_other_nodes_use(spawn: Spawner, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     script = ("--steps", "300", "--sleep", "0.01", "--gather", "2", "--hold", f"280:{gate}")

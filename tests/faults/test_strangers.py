@@ -108,6 +108,7 @@ def test_a_job_survives_a_kill_after_whatever_strangers_have_said(spawn: Spawner
     assert "defect" not in node.agent.text()
 
 
+@pytest.mark.soak
 def test_connections_that_say_nothing_do_not_take_a_workers_descriptors(spawn: Spawner, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     script = (SCRIPT, *STEPS, "--sleep", "0.03", "--crew", "3", "--hold", f"50:{gate}")
@@ -161,6 +162,7 @@ def test_links_that_fail_whenever_they_are_made_stop_nothing_for_long(spawn: Spa
     assert {"node0/0#0", "node0/1#0"} <= set(node.members())
 
 
+@pytest.mark.soak
 def test_a_job_does_not_mind_strangers_at_its_agents_socket(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, *LONG[:2])
     node = elaunch(spawn, tmp_path, *FOUR, script=(SCRIPT, *LONG))

@@ -47,6 +47,7 @@ def test_the_layout_changes_while_it_runs(spawn: Spawner, tmp_path: Path, bound:
     assert {event["members"] for event in node.events("step")} == {4}
 
 
+@pytest.mark.soak
 def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def lines(process: Spawned) -> list[str]:
     return re.findall(r"^(step .*)  layout", process.text(), re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_it_runs_under_torchrun_and_alone(spawn: Spawner) -> None:
     steps = ("--steps=4", "--log-every=1")
     alone = lines(spawn.python(EXAMPLE, *SMALL, *steps, name="alone"))

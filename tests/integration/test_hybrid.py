@@ -24,6 +24,7 @@ def lines(process: Spawned) -> list[str]:
     return re.findall(r"^step .*", process.text(), re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_the_steps_are_bitwise_the_same_under_any_launcher_and_plan(spawn: Spawner, tmp_path: Path) -> None:
     alone = lines(spawn.python(SCRIPT, "--pp=1", name="alone"))
     assert len(alone) == 6
@@ -43,6 +44,7 @@ def test_the_steps_are_bitwise_the_same_under_any_launcher_and_plan(spawn: Spawn
     assert Plan.parse(decision["plan"]).workers == tuple(node.members())
 
 
+@pytest.mark.soak
 def test_the_example_trains_by_a_plan_from_a_file(spawn: Spawner, tmp_path: Path) -> None:
     shown = spawn.python(EXAMPLE, *SMALL, "--pp=2", "--dp=1", "--show-plan", name="plan")
     assert shown.wait(START_S) == 0, shown.tail()

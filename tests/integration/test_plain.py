@@ -358,6 +358,7 @@ class TestTheStore:
         assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
         assert "rank 1 found: of rank 0" in node.agent.text(), node.agent.tail()
 
+    @pytest.mark.soak
     def test_nothing_of_the_former_attempt_is_in_it(self, spawn: Spawner, tmp_path: Path, free_port: int) -> None:
         script = tmp_path / "meets.py"
         script.write_text(MEETS)
@@ -368,6 +369,7 @@ class TestTheStore:
         assert f"rank 0 in attempt 0 at 127.0.0.1:{free_port} finds its key: False" in node.agent.text()
         assert f"rank 0 in attempt 1 at 127.0.0.1:{free_port} finds its key: False" in node.agent.text()
 
+    @pytest.mark.soak
     def test_rank_0_makes_it_once_the_process_that_served_it_was_killed(self, spawn: Spawner, tmp_path: Path) -> None:
         script = tmp_path / "meets.py"
         script.write_text(MEETS)

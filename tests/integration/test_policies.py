@@ -90,6 +90,7 @@ def test_when_everybody_is_back_the_job_returns_to_its_plan(spawn: Spawner, tmp_
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_newcomer_becomes_the_partner_of_one_on_its_node_if_the_user_allows_it(
     spawn: Spawner, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_the_result_is_the_same_under_any_launcher(spawn: Spawner, tmp_path: Pat
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.soak
 def test_under_torchrun_a_failure_ends_the_job(spawn: Spawner) -> None:
     process = spawn.python(*TORCHRUN, SCRIPT, *STEPS, "--fail-at", "1:3", name="torchrun")
     assert process.wait(START_S) == 1, process.tail()

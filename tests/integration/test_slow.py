@@ -76,6 +76,7 @@ def test_a_slow_stage_whose_work_nobody_else_does_is_found_by_its_past_and_gets_
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_slow_process_is_replaced_once_and_then_the_others_do_more(spawn: Spawner, tmp_path: Path) -> None:
     script = (SCRIPT, "--dp=2", "--pp=2", *ROWS, "--slow", "1:30:4", "--slow-again")
     node = elaunch(spawn, tmp_path, *FOUR, "--slow-policy=replace", script=script)
@@ -156,6 +157,7 @@ def test_a_data_parallel_job_replaces_a_slow_process_too(spawn: Spawner, tmp_pat
     stop(node)
 
 
+@pytest.mark.soak
 def test_a_slow_link_is_told_from_slow_workers(spawn: Spawner, tmp_path: Path) -> None:
     wide = ("--width", "600", "--sleep", "0.05", "--throttle", "1:30:4000000")
     script = (OBJECTS, "--steps", "100000", "--global-batch-size", "16", *wide)

@@ -612,6 +612,7 @@ def torchrun(spawn: Spawner, environment: dict[str, str | None], endpoint: str, 
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 20)
+@pytest.mark.soak
 def test_two_nodes_of_stock_torchrun_come_back_after_a_worker_failed(
     spawn: Spawner, python_path: dict[str, str | None], etcd: EmbeddedEtcd, run_id: str, tmp_path: Path
 ) -> None:

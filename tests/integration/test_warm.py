@@ -77,6 +77,7 @@ def test_a_replacement_is_a_fork_of_the_warm_parent_and_ends_with_the_agent(spaw
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.soak
 def test_a_replacement_that_waits_for_a_preload_that_fails_is_started(
     spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
