@@ -1,7 +1,7 @@
 """Steps whose samples take their time to load: elaunch beside torchrun + DDP + DataLoader with as many processes.
 
     python benchmarks/data.py --quick
-    python benchmarks/data.py --json data.json           about 15 minutes
+    python benchmarks/data.py --json data.json           about 20 minutes
 
 Two workers, micro-batches of 8 samples, 2 for each worker in a step, samples of 0, 4 and 16 ms. One half of it is
 undisturbed steps, in neighbouring pairs of runs; in the other a worker is killed, and under torchrun the job restarts

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -287,9 +288,8 @@ class StaticClient:
             self._store.set(f"address/{self.rank}", address)
             addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
         workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
-        self._generation = Generation(
-            1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1, master=self._master
-        )
+        start = Generation(1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1, master=self._master)
+        self._generation = replace(start, attempt=_attempt())
 
     def send(self, message: Message) -> None:
         """Drops the message: no agent is there to take it."""
@@ -307,8 +307,12 @@ def _join_store(master: Master, rank: int, size: int) -> tuple[str, Any]:
     store = TCPStore(host, port, size, rank == 0 and not agent_store)
     with socket.create_connection((host, port), 10) as probe:
         own: str = probe.getsockname()[0]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return own, PrefixStore(f"elaunch/{attempt}", store)
+    return own, PrefixStore(f"elaunch/{_attempt()}", store)
+
+
+def _attempt() -> int:
+    """How often torchrun has started all workers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _write_down_what_ends_it() -> None:

@@ -29,6 +29,7 @@ CONNECT_TIMEOUT_S = 10.0
 PROBE_DELAY_S = 0.03  # the death of a process usually comes as a generation within this time
 PROBE_TIMEOUT_S = 0.5
 BLAMELESS_S = 3.0  # without any broken link, a collective that failed is told of after this time
+BROKEN = (LinkLost, CollectiveFailed)
 
 
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
@@ -375,7 +376,7 @@ class Recovery:
         past = active.number if active is not None else 0
         if isinstance(error, GenerationChanged):
             past = max(past, error.generation - 1)
-        reported = not isinstance(error, (LinkLost, CollectiveFailed))
+        reported = not isinstance(error, BROKEN)
         timeout_s, begin_s = PROBE_DELAY_S, time.monotonic()
         while True:
             newest = self._client.wait_beyond(past, timeout_s)
@@ -388,7 +389,7 @@ class Recovery:
                 if enters and self._leads_out(newest, active, error):
                     return newest
                 past = newest.number
-            if isinstance(error, (LinkLost, CollectiveFailed)) and not reported:
+            if isinstance(error, BROKEN) and not reported:
                 reported = self._report(error, active, time.monotonic() - begin_s)
             timeout_s = PROBE_TIMEOUT_S
 
@@ -417,7 +418,7 @@ class Recovery:
 
     def _leads_out(self, newest: Generation, active: Generation | None, error: StepInterrupted | None) -> bool:
         """A planned change is no way out of a step that broke: other members may still wait in that step."""
-        broke = isinstance(error, (LinkLost, CollectiveFailed)) and (self._firm or not self._entering)
+        broke = isinstance(error, BROKEN) and (self._firm or not self._entering)
         return active is None or not broke or newest.aborts_step_before > active.number
 
     def _report(self, error: LinkLost | CollectiveFailed, active: Generation | None, waited_s: float) -> bool:
@@ -426,8 +427,8 @@ class Recovery:
         Of one whose machine does not answer, this node's agent finds out more.
 
         The loss of a node breaks several links at once; all of them are told of together. A native collective that
-        failed names nobody: where no link has broken for a while, new links to the next member are asked for, and with
-        that a generation in which all begin anew.
+        failed names nobody: where no link has broken for a while, new links to the member before this one are asked
+        for, and with that a generation in which all begin anew.
         """
         assert active is not None
         addresses = {worker.id: worker.address for worker in active.workers}

@@ -24,13 +24,12 @@ def parse(text: str | None, name: str = NAME) -> Collectives:
     Raises:
         UsageError: it is none of the choices.
     """
-    for choice in get_args(Collectives):
-        if (text or "auto") == choice:
-            return choice  # type: ignore[no-any-return]
-    raise UsageError(
-        f"{name}={text}: expected auto (the device's own library on accelerators, links else), native (NCCL or Gloo) "
-        "or links"
-    )
+    if text and text not in CHOICES:
+        raise UsageError(
+            f"{name}={text}: expected auto (the device's own library on accelerators, links else), native (NCCL or "
+            "Gloo) or links"
+        )
+    return text or "auto"  # type: ignore[return-value]
 
 
 def uses_native(environment: Mapping[str, str], device_type: str) -> bool:

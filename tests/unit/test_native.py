@@ -56,8 +56,8 @@ def test_gloo_sums_over_the_members() -> None:
 @pytest.mark.parametrize("silent", [0, 1, 2, 3])
 def test_who_waits_for_a_silent_member_of_a_gloo_group_is_freed(silent: int) -> None:
     with gloo(4) as bulks:
-        waiting = [Task(lambda bulk=bulk: sum_of(bulk, 1.0)) for i, bulk in enumerate(bulks) if i != silent]  # type: ignore[misc]
-        assert not any(threading.Event().wait(0.02) for _ in waiting)
+        begun = [bulk.all_reduce(torch.ones(1000)) for number, bulk in enumerate(bulks) if number != silent]
+        waiting = [Task(work.wait) for work in begun]
         assert all(task.running for task in waiting)
         for number, bulk in enumerate(bulks):
             if number != silent:
@@ -79,7 +79,8 @@ def test_gloo_leaves_no_thread_and_no_descriptor_behind() -> None:
     for _ in range(10):
         with gloo(3) as bulks:
             each(sum_of, bulks, [1.0, 2.0, 4.0])
-    wait_until(lambda: count() <= before, 20, f"{count()} threads and descriptors to become {before} again")
+    fewer = lambda: all(now <= then for now, then in zip(count(), before, strict=True))  # noqa: E731
+    wait_until(fewer, 20, f"{count()} threads and descriptors to become {before} again")
 
 
 def test_a_forked_child_does_not_keep_the_connections_open() -> None:
@@ -159,7 +160,7 @@ def alone(members: Sequence[str]) -> Callable[[], dist.Store]:
     def connect() -> dist.Store:
         store = dist.HashStore()
         for generation in range(1, 9):
-            store.add(f"elaunch/native/{generation}/here", len(members) - 1)
+            store.add(f"native/{generation}/here", len(members) - 1)
         return store
 
     return connect
@@ -226,6 +227,26 @@ def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
     groups.enter(1, ("a", "b"), 0, alone("ab"))  # an activation that comes late
     assert groups.ready() == 0
     assert using(groups) is None
+
+
+def test_who_leaves_waits_for_what_is_being_opened() -> None:
+    class Slow(Device):
+        def open(self, store: dist.Store, rank: int, size: int) -> None:
+            inside.set()
+            super().open(store, rank, size)
+
+        def poison(self) -> None:
+            self.poisoned = True  # and nobody in it is freed
+
+    device, inside = Slow(), threading.Event()
+    groups = entered([device])
+    assert inside.wait(20)
+    leaving = Task(groups.close)
+    wait_until(lambda: device.poisoned, 20, "the group to be left")
+    assert leaving.running
+    device.opens.set()
+    leaving.result(20)
+    assert device.closed
 
 
 def test_one_member_alone_has_no_native_group() -> None:

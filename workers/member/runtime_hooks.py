@@ -104,6 +104,10 @@ class RuntimeHooks:
 
 
 def _store_of(generation: Generation) -> dist.Store:
-    """Returns a client of the store that the agent of the generation's first node serves."""
+    """Returns a client of the store that the agent of the generation's first node serves.
+
+    torchrun's outlives an attempt, in the next of which the numbers of generations begin anew.
+    """
     master = generation.master
-    return dist.TCPStore(master.addr, master.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    store = dist.TCPStore(master.addr, master.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    return dist.PrefixStore(f"elaunch/{generation.attempt}", store)

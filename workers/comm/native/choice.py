@@ -24,8 +24,10 @@ def maker(host: str, device: torch.device) -> Callable[[], Bulk] | None:
         return lambda: GlooBulk(host)
     if device.type == "cuda" and dist.is_nccl_available():
         return lambda: NcclBulk(device)
-    sys.stderr.write(
+    print(
         f"[elaunch] this torch has no backend for native collectives on {device.type}: gradients go over links, "
-        "through host memory\n"
+        "through host memory",
+        file=sys.stderr,
+        flush=True,
     )
     return None

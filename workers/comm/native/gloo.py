@@ -41,8 +41,8 @@ class GlooBulk:
     def open(self, store: dist.Store, rank: int, size: int) -> None:
         """Connects to all other members."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        older = sockets.inodes()
         with _MAKING:  # so that the new listening socket is this group's
+            older = sockets.inodes()
             options._devices = [_device(self._host)]
             own = [port for inode, port in sockets.listening() if inode not in older]
         options._timeout, options._threads = OPEN_TIMEOUT, THREADS

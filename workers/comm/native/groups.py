@@ -17,6 +17,9 @@ MEET_TIMEOUT_S = 120.0
 """For the members to come to the opening; a slow one loads its state meanwhile."""
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
+END_S = 10.0
+"""For a backend to end what it is about when this worker leaves."""
+
 MOST_FAILURES = 2
 """With the same members; then they stay with the links."""
 
@@ -58,6 +61,7 @@ class NativeGroups:
         self._floor = 0
         self._newest: _Opening | None = None
         self._left: list[_Opening] = []
+        self._threads: list[threading.Thread] = []
         self._members: tuple[str, ...] = ()
         self._failures = 0
 
@@ -106,11 +110,7 @@ class NativeGroups:
         opening = _Opening(generation, self._make())
         with self._lock:
             self._newest = opening
-        threads.start(
-            "elaunch-native-open",
-            lambda: self._open(opening, rank, len(members), connect),
-            lambda _: opening.over.set(),
-        )
+        self._start("elaunch-native-open", lambda: self._open(opening, rank, len(members), connect))
 
     def passed(self, ready: tuple[int, int]) -> bool:
         """Takes note of what all members brought to a commit barrier; returns whether they use the group from now on.
@@ -163,28 +163,34 @@ class NativeGroups:
             assert opening.poisoned, "a group is closed before it was poisoned"
             assert opening.generation not in others_in, f"a member still is in the group of {opening.generation}"
             if opening.is_open:
-                threads.start("elaunch-native-close", opening.bulk.close, lambda _: None)
+                self._start("elaunch-native-close", opening.bulk.close)
 
     def close(self) -> None:
-        """Leaves the job."""
+        """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
         self.pause()
         self.settled(())
+        for thread in self._threads:
+            thread.join(END_S)
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threads.start(name, run, lambda _: None))
 
     def _open(self, opening: _Opening, rank: int, size: int, connect: Connect) -> None:
         begin_s = time.monotonic()
         try:
-            store = dist.PrefixStore(f"elaunch/native/{opening.generation}", connect())
+            store = dist.PrefixStore(f"native/{opening.generation}", connect())
             meet(store, size, opening.over)
             opening.bulk.open(store, rank, size)
         except RuntimeError as error:  # of torch's stores and groups
             if not opening.poisoned:
                 _say(f"{opening.bulk.backend} cannot be used in generation {opening.generation}; links serve: {error}")
-            opening.bulk.close()
-            return
-        opening.seconds = time.monotonic() - begin_s
-        with self._lock:
-            opening.is_open = not opening.poisoned
-        if opening.poisoned:
+        else:
+            opening.seconds = time.monotonic() - begin_s
+            with self._lock:
+                opening.is_open = not opening.poisoned
+        if not opening.is_open:
+            opening.bulk.poison()  # whoever poisons it may not have come to it yet
             opening.bulk.close()
 
 
@@ -206,5 +212,4 @@ def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float =
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"[elaunch] {' '.join(line.split())}\n")
-    sys.stderr.flush()
+    print(f"[elaunch] {' '.join(line.split())}", file=sys.stderr, flush=True)
