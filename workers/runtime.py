@@ -23,8 +23,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import Plan
@@ -42,6 +40,7 @@ from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.device import take_device
 from elaunch.workers.fatal import within
 from elaunch.workers.hooks import Hooks, Verdict
 from elaunch.workers.member.notes import Notes, pack
@@ -105,7 +104,7 @@ class Member:
         self.checkpoints = Checkpoints(client)
         self.policy = Policy(client, self.checkpoints.newest)
         self._reports = StepReports(client)
-        self.device = choose_device(client.local_rank)
+        self.device = take_device(client.local_rank)
         native = native and uses_native(os.environ, self.device.type)
         self.native = NativeGroups(maker(client.host, self.device) if native else None)
         self._transport.watch(self.native.poison)
@@ -486,13 +485,3 @@ class Member:
         if self.worker in left.generation.leaving:
             raise SystemExit(0)
         raise SystemExit(f"elaunch: worker {self.worker} was given up by its peers: {left}")
-
-
-def choose_device(local_rank: int) -> torch.device:
-    """Returns the accelerator with this worker's local rank, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device.index)
-    return device

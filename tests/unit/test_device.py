@@ -1,0 +1,39 @@
+"""The memory of a worker that computes on the CPU."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from elaunch.workers.device import keep_freed_memory
+
+FAULTS = """
+import resource, torch
+from elaunch.workers.device import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(10 << 20)  # 40 MiB: more than glibc's own threshold ever grows to
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first, kept = faults(), keep_freed_memory({})
+print(first, kept, min(faults() for _ in range(10)))  # the heap grows at first, as blocks are aligned
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the memory of glibc's malloc")
+def test_blocks_that_each_step_frees_are_not_mapped_anew() -> None:
+    told = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=60, check=True)
+    before, kept, after = told.stdout.split()
+    assert kept == "True"
+    assert int(before) > 5 * 20, "the first blocks were not mapped by the kernel: the test shows nothing"
+    assert int(after) < 10
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_what_the_user_has_chosen_stays(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})
