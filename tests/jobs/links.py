@@ -47,7 +47,8 @@ class Links:
         """Called in each micro-batch."""
         kind = self.faults.pop(step, "")
         if kind == "deaf":
-            self.job._member._transport._listener._server.close()
+            for server in self.job._member._transport._listener._accepting:
+                server.close()
         elif kind == "dead":
             listener.Listener._wait_s = _fails  # type: ignore[assignment, method-assign]
             self.job._member._transport._listener.dial(self.job.worker, "", 1.0)

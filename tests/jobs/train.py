@@ -233,6 +233,8 @@ def main() -> None:
 
     if args.direct:
         group_module.DIRECT_MEMBERS = args.direct
+    if args.throttle:
+        os.environ["ELAUNCH_LINKS"] = "tcp"  # the kernel throttles no others
     job = elaunch.init()
     faults = Faults(job, args.die)
     hangs = Hangs(args.hang, args.busy, args.pause, job.worker)

@@ -17,11 +17,18 @@ from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
 from elaunch.workers.comm import listener, wire
+from elaunch.workers.comm.here import LINKS
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, scaled, wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
 
 BIG_BYTES = 24 << 20
+
+
+@pytest.fixture(autouse=True, params=["", "tcp"], ids=["unix", "tcp"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of one machine, which meet on Unix sockets, and those that only have TCP."""
+    monkeypatch.setenv(LINKS, request.param)
 
 
 def test_two_workers_exchange_parts_of_any_size() -> None:

@@ -6,16 +6,21 @@ import contextlib
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from math import inf
 
 from elaunch.errors import LinkLost
 from elaunch.workers import heartbeat
+from elaunch.workers.comm.here import SEND_BUFFER_BYTES
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 MEASURED_BYTES = 1 << 20
 """A connection that has carried less tells nothing of its bandwidth."""
+
+HERE_LATENCY_S = 1e-5
+"""Of a message between two processes of one machine, about."""
 
 # Of struct tcp_info in linux/tcp.h: bytes_acked, delivery_rate and min_rtt, by their places; then rtt, busy_time and
 # rwnd_limited, the microseconds in which data were on their way and those of them in which the receiver took none.
@@ -46,9 +51,12 @@ class Connection:
 
     def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
+        self._here = sock.family == socket.AF_UNIX
+        if self._here:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
             # Whether it is silent, `check` finds out; without anybody who waits for it, the kernel breaks it later.
@@ -57,6 +65,7 @@ class Connection:
         self.socket = sock
         self.broken: str | None = None
         self._timeout_s = timeout_s
+        self._sent_bytes, self._sending_s = 0, 0.0  # of a connection within this machine
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> int:
         """Gives the kernel the bytes of these buffers, one after the other; returns how many it took, at once.
@@ -65,7 +74,13 @@ class Connection:
             LinkLost: the connection has just broken.
         """
         try:
-            return self.socket.sendmsg(buffers)
+            if not self._here:
+                return self.socket.sendmsg(buffers)
+            begin_s = time.perf_counter()
+            sent = self.socket.sendmsg(buffers)
+            self._sending_s += time.perf_counter() - begin_s
+            self._sent_bytes += sent
+            return sent
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -131,7 +146,13 @@ class Connection:
         return LinkLost(self.peer, self.broken)
 
     def rate(self) -> tuple[float, float] | None:
-        """Bytes per second and seconds of latency, as the kernel has seen them; None if too little was sent."""
+        """Bytes per second and seconds of latency, as the kernel has seen them; None if too little was sent.
+
+        Within a machine the kernel tells nothing: each byte is copied in and out again, at the rate seen here.
+        """
+        if self._here:
+            enough = self._sent_bytes >= MEASURED_BYTES
+            return (self._sent_bytes / (2 * self._sending_s), HERE_LATENCY_S) if enough else None
         told = self._kernel_info(_TCP_INFO_BYTES)
         if told is None:
             return None
@@ -144,7 +165,8 @@ class Connection:
 
     def carried(self) -> tuple[int, float, float] | None:
         """What it has carried so far: bytes that the peer has, seconds in which they were on their way, and the seconds
-        of a round trip now. Time in which the peer's process took nothing does not count. None: an older kernel.
+        of a round trip now. Time in which the peer's process took nothing does not count. None: an older kernel, or a
+        connection within this machine, which cannot be slower than others.
         """
         told = self._kernel_info(_TCP_BUSY_BYTES)
         if told is None:

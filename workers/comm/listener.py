@@ -26,6 +26,7 @@ from elaunch.errors import ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
 from elaunch.workers.comm import wire
+from elaunch.workers.comm.here import connect_here, listen_here
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
@@ -79,7 +80,7 @@ def _end_worker(error: BaseException) -> None:
 
 
 class Listener:
-    """Listens on (`host`, a free port).
+    """Listens on (`host`, a free port), and for workers of this machine on a Unix socket.
 
     `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
@@ -111,7 +112,8 @@ class Listener:
         self._most_strangers = most_strangers(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._told_defect = False
         self._selector = selectors.DefaultSelector()
-        self._accepting = Accepting(self._selector, self._server, None, self._say)
+        servers = [self._server, *filter(None, [listen_here(self.address)])]
+        self._accepting = {server: Accepting(self._selector, server, None, self._say) for server in servers}
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._closing = False
         self._thread = threads.start(f"elaunch-listener {worker}", self._run, died)
@@ -130,32 +132,32 @@ class Listener:
 
     def close_in_child(self) -> None:
         """Drops the child's copies after a fork, so that the port dies with the parent."""
-        for sock in (self._server, *(handshake.socket for handshake in self._handshakes)):
+        for sock in (*self._accepting, *(handshake.socket for handshake in self._handshakes)):
             sock.close()
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(self._wait_s()):
-                    if key.fileobj is self._server:
-                        self._accept()
-                    elif key.fd == self._wake:
+                    if key.fd == self._wake:
                         self._take_orders()
+                    elif key.fileobj in self._accepting:
+                        self._accept(self._accepting[key.fileobj])
                     elif key.data in self._handshakes:
                         self._advance(key.data)
                 self._on_time(time.monotonic())
         finally:
             for handshake in list(self._handshakes):
                 self._drop(handshake, None)
-            self._accepting.close()
+            for accepting in self._accepting.values():
+                accepting.close()
             self._selector.close()
 
     def _wait_s(self) -> float | None:
         """Returns the seconds until something is due; None: nothing is."""
         due_s = [handshake.deadline_s for handshake in self._handshakes]
         due_s += [order.begin_s for order in self._later]
-        if self._accepting.due_s is not None:
-            due_s.append(self._accepting.due_s)
+        due_s += [accepting.due_s for accepting in self._accepting.values() if accepting.due_s is not None]
         return max(0.0, min(due_s) - time.monotonic()) if due_s else None
 
     def _on_time(self, now_s: float) -> None:
@@ -166,7 +168,8 @@ class Listener:
             self._later = [order for order in self._later if order.begin_s > now_s]
             self._orders.extend(due)
             self._take_orders()
-        self._accepting.on_time(now_s)
+        for accepting in self._accepting.values():
+            accepting.on_time(now_s)
 
     def _take_orders(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -180,7 +183,8 @@ class Listener:
     def _dial(self, order: _Order) -> None:
         try:
             host, port = split_address(order.address)
-            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            here = connect_here(order.address)
+            sock = here or socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, ValueError) as error:
             self._failed(order.peer, str(error))
             return
@@ -190,14 +194,15 @@ class Listener:
         self._handshakes.add(handshake)
         try:
             self._selector.register(sock, selectors.EVENT_WRITE, handshake)
-            sock.connect((host, port))
+            if here is None:
+                sock.connect((host, port))
         except BlockingIOError:
             pass
         except (OSError, OverflowError, ValueError) as error:
             self._drop(handshake, getattr(error, "strerror", None) or str(error))
 
-    def _accept(self) -> None:
-        sock = self._accepting.accept()
+    def _accept(self, accepting: Accepting) -> None:
+        sock = accepting.accept()
         if sock is not None:
             sock.setblocking(False)
             handshake = _Handshake(sock, time.monotonic() + ANSWER_TIMEOUT_S)
@@ -206,8 +211,8 @@ class Listener:
             try:
                 self._selector.register(sock, selectors.EVENT_READ, handshake)
             except OSError as error:
-                self._accepting.pause(error)
-        most = self._most_strangers if self._accepting.due_s is None else 0
+                accepting.pause(error)
+        most = self._most_strangers if accepting.due_s is None else 0
         while len(self._strangers) > most:
             self._drop(next(iter(self._strangers)), None)
 
