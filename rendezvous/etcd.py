@@ -18,7 +18,7 @@ import grpc
 from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify
+from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 
 _Metadata = tuple[tuple[str, str], ...]
@@ -55,6 +55,7 @@ class _Server:
 
     def __init__(self, address: str, credentials: Any) -> None:
         self.address = address
+        self.has_answered = False
         if credentials is None:
             self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
@@ -225,7 +226,8 @@ class EtcdStore:
         """
         deadline_s = time.monotonic() + self.timeout_s
         logins = 0
-        reason = "no connection"
+        reasons: dict[int, str] = {}
+        index = self._current
         while (left_s := deadline_s - time.monotonic()) > 0:
             index = self._current
             server = self._servers[index]
@@ -237,10 +239,15 @@ class EtcdStore:
             try:
                 login = self.login(server, attempt_s)
                 may_repeat = repeatable
-                return method(server)(request, max(0.001, attempt_ends_s - time.monotonic()), metadata=login)
+                answer = method(server)(request, max(0.001, attempt_ends_s - time.monotonic()), metadata=login)
+                server.has_answered = True
+                return answer
             except grpc.RpcError as error:
                 code, reason = _status(error)
                 trouble = classify(code, reason)
+                # The last attempt often ends with the time that was left for it: the one before says why.
+                if code != "DEADLINE_EXCEEDED" or index not in reasons:
+                    reasons[index] = reason
             except ValueError as error:
                 if not self._closed.is_set():
                     raise
@@ -262,7 +269,9 @@ class EtcdStore:
             if trouble is Trouble.LOST and not may_repeat:
                 raise StoreUnavailable(self._describe(what, f"{reason} (it may have been carried out or not)"))
             self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
-        raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{self._tls_hint(reason)}"))
+        reason = reasons.get(index, "no connection")
+        hint = "" if self._servers[index].has_answered else tls_hint(reason, self._uses_tls)
+        raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}"))
 
     @property
     def server(self) -> _Server:
@@ -317,14 +326,6 @@ class EtcdStore:
 
     def _describe(self, what: str, reason: str) -> str:
         return f"etcd at {self.endpoint}: {what} was not answered (time-out {self.timeout_s:g} s): {reason}"
-
-    def _tls_hint(self, reason: str) -> str:
-        """Names the likely cause where only one side speaks TLS: both only see a closed connection."""
-        if "socket closed" not in reason.lower() and "handshake" not in reason.lower():
-            return ""
-        return (
-            " Does it use TLS? This side does." if self._uses_tls else " Does it want TLS? This side does not use it."
-        )
 
 
 class _EtcdWatch:

@@ -25,6 +25,14 @@ _UNREACHED_DETAILS = (
 )
 _TOKEN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
 _CERTIFICATE_DETAILS = ("ssl_error_ssl", "verification check failed", "certificate_verify_failed")
+_WITHOUT_CONNECTION_DETAILS = (
+    "connection refused",
+    "no route to host",
+    "network is unreachable",
+    "errors resolving",
+    "dns resolution failed",
+    "etcdserver:",
+)
 _RETRY_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL", "ABORTED")
 
 
@@ -50,6 +58,8 @@ def advice_on(reason: str, user: str | None) -> str:
         user: as whom this node logs in; None: it does not.
     """
     text = reason.lower()
+    if "wrong_version_number" in text:
+        return f"TLS failed: what the server answers is not TLS.{_question(uses_tls=True)}"
     if any(part in text for part in _CERTIFICATE_DETAILS):
         return "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
     if "invalid user id or password" in text:
@@ -63,3 +73,18 @@ def advice_on(reason: str, user: str | None) -> str:
     if "request is too large" in text or "larger than max" in text:
         return "the document is larger than it takes; start etcd with a greater --max-request-bytes"
     return "etcd refused the request"
+
+
+def tls_hint(reason: str, uses_tls: bool) -> str:
+    """Returns the question whether the other side uses TLS too, for a server that has never answered, or nothing.
+
+    Where only one side speaks TLS, the other hears nothing that it understands, hangs up, or keeps waiting: `reason`
+    differs with what comes first, so it is asked unless `reason` shows that there was no connection at all, or that
+    etcd has answered.
+    """
+    text = reason.lower()
+    return "" if any(part in text for part in _WITHOUT_CONNECTION_DETAILS) else _question(uses_tls)
+
+
+def _question(uses_tls: bool) -> str:
+    return " Does it use TLS? This side does." if uses_tls else " Does it want TLS? This side does not use it."

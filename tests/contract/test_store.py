@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous import etcd as etcd_module
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.rendezvous.etcd_trouble import Trouble, classify
+from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch, WatchEvent
 from tests.helpers import Spawner, find_free_port, wait_until
@@ -658,6 +659,63 @@ class TestEtcdSettings:
     def test_a_failure_is_told_apart_by_status_and_text(self, code: str, details: str, trouble: Trouble) -> None:
         assert classify(code, details) is trouble
 
+    @pytest.mark.parametrize(
+        "reason",
+        [
+            "Deadline Exceeded",
+            "Socket closed",
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: connection attempt timed out "
+            "before receiving SETTINGS frame",
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: recvmsg:Connection reset "
+            "by peer (104)",
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Handshake read failed "
+            "(Endpoint closing)",
+            "failed to connect to all addresses; last error: INTERNAL: ipv4:127.0.0.1:1: Failed parsing HTTP/2",
+        ],
+    )
+    def test_tls_on_one_side_is_a_likely_cause_whatever_grpc_says_of_it(self, reason: str) -> None:
+        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does."
+        assert tls_hint(reason, uses_tls=False) == " Does it want TLS? This side does not use it."
+
+    @pytest.mark.parametrize(
+        "reason",
+        [
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
+            "host: connect: Connection refused (111)",
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:1: No route to host",
+            "errors resolving etcd:1: [DNS resolution failed]",
+            "DNS resolution failed for etcd:1: C-ares status is not ARES_SUCCESS",
+            "etcdserver: request timed out",
+        ],
+    )
+    def test_tls_is_no_cause_where_nothing_was_connected_or_etcd_has_answered(self, reason: str) -> None:
+        assert (tls_hint(reason, uses_tls=True), tls_hint(reason, uses_tls=False)) == ("", "")
+
+    def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
+        advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
+        assert advice == "TLS failed: what the server answers is not TLS. Does it use TLS? This side does."
+
+    @pytest.mark.parametrize("has_answered", [False, True])
+    def test_an_attempt_that_ran_out_of_time_does_not_hide_why_the_one_before_failed(
+        self, monkeypatch: pytest.MonkeyPatch, has_answered: bool
+    ) -> None:
+        errors = [StatusError("UNAVAILABLE", "Socket closed")]
+
+        def fail(*_: object, **__: object) -> None:
+            raise errors.pop() if errors else StatusError("DEADLINE_EXCEEDED", "Deadline Exceeded")
+
+        store = EtcdStore("127.0.0.1:1", timeout_s=0.1)
+        monkeypatch.setattr(store.server.kv, "Range", fail)
+        store.server.has_answered = has_answered
+        hint = "" if has_answered else " Does it want TLS? This side does not use it."
+        try:
+            with pytest.raises(StoreUnavailable) as raised:
+                store.get("/a")
+        finally:
+            store.close()
+        assert str(raised.value).endswith(f": Socket closed; is etcd running there?{hint}")
+        assert not errors
+
 
 class TestAuthentication:
     @pytest.fixture
@@ -825,7 +883,7 @@ class TestTls:
         plain = EtcdStore(secured, timeout_s=SHORT_S)
         try:
             good.put(prefix + "a", b"1")
-            with pytest.raises(StoreUnavailable, match=r"Does it want TLS\?"):
+            with pytest.raises(StoreUnavailable, match=r"is etcd running there\? Does it want TLS\?"):
                 plain.get(prefix + "a")
         finally:
             good.close()
@@ -836,10 +894,40 @@ class TestTls:
     ) -> None:
         store = EtcdStore(etcd.endpoint, timeout_s=SHORT_S, ca_cert=str(tmp_path / "ca.pem"))
         try:
-            with pytest.raises(StoreUnavailable, match=r"Does it use TLS\?"):
+            with pytest.raises(StoreUnavailable, match=r"is etcd running there\? Does it use TLS\?"):
                 store.get("/a")
         finally:
             store.close()
+
+    @pytest.mark.parametrize(
+        ("uses_tls", "question"), [(True, "Does it use TLS? This side does."), (False, "Does it want TLS?")]
+    )
+    def test_a_server_that_never_says_a_word_may_be_waiting_for_the_other_kind_of_connection(
+        self, secured: str, tmp_path: Path, uses_tls: bool, question: str
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            ca_cert = str(tmp_path / "ca.pem") if uses_tls else None
+            store = EtcdStore(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=SHORT_S, ca_cert=ca_cert)
+            try:
+                with pytest.raises(StoreUnavailable) as raised:
+                    store.get("/a")
+            finally:
+                store.close()
+        assert f"Deadline Exceeded; is etcd running there? {question}" in str(raised.value)
+
+
+class StatusError(grpc.RpcError):  # type: ignore[misc]
+    """A failed call as grpc raises it, with the name and the text of its status."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self._code, self._text = code, text
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode[self._code]
+
+    def details(self) -> str:
+        return self._text
 
 
 def expect_tls_error(store: EtcdStore) -> None:
