@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from tests.jobs.watch import (
     wait_for_members,
     wait_for_step,
 )
+
+LATE = "the job is over; this node hosts the rendezvous, and tells late nodes so for 3 s"
 
 
 class Cluster:
@@ -262,7 +265,31 @@ def test_the_first_node_may_host_the_rendezvous(spawn: Spawner, tmp_path: Path, 
     nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
     for node in nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
+        assert LATE not in node.agent.text(), "there was no room for another node"
     assert len(losses(nodes)) == 40
+
+
+def test_who_comes_when_such_a_job_has_ended_is_told(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+    """The store has ended with the node that hosted it. Another node may wait for it; at its place a new one begins."""
+    conf = "--rdzv-conf=last_call_timeout=1,connect_timeout=7"
+    flags = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job")
+
+    def come(name: str, nnodes: str, more: str = "") -> Node:
+        own = (f"--nnodes={nnodes}", f"{conf}{more}", f"--node-name={name}")
+        return elaunch(spawn, tmp_path, *flags, *own, script=(SCRIPT, "--steps", "2"), name=name)
+
+    host = come("a", "1:2")
+    assert host.agent.wait(60) == 0, host.agent.tail()
+    assert LATE in host.agent.text()
+    late = come("b", "1:2", ",is_host=false")
+    assert late.agent.wait(60) == 1
+    told = "has not started it yet or cannot be reached from here, or the job has ended, and its rendezvous with it"
+    assert re.search(rf"waiting for the rendezvous, [012] s left: .*{told}\n", late.agent.text()), late.agent.tail()
+    assert "gave up after 7 s" in late.agent.text()
+    anew = come("c", "2", ",join_timeout=5")
+    assert anew.agent.wait(60) == 1
+    told = f"this node hosts the rendezvous at 127.0.0.1:{free_port}: a job that met there before has ended"
+    assert re.search(rf"\(here: c, at least 1 missing, [012] s left\); {told}\n", anew.agent.text()), anew.agent.tail()
 
 
 @pytest.mark.parametrize("name", ["a", soak("c")])
