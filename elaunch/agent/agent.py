@@ -100,7 +100,7 @@ class Agent:
                 role=config.role,
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
-                register_s=config.rendezvous.conf.register_timeout,
+                register_s=config.rendezvous.conf.workers.register_timeout,
             ),
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
