@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
+from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.leader import Leader
@@ -26,12 +27,6 @@ from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
 from elaunch.waits import Pace
-
-NO_SERVER = "is an etcd v3 server running there, and reachable from this machine?"
-HOST_IS_AWAY = (
-    "the node that hosts the rendezvous there has not started it yet or cannot be reached from here, or the job has "
-    "ended, and its rendezvous with it"
-)
 
 
 class Participant:
@@ -66,7 +61,7 @@ class Participant:
         self._listener = listener
         self._lease_s = settings.lease_s
         self._connect_s = connect_s
-        self._unreachable = HOST_IS_AWAY if hosted else NO_SERVER
+        self._hosted = hosted
         self._clock = clock
         self._mail = Mailbox(doc)
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
@@ -227,18 +222,13 @@ class Participant:
 
     def _lost_store(self, error: StoreUnavailable) -> None:
         if not self._session.joined and self._clock() > self._started_s + self._connect_s:
-            self._listener.refused(
-                StoreUnavailable(
-                    f"{error}; gave up after {self._connect_s:g} s (--rdzv-conf connect_timeout=SECONDS gives it more "
-                    f"time): {self._unreachable}"
-                )
-            )
+            self._listener.refused(StoreUnavailable(gave_up(error, self._connect_s, self._hosted)))
             self._mail.stop()
             return
         if not self._session.joined and self._pace.is_due(self._clock()):
             left_s = self._started_s + self._connect_s - self._clock()
             self._listener.waits(
-                f"waiting for the rendezvous, {max(0.0, left_s):.0f} s left: {error}; {self._unreachable}"
+                f"waiting for the rendezvous, {max(0.0, left_s):.0f} s left: {error}; {why_away(self._hosted)}"
             )
         if self._away_since_s is None and self._session.joined and not self._replica.end_told:
             self._away_since_s = self._clock()

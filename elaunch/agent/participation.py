@@ -90,7 +90,7 @@ class JobListener:
 
     def waits(self, text: str) -> None:
         """Tells the user what the job waits for; where it met here before, that shows that it is begun anew."""
-        here = f"; this node hosts the rendezvous at {self._hosts}: a job that met there before has ended"
+        here = f"; this node hosts the rendezvous at {self._hosts}; if a job has met there before, it has ended"
         self._say(f"{text}{here}" if self._hosts else text)
 
     def outage(self, why: str) -> None:

@@ -27,7 +27,7 @@ def test_it_stays_for_late_nodes_only_after_a_job_that_had_room_for_them(most: i
         ("", ""),
         (
             "10.0.0.2:29400",
-            "; this node hosts the rendezvous at 10.0.0.2:29400: a job that met there before has ended",
+            "; this node hosts the rendezvous at 10.0.0.2:29400; if a job has met there before, it has ended",
         ),
     ],
 )
