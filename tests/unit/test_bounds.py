@@ -186,11 +186,14 @@ def test_a_worker_under_torchrun_says_that_it_waits_for_the_others(
     told = []
 
     def until_told() -> None:
-        text = ""
-        while "\n" not in text:
-            time.sleep(0.01)
-            text += capsys.readouterr().err
-        told.append(text.partition("\n")[0])
+        text: list[str] = []
+
+        def said() -> bool:
+            text.append(capsys.readouterr().err)
+            return "\n" in text[-1]
+
+        wait_until(said, LIMIT_S, "a line")
+        told.append(text[-1].partition("\n")[0])
 
     class Store:
         def __init__(self, host: str, port: int, size: int, is_master: bool) -> None:
