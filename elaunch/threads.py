@@ -11,7 +11,9 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from elaunch.waits import watch
 
 Died = Callable[[BaseException], None]
 
@@ -52,6 +54,23 @@ def prepare(name: str, run: Callable[[], object], died: Died) -> threading.Threa
             tell(f"thread {name} died: {describe(error)}", error)
 
     return threading.Thread(target=guarded, name=name, daemon=True)
+
+
+@contextlib.contextmanager
+def telling(say: Callable[[str], None], what: str, limit_s: float | None = None) -> Iterator[None]:
+    """Says now and then that the caller waits, for calls that block.
+
+    Args:
+        say: tells the user; called from a thread of its own.
+        what: is waited for.
+        limit_s: of the call, in seconds; None: it has none.
+    """
+    over = threading.Event()
+    start("elaunch-wait", lambda: watch(over, say, what, limit_s), lambda error: None)
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def describe(error: BaseException) -> str:

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from threading import Event
 
 WAITED_S = 3.0  # what takes less is not worth a line
 LONGEST_PAUSE_S = 10.0
+LOOK_S = 1.0
 
 
 class Pace:
@@ -81,3 +86,25 @@ class Watched:
         if self._pace.is_due(now_s):
             left = "" if left_s is None else f", {max(0.0, left_s):.0f} s left"
             self._say(f"waiting for {now_s - self._began_s:.0f} s{left}: {what}")
+
+
+def watch(
+    over: Event, say: Callable[[str], None], what: str, limit_s: float | None, late: Callable[[], object] = lambda: None
+) -> None:
+    """Says now and then, from a thread of its own, that another one waits, until that is over or the time is up.
+
+    Args:
+        over: set when the wait is over.
+        say: tells the user.
+        what: is waited for.
+        limit_s: how long at most, in seconds; None: the wait has no such end.
+        late: called when that time is up.
+    """
+    watched, begin_s = Watched(say), time.monotonic()
+    left_s = limit_s
+    while not over.wait(LOOK_S if left_s is None else max(0.0, min(LOOK_S, left_s))):
+        left_s = None if limit_s is None else begin_s + limit_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            late()
+            return
+        watched.tell(what, left_s)

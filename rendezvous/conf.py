@@ -65,6 +65,8 @@ KEYS = {
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
     "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
     "register_timeout": "how long a worker of a training job may take to call register() before it is replaced",
+    "first_steps_timeout": "how long a worker for which others wait may show no progress before ten steps have been "
+    "seen, when it is not known yet how long one takes, before it is replaced",
     "stop_timeout": "how long a worker may be stopped (SIGSTOP) before it is replaced",
     "link_timeout": "how long nothing may come from the machine of a worker for which others wait, not even the "
     "acknowledgement of a byte, before their link counts as cut; at least 2",
@@ -89,10 +91,20 @@ class KeepAlive:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """How long a worker may show no progress, in seconds: until it registers, in first steps, while stopped."""
+
+    register_timeout: float = 900.0
+    first_steps_timeout: float = 1800.0
+    stop_timeout: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class RendezvousConf:
     """The values of `--rdzv-conf`, of which `KEYS` says what they mean. Times in seconds.
 
-    `connect_timeout` 0 is what is usual for the backend; `etcd` has the keys of `EtcdCredentials`.
+    `connect_timeout` 0 is what is usual for the backend; `etcd` has the keys of `EtcdCredentials`,
+    `workers` those of `WorkerLimits`.
     """
 
     join_timeout: float = 600.0
@@ -102,9 +114,8 @@ class RendezvousConf:
     store_timeout: float = 300.0
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
-    register_timeout: float = 900.0
-    stop_timeout: float = 1.0
     link_timeout: float = 5.0
+    workers: WorkerLimits = WorkerLimits()
     read_timeout: float = 60.0
     timeout: float = 900.0
     keep_alive: KeepAlive = KeepAlive()
@@ -160,7 +171,9 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
     etcd = replace(defaults.etcd, **access)
     etcd.check()
     alive = replace(defaults.keep_alive, **keep_alive)  # type: ignore[arg-type]
-    conf = replace(defaults, etcd=etcd, keep_alive=alive, **values)  # type: ignore[arg-type]
+    limits = {one.name: values.pop(one.name) for one in fields(WorkerLimits) if one.name in values}
+    workers = replace(defaults.workers, **limits)  # type: ignore[arg-type]
+    conf = replace(defaults, etcd=etcd, keep_alive=alive, workers=workers, **values)  # type: ignore[arg-type]
     if alive.interval and "lease_ttl" not in values:
         conf = replace(conf, lease_ttl=max(1.0, alive.interval * alive.max_attempt))
     return conf

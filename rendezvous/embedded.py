@@ -24,6 +24,7 @@ from elaunch.waits import Watched
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
 _HEALTH_S = 0.1
+_ANSWER_S = 1.0
 _PORT_ATTEMPTS = 5
 _KILLED_S = 5.0
 _LOG_TAIL_BYTES = 2000
@@ -254,11 +255,12 @@ class EmbeddedEtcd:
         """Asks `GET /health`, which etcd answers with true once it has a leader and can serve a read."""
         host, _, port = self.endpoint.rpartition(":")
         timeout_s = min(_HEALTH_S, max(_POLL_S, deadline_s - time.monotonic()))
+        end_s, answer = time.monotonic() + _ANSWER_S, b""
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
                 connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                answer = b""
-                while part := connection.recv(4096):
+                # A stranger at this port may have no end to say.
+                while (part := connection.recv(4096)) and time.monotonic() < end_s:
                     answer += part
         except OSError:
             return False

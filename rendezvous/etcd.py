@@ -81,6 +81,8 @@ class EtcdStore:
     grpc ships).
 
     While etcd is away, a call waits for it up to its time-out; it goes on within about half a second of etcd's return.
+    A caller that tries again by itself may set `first_contact_s`: so long a call waits for servers that cannot be
+    reached as long as none of them has ever answered.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class EtcdStore:
             raise LaunchError("etcd: a user needs a password and a password needs a user; give both or neither")
         self.endpoint = endpoint
         self.timeout_s = timeout_s
+        self.first_contact_s = math.inf
         self._user = user
         self._password = password
         self._uses_tls = any(path is not None for path in (ca_cert, cert, key))
@@ -224,7 +227,8 @@ class EtcdStore:
 
         A request that may have been carried out is sent again only where it is `repeatable`.
         """
-        deadline_s = time.monotonic() + self.timeout_s
+        begin_s = time.monotonic()
+        deadline_s = begin_s + self.timeout_s
         logins = 0
         reasons: dict[int, str] = {}
         index = self._current
@@ -268,10 +272,13 @@ class EtcdStore:
                 self._current = (index + 1) % len(self._servers)
             if trouble is Trouble.LOST and not may_repeat:
                 raise StoreUnavailable(self._describe(what, f"{reason} (it may have been carried out or not)"))
+            if trouble is Trouble.UNREACHED and not any(one.has_answered for one in self._servers):
+                deadline_s = min(deadline_s, begin_s + self.first_contact_s)
             self._closed.wait(min(_RETRY_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         reason = reasons.get(index, "no connection")
         hint = "" if self._servers[index].has_answered else tls_hint(reason, self._uses_tls)
-        raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}"))
+        limit_s = deadline_s - begin_s
+        raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}", limit_s))
 
     @property
     def server(self) -> _Server:
@@ -324,8 +331,9 @@ class EtcdStore:
         """Returns the error for a request that etcd will not carry out."""
         return LaunchError(f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user)} ({reason})")
 
-    def _describe(self, what: str, reason: str) -> str:
-        return f"etcd at {self.endpoint}: {what} was not answered (time-out {self.timeout_s:g} s): {reason}"
+    def _describe(self, what: str, reason: str, limit_s: float | None = None) -> str:
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        return f"etcd at {self.endpoint}: {what} was not answered (time-out {limit_s:.3g} s): {reason}"
 
 
 class _EtcdWatch:

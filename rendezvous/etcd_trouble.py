@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import enum
 
+NO_SERVER = "is an etcd v3 server running there, and reachable from this machine?"
+HOST_IS_AWAY = (
+    "the node that hosts the rendezvous there has not started it yet or cannot be reached from here, or the job has "
+    "ended, and its rendezvous with it"
+)
+
 
 class Trouble(enum.Enum):
     """What a failed call means for the caller."""
@@ -84,6 +90,19 @@ def tls_hint(reason: str, uses_tls: bool) -> str:
     """
     text = reason.lower()
     return "" if any(part in text for part in _WITHOUT_CONNECTION_DETAILS) else _question(uses_tls)
+
+
+def why_away(hosted: bool) -> str:
+    """Returns what it may mean that nobody answers at the endpoint; `hosted`: where a node of the job has the store."""
+    return HOST_IS_AWAY if hosted else NO_SERVER
+
+
+def gave_up(error: Exception, connect_s: float, hosted: bool) -> str:
+    """Returns the last words of a node that could not reach the store within `connect_s` seconds."""
+    return (
+        f"{error}; gave up after {connect_s:g} s (--rdzv-conf connect_timeout=SECONDS gives it more time): "
+        f"{why_away(hosted)}"
+    )
 
 
 def _question(uses_tls: bool) -> str:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
+from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.leader import Leader
@@ -41,6 +42,7 @@ class Participant:
         connect_s: how long to try before the store is called unreachable at the start, in seconds.
         clock: in seconds.
         figures: of this node's check, by which nodes that come later are judged; they stand as long as this node does.
+        hosted: whether the store is one that a node of the job hosts, which comes and ends with that node.
     """
 
     def __init__(
@@ -54,15 +56,17 @@ class Participant:
         connect_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         figures: str = "",
+        hosted: bool = False,
     ) -> None:
         self._listener = listener
         self._lease_s = settings.lease_s
         self._connect_s = connect_s
+        self._hosted = hosted
         self._clock = clock
         self._mail = Mailbox(doc)
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
         # What follows belongs to the thread alone.
-        entrant = Entrant(job, doc.node, config, figures.encode(), settings.lease_s)
+        entrant = Entrant(job, doc.node, config, figures.encode(), settings.lease_s, hosted)
         self._setbacks = Setbacks(settings.lease_s / 3)
         self._reporter = reporter = Reporter(listener, self._setbacks)
         self._replica = Replica(job, doc.node, reporter, clock)
@@ -94,15 +98,16 @@ class Participant:
         """Tells that a peer was found dead: if the leader died with it, this node leads before that lease ends."""
         self._mail.suspect_leader()
 
-    def stop(self, timeout_s: float = 2.0, *, last: bool = False) -> None:
+    def stop(self, timeout_s: float = 2.0, *, last: bool = False, late_s: float = 0.0) -> None:
         """Leaves the job: the report and the lease go.
 
         Args:
             timeout_s: how long to try, in seconds.
             last: the store goes when this returns, so wait until the other nodes have left, or their leases run out.
+            late_s: with `last`, for how long in any case nodes that come now shall find the result, in seconds.
         """
-        self._mail.stop(wait_for_others=last)
-        self._thread.join(timeout_s + (2 * self._lease_s if last else 0.0))
+        self._mail.stop(wait_for_others=last, late_s=late_s)
+        self._thread.join(timeout_s + (max(2 * self._lease_s, late_s) if last else 0.0))
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -217,17 +222,14 @@ class Participant:
 
     def _lost_store(self, error: StoreUnavailable) -> None:
         if not self._session.joined and self._clock() > self._started_s + self._connect_s:
-            self._listener.refused(
-                StoreUnavailable(
-                    f"{error}; gave up after {self._connect_s:g} s: is an etcd v3 server running there, and reachable "
-                    "from this machine?"
-                )
-            )
+            self._listener.refused(StoreUnavailable(gave_up(error, self._connect_s, self._hosted)))
             self._mail.stop()
             return
         if not self._session.joined and self._pace.is_due(self._clock()):
             left_s = self._started_s + self._connect_s - self._clock()
-            self._listener.waits(f"waiting for the rendezvous, {left_s:.0f} s left: {error}")
+            self._listener.waits(
+                f"waiting for the rendezvous, {max(0.0, left_s):.0f} s left: {error}; {why_away(self._hosted)}"
+            )
         if self._away_since_s is None and self._session.joined and not self._replica.end_told:
             self._away_since_s = self._clock()
             self._listener.outage(str(error))

@@ -51,6 +51,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable, UsageError
 from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf, join_endpoint, parse_conf, parse_endpoints, route_to
 from elaunch.rendezvous.store import Store, WatchEvent
@@ -310,7 +311,9 @@ class AgentStore(TorchStore):
             return
         watch = self._etcd.watch(path, revision + 1, on_events, lambda _: changed.set())
         try:
-            changed.wait(max(0.0, deadline_s - time.monotonic()))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            with threads.telling(_logger.warning, f"{path!r} to be written by another node", left_s):
+                changed.wait(left_s)
         finally:
             watch.cancel()
 
@@ -347,8 +350,10 @@ class EtcdHandler(RendezvousHandler):
         inner._shared_tcp_store_server = None
         inner._bootstrap_store_info = None
         settings = inner.settings
+        what = f"{self._job}: the round of at least {settings.min_nodes} nodes to begin"
         try:
-            return inner.next_rendezvous()
+            with threads.telling(_logger.warning, what):
+                return inner.next_rendezvous()
         except RendezvousClosedError:
             lease = self._backend.lease
             free_s = f"{lease.ttl_s:g} s" if lease else "a while"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ from elaunch.workers import heartbeat
 from elaunch.workers.fatal import end_process
 
 WELCOME_TIMEOUT_S = 30.0
+STORE_S = 300.0
+"""torch's limit for what it waits for in a store."""
+
 GONE_S = 5.0
 """How long the script may take to end when its agent has hung up. Then its process ends: it would never hear of another
 generation, and nobody would replace it."""
@@ -102,15 +106,17 @@ class AgentClient:
         self._socket.settimeout(WELCOME_TIMEOUT_S)
         early: list[Message] = []
         try:
-            self._socket.connect(path)
-            # It is short, and the first: the socket takes all of it.
-            socket.send_fds(self._socket, [encode(Attach(worker, os.getpid()))], fds)
-            while not early:
-                data = self._socket.recv(1 << 16)
-                if not data:
-                    raise JobFailed(f"the agent does not know worker {worker}; was ELAUNCH_WORKER copied by hand?")
-                early.extend(decode(line) for line in self._lines.feed(data))
+            with threads.telling(_say, f"the agent of worker {worker} to answer", WELCOME_TIMEOUT_S):
+                self._socket.connect(path)
+                # It is short, and the first: the socket takes all of it.
+                socket.send_fds(self._socket, [encode(Attach(worker, os.getpid()))], fds)
+                while not early:
+                    data = self._socket.recv(1 << 16)
+                    if not data:
+                        raise JobFailed(f"the agent does not know worker {worker}; was ELAUNCH_WORKER copied by hand?")
+                    early.extend(decode(line) for line in self._lines.feed(data))
         except OSError as error:
+            self._socket.close()
             raise JobFailed(f"the agent at {path} does not answer: {error}") from error
         welcome = early.pop(0)
         assert isinstance(welcome, Welcome)
@@ -286,7 +292,8 @@ class StaticClient:
         addresses = [address]
         if self._store is not None:
             self._store.set(f"address/{self.rank}", address)
-            addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
+            with telling_of(self._master):
+                addresses = [self._store.get(f"address/{rank}").decode() for rank in range(self.size)]
         workers = tuple(Worker(f"rank/{rank}#0", "static", rank, where) for rank, where in enumerate(addresses))
         start = Generation(1, GenerationStage.TRAIN, workers, cause="start", aborts_step_before=1, master=self._master)
         self._generation = replace(start, attempt=_attempt())
@@ -298,13 +305,23 @@ class StaticClient:
         """Does nothing: no agent is connected."""
 
 
+def telling_of(master: Master) -> AbstractContextManager[None]:
+    """Returns a context in which a worker without an agent waits for all others to come to torch's store."""
+    return threads.telling(_say, f"the other workers, at {master.addr}:{master.port}", STORE_S)
+
+
+def _say(line: str) -> None:
+    print(f"[elaunch] {line}", file=sys.stderr, flush=True)
+
+
 def _join_store(master: Master, rank: int, size: int) -> tuple[str, Any]:
     """The job's TCPStore, and this machine's address on the route to it."""
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = master.addr, master.port
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, port, size, rank == 0 and not agent_store)
+    with telling_of(master):
+        store = TCPStore(host, port, size, rank == 0 and not agent_store)
     with socket.create_connection((host, port), 10) as probe:
         own: str = probe.getsockname()[0]
     return own, PrefixStore(f"elaunch/{_attempt()}", store)

@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOOK_S = 0.05
-"""How often the first member looks for the notes of others."""
+LOOK_S = 0.05  # how often the first member looks for the notes of others
 
 VISIBLE_S = 30.0
 """So long what others have written may take to be seen, through the caches of a shared file system."""
@@ -428,18 +427,19 @@ class Checkpoints:
         if first and step not in complete(self._settings.folder):
             raise CheckpointDamaged(path, "it is not there any more")
         end_s = time.monotonic() + VISIBLE_S
-        while not all(os.path.exists(path / name) for name in (METADATA, ABOUT)):
-            if time.monotonic() > end_s:
-                if path.is_dir():
-                    break
-                raise _Unseen(
-                    f"{self._client.worker} does not see the checkpoint {path}, from which the first member goes on; "
-                    f"is {self._settings.folder} on a shared file system, and mounted there?"
-                )
-            # Looking at the folder makes file systems look anew.
-            with contextlib.suppress(OSError):
-                os.listdir(self._settings.folder)
-            time.sleep(LOOK_S)
+        with threads.telling(_say, f"the checkpoint {path} to be seen by {self._client.worker}", VISIBLE_S):
+            while not all(os.path.exists(path / name) for name in (METADATA, ABOUT)):
+                if time.monotonic() > end_s:
+                    if path.is_dir():
+                        break
+                    raise _Unseen(
+                        f"{self._client.worker} does not see the checkpoint {path}, from which the first member goes "
+                        f"on; is {self._settings.folder} on a shared file system, and mounted there?"
+                    )
+                # Looking at the folder makes file systems look anew.
+                with contextlib.suppress(OSError):
+                    os.listdir(self._settings.folder)
+                time.sleep(LOOK_S)
         return SavedCheckpoint(path)
 
     def _pass_over(self, group: Group, step: int, problem: str, older: int) -> None:

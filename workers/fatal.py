@@ -7,14 +7,13 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 from elaunch import threads
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.threads import describe, tell
-from elaunch.waits import Watched
+from elaunch.waits import watch
 
 LAST_WORDS_S = 5.0
 """How long a process that ends may take to write down why: a pipe that nobody reads must not keep it alive."""
@@ -59,15 +58,13 @@ def within(limit_s: float, what: str) -> Iterator[None]:
     """
     over = threading.Event()
 
-    def watch() -> None:
-        watched, end_s = Watched(_say), time.monotonic() + limit_s
-        while not over.wait(max(0.0, min(1.0, end_s - time.monotonic()))):
-            if time.monotonic() >= end_s:
-                end_process(what, TimeoutError(f"it was not over after {limit_s:g} s"))
-            watched.tell(f"the {what} of worker {os.environ.get('ELAUNCH_WORKER', '')}", end_s - time.monotonic())
+    whose = f"the {what} of worker {os.environ.get('ELAUNCH_WORKER', '')}"
+
+    def late() -> None:
+        end_process(what, TimeoutError(f"it was not over after {limit_s:g} s"))
 
     try:
-        threads.start("elaunch-limit", watch, lambda error: None)
+        threads.start("elaunch-limit", lambda: watch(over, _say, whose, limit_s, late), lambda error: None)
     except RuntimeError:  # no more threads, as at the end of the interpreter: this one needs none of Python's
         faulthandler.dump_traceback_later(limit_s, exit=True)
     try:

@@ -23,7 +23,7 @@ from elaunch.agent.notices import Announcement, Notices
 from elaunch.agent.output.events import EventLog
 from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.outputs import Folders, Outputs
-from elaunch.agent.participation import JobListener, make_participant
+from elaunch.agent.participation import JobListener, make_participant, stay_s
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
@@ -100,7 +100,7 @@ class Agent:
                 role=config.role,
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
-                register_s=config.rendezvous.conf.register_timeout,
+                register_s=config.rendezvous.conf.workers.register_timeout,
             ),
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
@@ -119,7 +119,8 @@ class Agent:
         )
         saves = config.training.checkpoints is not None
         self._patience = Patience(self._life, config.rendezvous.conf.store_timeout, saves)
-        job = JobListener(self._inbox, self._journal.say, self._watches.take_out, self._patience)
+        hosts = etcd.endpoint if etcd is not None and self._serves_others else ""
+        job = JobListener(self._inbox, self._journal.say, self._watches.take_out, self._patience, hosts)
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
@@ -142,7 +143,13 @@ class Agent:
             self._participant.publish(self._life.doc())
         finally:
             notices.close()
-            self._participant.stop(last=self._serves_others and self._life.result is not None)
+            last = self._serves_others and self._life.result is not None
+            late_s = stay_s(self._life) if last else 0.0
+            if late_s:
+                self._journal.say(
+                    f"the job is over; this node hosts the rendezvous, and tells late nodes so for {late_s:g} s"
+                )
+            self._participant.stop(last=last, late_s=late_s)
             if self._hosted is not None:
                 self._hosted.close()
             self._supervisor.close()

@@ -70,6 +70,11 @@ class RendezvousSettings:
     node_rank: int = 0
     master: tuple[str, int] | None = None
 
+    @property
+    def is_hosted(self) -> bool:
+        """Returns whether an agent of the job hosts the store, so that it ends with that agent."""
+        return self.backend != "etcd"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:

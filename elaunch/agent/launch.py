@@ -22,6 +22,7 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 
+FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str
         os.environ,
         config.rendezvous.conf.connect_timeout,
         partial(_say, config.node),
+        config.rendezvous.is_hosted,
     )
     _say(config.node, f"node check: {own.text()}")
     return own.to_json()
@@ -195,4 +197,6 @@ def is_free_here(name: str, port: int) -> bool:
 
 
 def _open_store(kind: type[EtcdStore], conf: RendezvousConf, endpoint: str) -> EtcdStore:
-    return kind(endpoint, timeout_s=min(5.0, conf.connect_timeout), **conf.etcd.arguments())
+    store = kind(endpoint, timeout_s=min(5.0, conf.connect_timeout), **conf.etcd.arguments())
+    store.first_contact_s = FIRST_CONTACT_S
+    return store

@@ -17,6 +17,17 @@ from elaunch.rendezvous.node.reporter import MembershipListener
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 
+LATE_S = 3.0
+
+
+def stay_s(life: Lifecycle) -> float:
+    """Returns for how long the agent that hosts the store of a job that is over tells nodes that come late, in seconds.
+
+    There are such nodes only where the job had room for them; else nobody is kept from the prompt.
+    """
+    generation = life.generation
+    return LATE_S if generation is None or len(generation.nodes) < life.settings.max_nodes else 0.0
+
 
 class JobListener:
     """Turns the participant's news, which come from its thread, into work for the agent's loop.
@@ -26,15 +37,22 @@ class JobListener:
         say: tells the user.
         take_out: told in the loop that all members wait for each other, and which one of this node is to go.
         patience: told in the loop whether the store can be used.
+        hosts: where this node hosts the rendezvous for others; empty: it does not. Told until the job has begun.
 
     Attributes:
         token: the secret that the workers of the job know each other by; empty before this node has joined.
     """
 
     def __init__(
-        self, inbox: Inbox, say: Callable[[str], None], take_out: Callable[[Deadlock], None], patience: Patience
+        self,
+        inbox: Inbox,
+        say: Callable[[str], None],
+        take_out: Callable[[Deadlock], None],
+        patience: Patience,
+        hosts: str = "",
     ) -> None:
         self.token = ""
+        self._hosts = hosts
         self._inbox = inbox
         self._say = say
         self._take_out = take_out
@@ -46,6 +64,7 @@ class JobListener:
 
     def announced(self, generation: Generation) -> None:
         """Has the lifecycle react to a new generation."""
+        self._hosts = ""  # from now on there is a job
         self._inbox.post(lambda life: life.on_generation(generation, time.monotonic()), generation)
 
     def resized(self, min_nodes: int, max_nodes: int) -> None:
@@ -70,8 +89,9 @@ class JobListener:
         self._inbox.post(lambda life: life.on_result(result, time.monotonic()))
 
     def waits(self, text: str) -> None:
-        """Tells the user what the job waits for."""
-        self._say(text)
+        """Tells the user what the job waits for; where it met here before, that shows that it is begun anew."""
+        here = f"; this node hosts the rendezvous at {self._hosts}; if a job has met there before, it has ended"
+        self._say(f"{text}{here}" if self._hosts else text)
 
     def outage(self, why: str) -> None:
         """Tells the user that the store is away."""
@@ -137,4 +157,5 @@ def make_participant(
         listener,
         connect_s=conf.connect_timeout,
         figures=figures,
+        hosted=config.rendezvous.is_hosted,
     )

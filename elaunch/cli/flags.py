@@ -17,7 +17,7 @@ from elaunch.detect import hang
 from elaunch.errors import UsageError
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
-from elaunch.rendezvous.conf import KEYS, RendezvousConf
+from elaunch.rendezvous.conf import KEYS, RendezvousConf, WorkerLimits
 
 NO_ID = "none"
 """torchrun's name for a job that was given none."""
@@ -130,7 +130,7 @@ def where_to_read(prog: str) -> str:
 
 def conf_keys(indent: str = VERBATIM) -> str:
     """Returns a line for each key of `--rdzv-conf`: its default, in seconds, and what it means."""
-    defaults = {one.name: one.default for one in fields(RendezvousConf)}
+    defaults = {one.name: one.default for kind in (RendezvousConf, WorkerLimits) for one in fields(kind)}
     rows = [
         (key, f"{default:g}" if isinstance(default := defaults.get(key), float) and default else "", text)
         for key, text in KEYS.items()

@@ -16,7 +16,9 @@ is never blamed for that; who is, is one that
   hundred steps that takes five steps' time, or five hundred. So work is no evidence, only its absence is, and
   `LONG_S` is what torch itself gives a collective.
 
-Nothing is known before `MIN_STEPS` steps have been seen, and nothing is done. The first step after a change of
+Nothing is known before `MIN_STEPS` steps have been seen. First steps compile, tune kernels and fill caches, which may
+take many minutes; so until then all limits are one that the user can set (`first_steps_timeout`), and a job of one
+member, for which nobody waits, has none. The first step after a change of
 members or plan, a change itself and the saving of a checkpoint get `CHANGE_S` more. So does the script's own code,
 between two steps or in one (`Phase.SCRIPT`), where one worker saves, logs, uploads or evaluates for all; how long it
 usually takes there is learnt apart from the rest. And so does a worker that nobody on its node waits for, since then
@@ -63,6 +65,8 @@ LONG_STEPS = 20
 CHANGE_S = 30.0
 AGAIN_FACTOR = 4
 MIN_STEPS = 10
+FIRST_STEPS_S = 1800.0
+FIRST_STEPS_KEY = "--rdzv-conf first_steps_timeout=SECONDS"
 STEPS_KEPT = 64
 MEMORY_STEPS = 1000
 WITNESS_S = 1.0
@@ -144,6 +148,7 @@ class Hang:
         typical_step_s: median of the last steps; None: not known.
         moment_s: its sign of progress before that, in `time.monotonic`; another one since then clears it.
         waits: in a deadlock, who waits for whom; else empty.
+        is_early: whether the limit is that of first steps.
     """
 
     worker: str
@@ -154,6 +159,7 @@ class Hang:
     typical_step_s: float | None
     moment_s: float
     waits: tuple[str, ...] = ()
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +188,11 @@ class HangDetector:
 
     Args:
         setting: what the user wants.
+        first_steps_s: how long a worker may show no progress before `MIN_STEPS` steps have been seen, in seconds.
     """
 
     setting: HangTimeout = HangTimeout()
+    first_steps_s: float = FIRST_STEPS_S
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _counted: int = 0
     # Of the script's own code and of the rest: step and seconds, ever shorter ones.
@@ -193,6 +201,7 @@ class HangDetector:
     _from_s: float = -math.inf
     _looked_s: float = -math.inf
     _generation: int = 0
+    _members: int = 0
     _strikes: int = 0
     _struck_step: int = -1
     _stall: _Wait | None = None
@@ -206,6 +215,12 @@ class HangDetector:
     def typical_step_s(self) -> float | None:
         """Returns the median of the last steps; None before `MIN_STEPS`."""
         return statistics.median_high(self._steps_s) if len(self._steps_s) >= MIN_STEPS else None
+
+    @property
+    def early_s(self) -> float | None:
+        """Returns the limit of first steps, in seconds, while it holds; else None."""
+        holds = self.setting.mode == "auto" and self._members > 1 and self.typical_step_s is None
+        return self.first_steps_s if holds else None
 
     def look(
         self,
@@ -228,7 +243,7 @@ class HangDetector:
             return None
         if now_s - self._looked_s > GAP_S or generation != self._generation:
             self._from_s = now_s
-        self._looked_s, self._generation = now_s, generation
+        self._looked_s, self._generation, self._members = now_s, generation, len(members)
         self._stall = None
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in sights}
         for worker, sight in sights.items():
@@ -308,14 +323,15 @@ class HangDetector:
         fixed_s = self.setting.fixed_s
         if fixed_s is not None:
             return fixed_s, fixed_s
+        again = self._struck_step <= heartbeat.step <= self._struck_step + 1
+        times = AGAIN_FACTOR**self._strikes if again else 1
         typical_s = self.typical_step_s
         if typical_s is None:
-            return math.inf, math.inf
+            early_s = math.inf if self.early_s is None else self.early_s * times
+            return early_s, early_s
         stills = self._stills[heartbeat.phase in _OWN]
         longest_s = stills[0][1] if stills else 0.0
-        short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s)
-        if self._struck_step <= heartbeat.step <= self._struck_step + 1:
-            short_s *= AGAIN_FACTOR**self._strikes
+        short_s = max(FLOOR_S + STEPS * typical_s, STILL_FACTOR * longest_s) * times
         if heartbeat.phase is not Phase.STEP or not heartbeat.steps_here:
             short_s += CHANGE_S
         long_s = max(LONG_S, LONG_STEPS * typical_s)
@@ -347,7 +363,14 @@ class HangDetector:
             if over_s > 0:
                 doing = f"{_doing(heartbeat)}, {how}"
                 hang = Hang(
-                    worker, heartbeat.step, doing, now_s - from_s, limit_s, self.typical_step_s, heartbeat.since_s
+                    worker,
+                    heartbeat.step,
+                    doing,
+                    now_s - from_s,
+                    limit_s,
+                    self.typical_step_s,
+                    heartbeat.since_s,
+                    is_early=self.early_s is not None,
                 )
                 found.append((over_s, hang))
         return max(found, key=lambda one: one[0])[1] if found else None
@@ -394,7 +417,15 @@ class HangDetector:
     def _hang_of(self, now_s: float, one: Stalled, wait: _Wait, n_members: int, waits: tuple[str, ...]) -> Hang:
         doing = f"{one.doing}, waits like all {n_members} members"
         return Hang(
-            one.worker, one.step, doing, now_s - wait.from_s, wait.limit_s, self.typical_step_s, wait.from_s, waits
+            one.worker,
+            one.step,
+            doing,
+            now_s - wait.from_s,
+            wait.limit_s,
+            self.typical_step_s,
+            wait.from_s,
+            waits,
+            self.early_s is not None,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elaunch.detect.hang import FIRST_STEPS_KEY, MIN_STEPS
 from elaunch.detect.heartbeat import HeartbeatReading, Phase
 from elaunch.rendezvous.membership import names_text
 from elaunch.waits import Pace
@@ -30,10 +31,15 @@ class WorkerWaits:
     pace: Pace = field(default_factory=lambda: Pace.begin(0.0, QUIET_S, LONGEST_PAUSE_S))
     _since_s: dict[str, tuple[str, float]] = field(default_factory=dict)
 
-    def look(self, now_s: float, readings: Mapping[str, HeartbeatReading]) -> str:
+    def look(self, now_s: float, readings: Mapping[str, HeartbeatReading], early_s: float | None = None) -> str:
         """Takes what the workers show now, and returns a line if one is due; else nothing.
 
         A worker waits as long as it is seen to wait for the same at each look, whether bytes come or not.
+
+        Args:
+            now_s: `time.monotonic`.
+            readings: of the workers of this node.
+            early_s: the limit of first steps, in seconds, while it holds: far beyond what steps take, so it is told.
         """
         former, self._since_s = self._since_s, {}
         for worker, reading in readings.items():
@@ -50,7 +56,11 @@ class WorkerWaits:
             return ""
         others = len([one for one, _, _ in waits if now_s - one >= QUIET_S]) - 1
         more = f"; so have {others} more of this node, for this or another reason" if others else ""
-        return f"worker {worker} has waited {now_s - since_s:.0f} s for {what}{more}"
+        early = ""
+        if early_s is not None and readings[worker].waits:
+            early = f"; in the first {MIN_STEPS} steps, whoever makes no progress is killed after {early_s:g} s"
+            early = f"{early} ({FIRST_STEPS_KEY})"
+        return f"worker {worker} has waited {now_s - since_s:.0f} s for {what}{more}{early}"
 
 
 def _what(reading: HeartbeatReading) -> str:

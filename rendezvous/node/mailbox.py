@@ -48,6 +48,7 @@ class Mailbox:
         self._suspects_leader = False
         self._is_stopping = False
         self._waits_for_others = False
+        self._late_s = 0.0
 
     @property
     def doc(self) -> NodeDoc:
@@ -63,6 +64,11 @@ class Mailbox:
     def waits_for_others(self) -> bool:
         """Returns whether the node, when it leaves, waits until all other nodes have left."""
         return self._waits_for_others
+
+    @property
+    def late_s(self) -> float:
+        """Returns for how long such a node stays in any case, in seconds, so that nodes that come late hear the end."""
+        return self._late_s
 
     # -- for other threads ----------------------------------------------------------------------------------------
 
@@ -96,9 +102,10 @@ class Mailbox:
             self._suspects_leader = True
             self._wake.notify()
 
-    def stop(self, wait_for_others: bool = False) -> None:
+    def stop(self, wait_for_others: bool = False, late_s: float = 0.0) -> None:
         """Ends the thread's loop."""
         with self._wake:
+            self._late_s = max(self._late_s, late_s)
             self._is_stopping = True
             self._waits_for_others = self._waits_for_others or wait_for_others
             self._wake.notify()

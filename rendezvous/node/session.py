@@ -36,6 +36,7 @@ class Entrant:
         config: what it was told; a running job with other settings refuses it.
         figures: of its check, by which nodes that come later are judged.
         lease_s: how long it counts as present without a word, in seconds.
+        hosted: whether the store is one that a node of the job hosts, and that ends with it.
     """
 
     job: str
@@ -43,6 +44,7 @@ class Entrant:
     config: JobConfig
     figures: bytes
     lease_s: float
+    hosted: bool = False
 
 
 @dataclass(slots=True)
@@ -211,12 +213,14 @@ class Session:
             try:
                 if self.lease.id is not None:
                     self._store.revoke(self.lease.id)
-                pace, end_s = Pace.begin(self._clock()), self._clock() + 2 * self._entrant.lease_s
+                began_s = self._clock()
+                late_s = began_s + self._mail.late_s
+                pace, end_s = Pace.begin(began_s), max(late_s, began_s + 2 * self._entrant.lease_s)
                 while self._mail.waits_for_others and (now_s := self._clock()) < end_s:
                     others = read_reports(self._prefix, self.range("nodes/")[0])
-                    if not others:
+                    if not others and now_s >= late_s:
                         break
-                    if pace.is_due(now_s):
+                    if others and pace.is_due(now_s):
                         names = names_text(sorted(others))
                         self._tell_wait(f"{names} to leave the job, whose rendezvous is here", end_s - now_s)
                     time.sleep(0.02)
@@ -231,9 +235,12 @@ class Session:
         """Takes the job's end: news for a node that took part in it, a refusal for one that comes too late."""
         if not self.joined:
             how = "successfully" if result.succeeded else f"with a failure ({result.message})"
+            again = (
+                "when the node that hosts it has left" if self._entrant.hosted else f"{RESULT_TTL_S:g} s after its end"
+            )
             raise JobFailed(
                 f"job {self._entrant.job!r} has ended {how}, and takes no more nodes: use another --rdzv-id, or this "
-                f"one again {RESULT_TTL_S:g} s after its end"
+                f"one again {again}"
             )
         self._replica.end(result)
         self.lease.due_s = self._clock() + self._entrant.lease_s

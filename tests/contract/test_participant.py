@@ -830,11 +830,48 @@ def test_a_store_that_cannot_be_reached_is_named_after_the_time_to_connect() -> 
         wait_until(lambda: node.refusals, LIMIT_S, "the refusal")
         assert isinstance(node.refusals[0], StoreUnavailable)
         assert endpoint in str(node.refusals[0])
-        assert "gave up after 0.3 s: is an etcd v3 server running there" in str(node.refusals[0])
+        assert "gave up after 0.3 s (--rdzv-conf connect_timeout=" in str(node.refusals[0])
+        assert str(node.refusals[0]).endswith("is an etcd v3 server running there, and reachable from this machine?")
         assert node.config is None
         assert not node.outages
     finally:
         node.participant.stop()
+
+
+def test_a_node_that_finds_no_host_hears_soon_that_the_job_may_have_ended_and_how_long_it_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
+    endpoint = f"127.0.0.1:{find_free_port()}"
+    node = Node(lambda: EtcdStore(endpoint, timeout_s=0.1), "b", CONFIG, connect_s=0.5, hosted=True)
+    node.participant.start()
+    try:
+        wait_until(lambda: node.refusals, LIMIT_S, "the refusal")
+        why = "has not started it yet or cannot be reached from here, or the job has ended, and its rendezvous with it"
+        assert re.match(rf"waiting for the rendezvous, \d s left: etcd at {endpoint}.*{why}$", node.waiting[0])
+        assert str(node.refusals[0]).endswith(why)
+        assert "gave up after 0.5 s (--rdzv-conf connect_timeout=SECONDS gives it more time)" in str(node.refusals[0])
+    finally:
+        node.participant.stop()
+
+
+def test_the_node_that_hosts_the_store_stays_for_a_while_and_nodes_that_come_late_hear_the_end(job: Job) -> None:
+    ahead_s = 0.0
+    host = job.node("a", hosted=True, clock=lambda: time.monotonic() + ahead_s)
+    wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+    job.admin.put("/elaunch/job/result", to_json(Result(False, "the script has a bug")))
+    wait_until(lambda: host.results, LIMIT_S, "the end")
+    leaving = threading.Thread(target=lambda: host.participant.stop(last=True, late_s=1000.0))
+    leaving.start()
+    wait_until(lambda: not job.read("nodes/a"), LIMIT_S, "a to have left")
+    late = job.node("b", hosted=True)
+    wait_until(lambda: late.refusals, LIMIT_S, "the refusal")
+    assert "job 'job' has ended with a failure (the script has a bug), and takes no more nodes" in str(late.refusals[0])
+    assert str(late.refusals[0]).endswith("or this one again when the node that hosts it has left")
+    assert leaving.is_alive()
+    ahead_s = 1000.0
+    leaving.join(LIMIT_S)
+    assert not leaving.is_alive()
 
 
 def test_a_store_that_comes_late_is_waited_for() -> None:

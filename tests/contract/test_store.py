@@ -691,6 +691,23 @@ class TestEtcdSettings:
     def test_tls_is_no_cause_where_nothing_was_connected_or_etcd_has_answered(self, reason: str) -> None:
         assert (tls_hint(reason, uses_tls=True), tls_hint(reason, uses_tls=False)) == ("", "")
 
+    @pytest.mark.parametrize(("has_answered", "limit"), [(False, "0.1"), (True, "0.3")])
+    def test_a_server_that_has_never_answered_may_have_less_time_than_one_that_is_away(
+        self, monkeypatch: pytest.MonkeyPatch, has_answered: bool, limit: str
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise StatusError("UNAVAILABLE", "failed to connect to all addresses; last error: Connection refused")
+
+        store = EtcdStore("127.0.0.1:1", timeout_s=0.3)
+        store.first_contact_s = 0.1
+        monkeypatch.setattr(store.server.kv, "Range", refuse)
+        store.server.has_answered = has_answered
+        try:
+            with pytest.raises(StoreUnavailable, match=rf"\(time-out {limit} s\): .* Connection refused; is etcd"):
+                store.get("/a")
+        finally:
+            store.close()
+
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
         assert advice == "TLS failed: what the server answers is not TLS. Does it use TLS? This side does."

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from tests.jobs.watch import (
     wait_for_members,
     wait_for_step,
 )
+
+LATE = "the job is over; this node hosts the rendezvous, and tells late nodes so for 3 s"
 
 
 class Cluster:
@@ -258,11 +261,45 @@ def test_below_the_minimum_for_too_long_the_job_fails_with_a_reason(
 
 def test_the_first_node_may_host_the_rendezvous(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
     script = (SCRIPT, "--steps", "40", "--sleep", "0.004")
-    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job")
+    flags = c10d(free_port, "2")
     nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
     for node in nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
+        assert LATE not in node.agent.text(), "there was no room for another node"
     assert len(losses(nodes)) == 40
+
+
+def test_who_comes_when_such_a_job_has_ended_is_told(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+    """The store has ended with the node that hosted it; another node may wait for that one to begin."""
+    script, flags = (SCRIPT, "--steps", "2"), c10d(free_port, "1:2")
+    host = elaunch(spawn, tmp_path, *flags, "--rdzv-conf=last_call_timeout=0", script=script, name="a")
+    assert host.agent.wait(60) == 0, host.agent.tail()
+    assert LATE in host.agent.text()
+    flags = (*flags, "--rdzv-conf=is_host=false,connect_timeout=4")
+    late = elaunch(spawn, tmp_path, *flags, script=script, name="b")
+    assert late.agent.wait(60) == 1
+    told = "has not started it yet or cannot be reached from here, or the job has ended, and its rendezvous with it"
+    assert re.search(rf"waiting for the rendezvous, [01] s left: .*{told}\n", late.agent.text()), late.agent.tail()
+    assert "gave up after 4 s" in late.agent.text()
+
+
+@pytest.mark.soak
+def test_who_hosts_a_rendezvous_where_one_has_ended_says_so(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
+    flags = (*c10d(free_port, "2"), "--rdzv-conf=join_timeout=4", "--node-name=c")
+    anew = elaunch(spawn, tmp_path, *flags, script=(SCRIPT, "--steps", "2"), name="c")
+    assert anew.agent.wait(60) == 1
+    told = f"this node hosts the rendezvous at 127.0.0.1:{free_port}; if a job has met there before, it has ended"
+    assert re.search(rf"\(here: c, at least 1 missing, [01] s left\); {told}\n", anew.agent.text()), anew.agent.tail()
+
+
+def c10d(port: int, nnodes: str) -> tuple[str, ...]:
+    """Returns the flags of a job whose first node hosts the rendezvous."""
+    return (
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=job",
+        f"--nnodes={nnodes}",
+    )
 
 
 @pytest.mark.parametrize("name", ["a", soak("c")])

@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from elaunch import checkpoints
+from tests.faults import test_hybrid
+from tests.faults.test_checkpoints import LAYERS, PATIENT, STEPS, check, run_layers
 from tests.faults.test_workers import reference
 from tests.helpers import Spawner, find_free_port, scaled, soak, wait_until
 from tests.jobs.watch import (
@@ -68,7 +70,9 @@ def test_an_etcd_of_the_job_that_is_killed_is_started_again(spawn: Spawner, tmp_
     assert digests(node) == samples
 
 
-def some_nodes(spawn: Spawner, folder: Path, names: str, *flags: str, script: tuple[str, ...]) -> list[Node]:
+def some_nodes(
+    spawn: Spawner, folder: Path, names: str, *flags: str, script: tuple[str, ...], program: Path = SCRIPT
+) -> list[Node]:
     """The agent of the first hosts the rendezvous."""
     many = (
         f"--nnodes=1:{len(names)}",
@@ -80,7 +84,7 @@ def some_nodes(spawn: Spawner, folder: Path, names: str, *flags: str, script: tu
     nodes = []
     for name in names:
         own = (f"--node-name={name}", "--local-addr=127.0.0.1")
-        nodes.append(elaunch(spawn, folder, *many, conf, *own, *flags, script=(SCRIPT, *script), name=name))
+        nodes.append(elaunch(spawn, folder, *many, conf, *own, *flags, script=(program, *script), name=name))
         etcd_of(nodes[0])
     return nodes
 
@@ -129,6 +133,56 @@ def test_its_state_is_saved_where_there_is_a_folder_for_checkpoints(spawn: Spawn
     for other in others:
         assert [event["exitcode"] for event in other.events("worker_exited")] == [0], other.agent.tail()
         assert f"there is a checkpoint of {step} steps, from which the job goes on" in other.agent.text()
+
+
+def lose_store_at_step_6(spawn: Spawner, folder: Path, names: str, workers: int, *script: str) -> list[Node]:
+    """A job in layers whose first node is lost, and the store with it; returns its nodes, all of which have ended."""
+    gate = folder / "gate"
+    flags = (
+        f"--nproc-per-node={workers}",
+        "--consistency=bitwise",
+        f"--checkpoint-dir={folder / 'saved'}",
+        "--checkpoint-every=4",
+    )
+    script = (*STEPS, *PATIENT, "--hold", f"6:{gate}", *script)
+    nodes = host, *others = some_nodes(spawn, folder, names, *flags, script=script, program=LAYERS)
+    wait_for_step(nodes, 5)
+    assert {len(node.members()) for node in nodes} == {workers * len(names)}
+    wait_for(nodes, lambda: checkpoints.newest(folder / "saved") == 4, 60, "a checkpoint after 4 steps")
+    kill_node(host)
+    gate.touch()
+    for other in others:
+        assert other.agent.wait(100) == 1, other.agent.tail()
+    return nodes
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("names", "workers", "plan"),
+    [("ab", 2, "--dp=2 --pp=2"), ("ab", 1, "--dp=1 --pp=2"), ("abc", 1, "--dp=1 --pp=3")],
+)
+def test_so_is_that_of_a_model_in_layers_of_which_the_others_have_copies(
+    spawn: Spawner, tmp_path: Path, names: str, workers: int, plan: str
+) -> None:
+    """Each node holds one part of the model, and copies of another's."""
+    expected = test_hybrid.reference(spawn, tmp_path, *STEPS)
+    nodes = lose_store_at_step_6(spawn, tmp_path, names, workers, *plan.split())
+    step = checkpoints.newest(tmp_path / "saved")
+    for other in nodes[1:]:
+        assert {event["exitcode"] for event in other.events("worker_exited")} == {0}, other.agent.tail()
+        assert f"there is a checkpoint of {step} steps, from which the job goes on" in other.agent.text()
+    assert step == 7, "the members that are left do the step that was interrupted, and save it"
+    check(run_layers(spawn, tmp_path, "--pp=2", name="second"), expected, *nodes)
+
+
+@pytest.mark.soak
+def test_what_nobody_has_a_copy_of_comes_from_the_newest_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
+    expected = test_hybrid.reference(spawn, tmp_path, *STEPS)
+    nodes = _, other = lose_store_at_step_6(spawn, tmp_path, "ab", 1, "--dp=2", "--pp=1", "--snapshots=0")
+    assert "at step 4; parts of the state were lost, 2 steps are done again" in other.agent.text()
+    assert checkpoints.newest(tmp_path / "saved") == 5, other.agent.tail()
+    assert "there is a checkpoint of 5 steps, from which the job goes on" in other.agent.text()
+    check(run_layers(spawn, tmp_path, "--pp=2", name="second"), expected, *nodes)
 
 
 def test_training_that_needs_nobody_goes_on_without_the_store(spawn: Spawner, tmp_path: Path) -> None:

@@ -507,11 +507,29 @@ def test_a_node_that_comes_after_the_end_is_turned_away_with_the_name_of_the_job
         make_handler(store.session(), "run7").next_rendezvous()
 
 
-def test_too_few_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_nodes_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
+    monkeypatch.setattr("elaunch.waits.LOOK_S", 0.05)
     handler = make_handler(MemoryStore(), "run7", (2, 2))
-    monkeypatch.setattr(handler._inner.settings.timeout, "_join", timedelta(milliseconds=1))
-    with pytest.raises(RendezvousTimeoutError, match=r"--rdzv-id=run7 .*fewer than 2 nodes came within 0.001 s"):
+    monkeypatch.setattr(handler._inner.settings.timeout, "_join", timedelta(milliseconds=500))
+    with pytest.raises(RendezvousTimeoutError, match=r"--rdzv-id=run7 .*fewer than 2 nodes came within 0.5 s"):
         handler.next_rendezvous()
+    told = r"waiting for 0 s: --rdzv-id=run7 \(etcd at .*\): the round of at least 2 nodes to begin"
+    assert re.search(told, caplog.text)
+
+
+def test_who_waits_for_what_another_node_is_to_write_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
+    monkeypatch.setattr("elaunch.waits.LOOK_S", 0.05)
+    store = MemoryStore()
+    handler = make_handler(store, "run7")
+    handler.next_rendezvous()
+    with pytest.raises(DistStoreError, match="waited in vain for"):
+        AgentStore(store, handler._backend).wait(["place"], timedelta(milliseconds=500))
+    assert re.search(r"waiting for 0 s, 0 s left: '/elaunch/\S*/place' to be written by another node", caplog.text)
+    assert handler.shutdown()
 
 
 def test_a_round_goes_on_while_etcd_is_away(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -16,11 +17,12 @@ from elaunch.agent.output.logs import LogSettings, WorkerLogs
 from elaunch.agent.output.tee import Tee
 from elaunch.agent.supervisor import START_S, Supervisor
 from elaunch.agent.watch.node_check import measure
-from elaunch.errors import LaunchError
+from elaunch.errors import JobFailed, LaunchError
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.workers import checkpoints
-from elaunch.workers.agent_client import StaticClient
+from elaunch.workers.agent_client import AgentClient, StaticClient
 from tests.helpers import Spawner, is_running, wait_until
+from tests.unit.comm_crew import Task
 
 LIMIT_S = 20.0
 
@@ -29,6 +31,7 @@ LIMIT_S = 20.0
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits says so at once."""
     monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
+    monkeypatch.setattr("elaunch.waits.LOOK_S", 0.02)
 
 
 def test_an_agent_that_ends_kills_a_fork_server_that_is_stopped_and_its_workers(spawn: Spawner, tmp_path: Path) -> None:
@@ -143,6 +146,76 @@ def test_an_etcd_that_is_not_ready_is_told_of(tmp_path: Path, monkeypatch: pytes
         server.wait_ready(0.5, said.append)
     assert said[0] == f"waiting for 0 s, 0 s left: etcd (pid {server.pid}, {server.endpoint}) to answer"
     server.stop()
+
+
+def test_a_stranger_at_the_port_of_an_etcd_that_talks_without_end_is_no_etcd(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def talk() -> None:
+            with contextlib.suppress(OSError):
+                link, _ = stranger.accept()
+                with link:
+                    while True:
+                        link.sendall(b"x")
+                        time.sleep(0.01)
+
+        threading.Thread(target=talk, daemon=True).start()
+        server = EmbeddedEtcd(str(tmp_path / "etcd"), port=stranger.getsockname()[1])
+        answer = Task(lambda: server._is_healthy(time.monotonic() + LIMIT_S))
+        assert answer.result(LIMIT_S) is False
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_worker_whose_agent_does_not_answer_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("elaunch.workers.agent_client.WELCOME_TIMEOUT_S", 0.3)
+    path = str(tmp_path / "agent")
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(path)
+        agent.listen()
+        with pytest.raises(JobFailed, match="does not answer: timed out"):
+            AgentClient(path, "a/0#0")
+    assert "waiting for 0 s, 0 s left: the agent of worker a/0#0 to answer\n" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_worker_under_torchrun_says_that_it_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+
+    def until_told() -> None:
+        text: list[str] = []
+
+        def said() -> bool:
+            text.append(capsys.readouterr().err)
+            return "\n" in text[-1]  # which may come after the line itself
+
+        wait_until(said, LIMIT_S, "a line")
+        told.append("".join(text).partition("\n")[0])
+
+    class Store:
+        def __init__(self, host: str, port: int, size: int, is_master: bool) -> None:
+            until_told()
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+        def get(self, key: str) -> bytes:
+            until_told()
+            return b"127.0.0.1:1"
+
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        port = master.getsockname()[1]
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr("torch.distributed.TCPStore", Store)
+        monkeypatch.setattr("torch.distributed.PrefixStore", lambda prefix, store: store)
+        client = StaticClient()
+        assert told == [f"[elaunch] waiting for 0 s, 300 s left: the other workers, at 127.0.0.1:{port}"]
+        client.ready("127.0.0.1:2")
+    assert told == [told[0]] * 3
 
 
 @pytest.mark.usefixtures("hasty")

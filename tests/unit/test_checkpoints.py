@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -739,11 +740,17 @@ class TestGoingBack:
         wait_until(lambda: removed(tmp_path), 10, "the end of what was left")
         assert names(tmp_path) == {"step-000000001"}
 
-    def test_who_does_not_see_the_checkpoint_says_so(self, tmp_path: Path, members: Members) -> None:
+    def test_who_does_not_see_the_checkpoint_says_so(
+        self, members: Members, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
+        monkeypatch.setattr("elaunch.waits.LOOK_S", 0.05)
         with pytest.raises(
             StateError, match=r"a/1#0 does not see the checkpoint .*step-000000040.* shared file system"
         ):
             members.checkpoints[1]._open(40, first=False)
+        told = r"waiting for 0 s, 0 s left: the checkpoint \S*/step-000000040 to be seen by a/1#0\n"
+        assert re.search(told, capfd.readouterr().err)
 
     def test_and_does_not_go_on_without_it(
         self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch

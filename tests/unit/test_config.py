@@ -17,7 +17,7 @@ from elaunch.detect import devices
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.ranges import parse_range
-from elaunch.rendezvous.conf import RendezvousConf, own_address, parse_conf, parse_endpoint
+from elaunch.rendezvous.conf import RendezvousConf, WorkerLimits, own_address, parse_conf, parse_endpoint
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,10 @@ class TestConf:
     def test_keys_and_values_with_spaces_and_empty_parts(self) -> None:
         conf = parse_conf(" join_timeout = 30 ,,lease_ttl=2.5, ready_timeout=0")
         assert (conf.join_timeout, conf.lease_ttl, conf.ready_timeout) == (30.0, 2.5, 0.0)
+
+    def test_limits_of_workers_stand_together(self) -> None:
+        conf = parse_conf("stop_timeout=2,first_steps_timeout=60")
+        assert conf.workers == WorkerLimits(register_timeout=900.0, first_steps_timeout=60.0, stop_timeout=2.0)
 
     @pytest.mark.parametrize("item", ["nonsense=1", "join_timeout", "=3", "JOIN_TIMEOUT=1"])
     def test_an_unknown_key_is_refused_with_the_known_ones(self, item: str) -> None:

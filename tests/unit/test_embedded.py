@@ -255,13 +255,21 @@ class TestEnding:
         assert os.getsid(pid) == pid
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-    def test_it_dies_with_its_parent(self, spawn: Spawner, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("has_threads", [False, True], ids=["started", "started again"])
+    def test_it_dies_with_its_parent(self, spawn: Spawner, tmp_path: Path, has_threads: bool) -> None:
+        again = (
+            "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+            "os.kill(server.pid, signal.SIGKILL)\n"
+            "while server.pid: time.sleep(0.01)\n"
+            "server.start_again()\n"
+        )
         parent = spawn.python(
             "-c",
-            "import sys, time\n"
+            "import os, signal, sys, threading, time\n"
             "from elaunch.rendezvous.embedded import EmbeddedEtcd\n"
             "server = EmbeddedEtcd(sys.argv[1])\n"
             "server.start()\n"
+            f"{again if has_threads else ''}"
             "server.wait_ready(20)\n"
             "print('pid', server.pid, 'end', flush=True)\n"
             "time.sleep(1000)\n",

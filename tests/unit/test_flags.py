@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.cli import ctl, plan, run
 from elaunch.cli.flags import conf_keys, parser
-from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf
+from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
 from tests.helpers import ROOT
 
 PARSERS = {"elaunch": parser, "elaunch ctl": ctl.parser, "elaunch plan": plan.parser}
@@ -69,12 +69,14 @@ def test_every_group_of_flags_has_an_example() -> None:
 
 
 def test_help_explains_the_keys_of_rdzv_conf() -> None:
-    keys = {one.name for kind in (RendezvousConf, EtcdCredentials) for one in fields(kind)} - {"etcd", "keep_alive"}
+    keys = {one.name for kind in (RendezvousConf, EtcdCredentials, WorkerLimits) for one in fields(kind)}
+    keys -= {"etcd", "keep_alive", "workers"}
     keys |= {f"keep_alive_{one.name}" for one in fields(KeepAlive)}
     assert set(KEYS) == keys
     text = parser().format_help()
     assert all(line.strip() in text for line in conf_keys().splitlines())
     assert re.search(r"^ +lease_ttl +5  a node that is silent", conf_keys(), re.MULTILINE)
+    assert re.search(r"^ +first_steps_timeout +1800  how long a worker", conf_keys(), re.MULTILINE)
     assert re.search(r"^ +connect_timeout +how long", conf_keys(), re.MULTILINE), "no default of its own"
 
 

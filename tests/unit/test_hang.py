@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from elaunch.detect.hang import (
     CHANGE_S,
+    FIRST_STEPS_S,
     FLOOR_S,
     LONG_S,
     MIN_STEPS,
@@ -230,6 +231,39 @@ def test_before_enough_steps_only_the_users_limit_counts() -> None:
     assert fixed is not None
     assert 7.0 < fixed[1] <= 7.0 + 1.0
     assert World(steady(0.5), hangs=(30, 1, "asleep"), detector=HangDetector(HangTimeout("off"))).run(60) is None
+
+
+@pytest.mark.parametrize("kind", ["asleep", "spins", "lock", "works"])
+def test_before_enough_steps_a_worker_for_which_others_wait_has_the_limit_of_first_steps(kind: str) -> None:
+    detector = HangDetector(first_steps_s=100.0)
+    found = World(steady(0.5), hangs=(2, 1, kind), detector=detector).run(200)
+    assert found is not None
+    hang, after_s = found
+    assert (hang.worker, hang.step, hang.limit_s, hang.is_early) == ("n/1#0", 2, 100.0, True)
+    assert 100.0 < after_s <= 101.0
+    again = World(steady(0.5), hangs=(2, 1, kind), detector=detector, incarnation=1, begin_s=2000.0)
+    assert again.run(390) is None, "the script may do something there that takes long: it has four times as long"
+    assert HangDetector().first_steps_s == FIRST_STEPS_S == 1800.0
+    late = World(steady(0.5), hangs=(30, 1, "asleep"), detector=HangDetector(first_steps_s=100.0)).run(60)
+    assert late is not None
+    assert not late[0].is_early
+
+
+def test_first_steps_have_no_limit_where_nobody_waits_or_the_user_wants_none() -> None:
+    alone = HangDetector(first_steps_s=100.0)
+    assert World(steady(0.5, workers=1), hangs=(2, 0, "asleep"), detector=alone).run(600) is None
+    off = HangDetector(HangTimeout("off"), 100.0)
+    assert World(steady(0.5), hangs=(2, 1, "asleep"), detector=off).run(600) is None
+    assert (alone.early_s, off.early_s) == (None, None)
+
+
+def test_a_deadlock_in_first_steps_has_their_limit() -> None:
+    fresh = HangDetector(first_steps_s=100.0)
+    assert watch(circle(), 99, BOTH[3:], fresh) is None
+    found = watch(circle(), 5, BOTH[3:], fresh, BEGIN_S + 99)
+    assert found is not None
+    assert (found.limit_s, found.is_early) == (100.0, True)
+    assert stalled(HangDetector(first_steps_s=100.0), circle(), 103) == list(BOTH[3:]), "others are elsewhere"
 
 
 def test_the_users_limit_takes_no_account_of_work() -> None:

@@ -13,7 +13,7 @@ import pytest
 from elaunch.agent.watch.hosted import LONGEST_PAUSE_S, MOST_QUICK_ENDS, HostedEtcd, QuickEnds
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
-from tests.helpers import Spawner, is_running, wait_until
+from tests.helpers import wait_until
 
 LIMIT_S = 20.0
 
@@ -118,25 +118,3 @@ def test_one_that_fails_at_each_start_is_given_up_with_one_line(
     assert "exited with code 3, soon after its start, for the 4th time in a row: it is not started again" in last
     assert last.endswith("Its log ends: the disk is on fire")
     keeper.close()
-
-
-def test_one_that_was_started_again_dies_with_its_parent_too(spawn: Spawner, tmp_path: Path) -> None:
-    parent = spawn.python(
-        "-c",
-        "import os, signal, sys, threading, time\n"
-        "from elaunch.rendezvous.embedded import EmbeddedEtcd\n"
-        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-        "server = EmbeddedEtcd(sys.argv[1])\n"
-        "server.start()\n"
-        "os.kill(server.pid, signal.SIGKILL)\n"
-        "while server.pid: time.sleep(0.01)\n"
-        "server.start_again()\n"
-        "server.wait_ready(20)\n"
-        "print('pid', server.pid, 'end', flush=True)\n"
-        "time.sleep(1000)\n",
-        tmp_path / "etcd",
-    )
-    pid = int(parent.wait_for_text("end\n", LIMIT_S).split()[1])
-    assert is_running(pid)
-    os.kill(parent.pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(pid), LIMIT_S, "the server to follow its parent")

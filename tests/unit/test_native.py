@@ -20,7 +20,7 @@ from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
-from elaunch.workers.data_parallel.reducer import Reducer
+from elaunch.workers.data_parallel.reducer import FREED_S, NativeSums, Reducer
 from tests.helpers import wait_until
 from tests.unit.comm_crew import Task, crew, each, outcomes, together
 
@@ -308,6 +308,61 @@ def test_a_step_that_a_device_ended_with_garbage_does_not_count() -> None:
         assert failed == [1]
         reducer.cancel()
         reducer.close()
+
+
+class Mark:
+    """A place in the work of a device that takes no time by the clock: each look at it takes a second."""
+
+    def __init__(self, reached_after: float) -> None:
+        self.now_s, self.reached_after = 0.0, reached_after
+
+    def query(self) -> bool:
+        self.now_s += 1.0
+        return self.now_s >= self.reached_after
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_a_worker_whose_device_never_comes_to_the_end_of_poisoned_sums_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(what: str, error: BaseException) -> None:
+        raise SystemExit(f"{what}: {error}")
+
+    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.end_process", end)
+    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.POLL_S", 0.0)
+    device = Device()
+    sums = NativeSums(device)
+    sums.add(torch.ones(1, device="meta"))
+    slow = Mark(5000)
+    sums.reach(slow, slow.clock)
+    assert slow.now_s == 5000, "as long as the members are the same, the hang detector judges"
+    device.poisoned = True
+    freed, stuck = Mark(100), Mark(float("inf"))
+    sums.reach(freed, freed.clock)
+    with pytest.raises(SystemExit) as ended:
+        sums.reach(stuck, stuck.clock)
+    assert str(ended.value) == "native group: meta was not done with its sums 120 s after their end (aborted)"
+    assert FREED_S <= stuck.now_s <= FREED_S + 2
+
+
+def test_who_waits_for_native_sums_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def waiting(peers: Sequence[str], generation: int) -> Iterator[None]:
+        named.append(tuple(peers))
+        yield
+
+    with crew(2) as transports:
+        monkeypatch.setattr("elaunch.workers.data_parallel.reducer.heartbeat.waiting", waiting)
+        reducer = Reducer()
+        reducer.begin(Group(transports[0], 1, ["a/0#0", "a/1#0"]), 0.5, Device())
+        reducer.launch(torch.ones(3))
+        reducer.wait()
+        monkeypatch.undo()
+        reducer.cancel()
+        reducer.close()
+    assert set(named) == {("a/1#0",)}
 
 
 def test_a_reducer_sums_over_gloo_and_is_freed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -159,7 +160,10 @@ def test_figures_are_left_for_the_peers_and_taken_back_by_a_node_that_is_refused
     assert len(store.range("/elaunch/job/checks/")[0]) == 4
 
 
-def test_a_store_that_is_not_there_yet_is_tried_again_and_the_refusal_names_the_node(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_yet_is_tried_again_and_the_refusal_names_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elaunch.waits.WAITED_S", 0.01)
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho '" + node(600).to_json() + "'\n")
     program.chmod(0o755)
@@ -172,10 +176,20 @@ def test_a_store_that_is_not_there_yet_is_tried_again_and_the_refusal_names_the_
             raise StoreUnavailable("etcd is not there")
         return server.session()
 
-    assert check(open_store, "/p/", "a", 1, 1, environment, 60.0) == node(600)  # type: ignore[arg-type]
+    said: list[str] = []
+    found = check(open_store, "/p/", "a", 1, 1, environment, 60.0, said.append, hosted=True)  # type: ignore[arg-type]
+    assert found == node(600)
     assert len(tries) == 3
+    ended = "has not started it yet or cannot be reached from here, or the job has ended, and its rendezvous with it"
+    what = rf"the rendezvous, for the figures of other nodes: etcd is not there; the node .* {ended}"
+    assert re.fullmatch(rf"waiting for 0 s, 60 s left: {what}", said[0])
     tries.clear()
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable) as raised:
+        check(open_store, "/p/", "a", 1, 1, environment, 0.0, hosted=True)  # type: ignore[arg-type]
+    assert str(raised.value).startswith("etcd is not there; gave up after 0 s (--rdzv-conf connect_timeout=SECONDS")
+    assert str(raised.value).endswith(ended)
+    tries.clear()
+    with pytest.raises(StoreUnavailable, match=r"is an etcd v3 server running there, and reachable"):
         check(open_store, "/p/", "a", 1, 1, environment, 0.0)  # type: ignore[arg-type]
     program.write_text("#!/bin/sh\necho sick >&2\nexit 1\n")
     with pytest.raises(LaunchError, match=r"^--node-check: node b does not join: the check ended with code 1: sick$"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -192,6 +193,20 @@ class TestPatience:
         assert lines[0] == "this node has waited 10 s for a place in the job"
         assert [int(line.split()[4]) for line in lines] == [10, 30, 70, 150, 310]
         assert not node.life.ending.under_way
+
+    @pytest.mark.parametrize("away", [False, True])
+    def test_workers_that_were_told_to_end_are_named_until_they_have(self, away: bool) -> None:
+        node = Alone()
+        node.trains("b/0#0")
+        if away:
+            node.loses_store()
+        node.does(node.life.on_signal(signal.SIGINT, node.now_s))
+        lines = said(node.lasts(100.0)).splitlines()
+        assert lines == [
+            "this node has waited 10 s for a/0#0 to end; SIGKILL is sent in 20 s",
+            "this node has waited 30 s for a/0#0 to end; SIGKILL was sent",
+            "this node has waited 70 s for a/0#0 to end; SIGKILL was sent",
+        ]
 
     @pytest.mark.parametrize("hold", [False, True])
     def test_of_what_the_leader_tells_it_says_nothing(self, hold: bool) -> None:

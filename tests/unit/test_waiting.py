@@ -58,6 +58,17 @@ class TestWorkers:
             "node, for this or another reason"
         )
 
+    def test_in_first_steps_the_line_says_when_that_ends_and_by_which_setting(self) -> None:
+        waits = WorkerWaits()
+        told = [waits.look(BEGIN_S + second, {"b/0#0": reading()}, 1800.0) for second in range(11)]
+        assert told[-1] == (
+            "worker b/0#0 has waited 10 s for a/0#0, in step 25, operation 129; in the first 10 steps, whoever makes "
+            "no progress is killed after 1800 s (--rdzv-conf first_steps_timeout=SECONDS)"
+        )
+        waits = WorkerWaits()
+        told = [waits.look(BEGIN_S + second, {"b/0#0": reading(Phase.AGREEING, False)}, 1800.0) for second in range(11)]
+        assert told[-1].endswith("for the job to agree on its members"), "it waits for no worker"
+
     @pytest.mark.parametrize(
         ("phase", "waits", "text"),
         [

@@ -89,6 +89,17 @@ def _before_training(workers: LocalWorkers) -> str:
     return "the first step: workers here are ready" if ready else ""
 
 
+def _to_end(life: Lifecycle, now_s: float) -> str:
+    """Returns which workers that were told to end still run, and when they are killed."""
+    told = [slot.worker for slot in life.running if slot.told_to_end]
+    if not told:
+        return ""
+    kill_s, names = life.ending.kill_s, names_text(told)
+    if life.ending.killed or kill_s is None:
+        return f"{names} to end; SIGKILL was sent"
+    return f"{names} to end; SIGKILL is sent in {max(0.0, kill_s - now_s):.0f} s"
+
+
 def _has_died(worker: str, workers: LocalWorkers) -> bool:
     """Whether a member of this node is there no more, and has not finished."""
     slot = next((slot for slot in workers.slots if slot.worker == worker), None)
@@ -162,9 +173,10 @@ class Patience:
         life = self._life
         ends = bool(life.ending.stopping) or life.ending.alone or life.result is not None
         what = "" if ends else awaited(life.settings.node, life.generation, life.workers, life.ending.draining)
-        if self._away_since_s is None or not what:
+        to_end = _to_end(life, now_s)
+        if self._away_since_s is None or to_end or not what:
             self._waits_since_s = None
-            return self._tell(what, now_s)
+            return self._tell(to_end or what, now_s)
         self._slow_since_s = None
         if self._waits_since_s is None:
             self._waits_since_s = now_s

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch import threads
-from elaunch.detect.hang import Hang, HangDetector, HangTimeout, Sight
+from elaunch.detect.hang import FIRST_STEPS_KEY, FIRST_STEPS_S, MIN_STEPS, Hang, HangDetector, HangTimeout, Sight
 from elaunch.detect.heartbeat import HeartbeatReading, Reader
 from elaunch.detect.host import family
 from elaunch.detect.stacks import Stacks, collect, save
@@ -70,6 +70,7 @@ class HangWatch:
         setting: what the user wants.
         stop_limits_s: by state of a process, how long it may last.
         found: told of a worker that hangs, when its stacks have been taken.
+        first_steps_s: how long a worker may show no progress in its first steps, in seconds.
 
     Attributes:
         due_s: when it is time for the next look.
@@ -77,9 +78,13 @@ class HangWatch:
     """
 
     def __init__(
-        self, setting: HangTimeout, stop_limits_s: Mapping[str, float], found: Callable[[Found], None]
+        self,
+        setting: HangTimeout,
+        stop_limits_s: Mapping[str, float],
+        found: Callable[[Found], None],
+        first_steps_s: float = FIRST_STEPS_S,
     ) -> None:
-        self._detector = HangDetector(setting)
+        self._detector = HangDetector(setting, first_steps_s)
         self._stop_limits_s = stop_limits_s
         self._found = found
         self._watched: dict[str, _Watched] = {}
@@ -166,6 +171,11 @@ class HangWatch:
         """Returns the members on this node, once all have exceeded the wait limit and there are others elsewhere."""
         return self._detector.stalled
 
+    @property
+    def early_s(self) -> float | None:
+        """Returns the limit of first steps, in seconds, while it holds; else None."""
+        return self._detector.early_s
+
     def take_out(self, found: Deadlock, path_of: Callable[[str], str]) -> None:
         """Begins to take the stacks of the one to go, of members that all wait for each other, if it still waits."""
         hang = self._detector.take_out(time.monotonic(), found)
@@ -232,9 +242,10 @@ def describe(found: Found, is_last: bool = False) -> str:
         fate = "it went on while its stacks were taken, and is left alone"
     else:
         fate = "it is waited for, since nobody else holds the state of the job yet" if is_last else "it is killed"
+    early = f" until {MIN_STEPS} steps have been seen ({FIRST_STEPS_KEY} gives it more)" if hang.is_early else ""
     return (
         f"worker {hang.worker} hangs: {hang.doing} for {hang.since_s:.1f} s{usual}, the limit is "
-        f"{hang.limit_s:.1f} s{waits}{place}{where}; {fate}"
+        f"{hang.limit_s:.1f} s{early}{waits}{place}{where}; {fate}"
     )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.policy.stragglers.track import spread
 from elaunch.rendezvous.codec import read_json
+from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.waits import Watched
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ def check(
     environment: Mapping[str, str],
     connect_s: float,
     say: Callable[[str], None] = lambda line: None,
+    hosted: bool = False,
 ) -> Figures:
     """Checks this node before it joins.
 
@@ -240,6 +242,7 @@ def check(
         slots, environment: of its workers.
         connect_s: how long to try to reach the store, which another node may be about to start.
         say: tells the user what is waited for.
+        hosted: whether a node of the job hosts the store.
 
     Returns:
         Its figures, which the node keeps in the store from now on.
@@ -256,8 +259,9 @@ def check(
             break
         except StoreUnavailable as error:
             if time.monotonic() >= end_s:
-                raise
-            watched.tell(f"the rendezvous, for the figures of other nodes: {error}", end_s - time.monotonic())
+                raise StoreUnavailable(gave_up(error, connect_s, hosted)) from error
+            what = f"the rendezvous, for the figures of other nodes: {error}; {why_away(hosted)}"
+            watched.tell(what, end_s - time.monotonic())
             time.sleep(RETRY_S)
     if reason:
         raise LaunchError(f"--node-check: node {node} does not join: {reason}")

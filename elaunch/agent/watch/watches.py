@@ -64,11 +64,14 @@ class Watches:
         if is_enabled(os.environ):
             self._timers = Watchdog(fifo_path(os.environ, directory))
             selector.register(self._timers, selectors.EVENT_READ, self._timers)
-        stop_limits_s = {"T": config.rendezvous.conf.stop_timeout}
+        conf = config.rendezvous.conf
+        stop_limits_s = {"T": conf.workers.stop_timeout}
         with contextlib.suppress(ValueError):
             if (stuck_s := float(os.environ.get(STUCK_LIMIT, ""))) > 0:
                 stop_limits_s["D"] = stuck_s
-        self._hangs = HangWatch(config.detection.hang, stop_limits_s, self._found_hang)
+        self._hangs = HangWatch(
+            config.detection.hang, stop_limits_s, self._found_hang, conf.workers.first_steps_timeout
+        )
         self._waits = WorkerWaits()
         self._monitor = Monitor(
             config.detection.health,
@@ -80,9 +83,7 @@ class Watches:
             lambda findings: inbox.post(partial(self._on_findings, findings)),
             journal.say,
         )
-        self._reach = Reach(
-            lambda cut, well: inbox.post(partial(self._on_reach, cut, well)), config.rendezvous.conf.link_timeout
-        )
+        self._reach = Reach(lambda cut, well: inbox.post(partial(self._on_reach, cut, well)), conf.link_timeout)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -143,7 +144,7 @@ class Watches:
             self._life.workers.holders.note_end(one.worker)
             actions.append(Signal(one.worker, signal.SIGKILL))
         self._life.on_stalled(self._hangs.stalled)
-        if line := self._waits.look(time.monotonic(), self._hangs.heartbeats):
+        if line := self._waits.look(time.monotonic(), self._hangs.heartbeats, self._hangs.early_s):
             self._journal.say(line)
         return actions
 
