@@ -74,7 +74,7 @@ def check(node: Node, expected: Reference, dead: list[str]) -> None:
         soak("enter", 0),
         soak("enter", 3),
         soak("half", 0),
-        ("half", 3),
+        soak("half", 3),
         soak("passed", 0),
         soak("passed", 3),
         ("share", 0),
@@ -85,6 +85,12 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
     expected = reference(spawn, tmp_path, *STEPS)
     node = run(spawn, tmp_path, *STEPS, "--die", f"{slot}:5:{phase}")
     check(node, expected, [f"{slot}#0"])
+
+
+def test_nor_does_one_of_a_worker_whose_samples_are_loaded_ahead(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    node = run(spawn, tmp_path, *STEPS, "--die", "3:5:half", "--loaders", "2")
+    check(node, expected, ["3#0"])
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
     parser.add_argument("--hang-between", action="store_true", help="it does so before the step, not in a layer")
     parser.add_argument("--frozen", action="store_true", help="layers have frozen parameters; loads values into all")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that load samples")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
@@ -260,6 +261,7 @@ def main() -> None:
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=args.steps),
         snapshots=args.snapshots,
         max_extra_bytes=args.max_extra_bytes,
+        num_workers=args.loaders,
     )
     if args.frozen:
         load(engine)
