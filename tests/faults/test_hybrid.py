@@ -209,6 +209,18 @@ def test_frozen_parameters_and_loaded_values_survive_a_death_bitwise(
     assert "node0/1#1" in plans[-1].workers
 
 
+def test_replicas_that_differ_are_repaired_and_no_bit_of_the_result_changes(spawn: Spawner, tmp_path: Path) -> None:
+    steps = ("--steps", "40", "--frozen")
+    expected = reference(spawn, tmp_path, *steps)
+    script = (SCRIPT, "--dp=2", "--pp=2", *steps, "--spoil=3:7")
+    node = elaunch(spawn, tmp_path, *FOUR, "--check-replicas=1,repair", script=script)
+    check(node, expected, [])
+    (event,) = node.events("replicas_repaired")
+    assert event["step"] == 7
+    assert "the replicas of layer 2 differ after 7 steps (after 6 they were the same)" in event["differ"]
+    assert "is not the same on node0/3#0 as on node0/" in event["differ"]
+
+
 def test_without_copies_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, *STEPS, "--snapshots", "0", "--die", "1:5:compute")
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()

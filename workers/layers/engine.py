@@ -471,9 +471,9 @@ class Engine:
         """Returns whether the plan changes in the step in flight."""
         return self._migration is not None
 
-    def check_replicas(self, alike: int | None) -> None:
+    def check_replicas(self, alike: int | None, repair: bool) -> str | None:
         """Compares the replicas of all layers; see `elaunch.workers.layers.change.compare`."""
-        check_replicas(self._here, self.step, alike)
+        return check_replicas(self._here, self.step, alike, repair)
 
     @property
     def n_owned(self) -> int:

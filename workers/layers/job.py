@@ -196,10 +196,12 @@ class HybridJob(BaseJob):
         if not self._replica_check.is_due(self.step, saving) or self._compared == at or engine.changing:
             return
         try:
-            engine.check_replicas(self._alike)
+            differ = engine.check_replicas(self._alike, self._replica_check.repair)
         except ReplicasDiffer as error:
             self._member.abandon(str(error))
             raise
+        if differ is not None and group.rank == 0:
+            self._member.send("replicas_repaired", {"step": self.step, "differ": differ})
         self._compared, self._alike = at, self.step
 
     def _clocks(self) -> ClockRange | None:
