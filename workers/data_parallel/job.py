@@ -290,7 +290,7 @@ class Job(BaseJob):
                 self._resolve()
                 return
             heartbeat.enter(Phase.SCRIPT, self.step)
-            begin_s = self._now_s(measured) - step.waited_s
+            begin_s = step.own_s(self._now_s(measured))
             batch = loader.take(self.step, samples)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
@@ -301,8 +301,7 @@ class Job(BaseJob):
             step.in_micro_batch = True
             yield to_device(batch, self.device)
             step.in_micro_batch = False
-            # What it waited for others is in both.
-            own_s += self._now_s(measured) - step.waited_s - begin_s
+            own_s += step.own_s(self._now_s(measured)) - begin_s
         if measured:
             n_turns = len(share.micro_batches)
             self._member.took(own_s / n_turns, len(share.units) // n_turns)
@@ -346,6 +345,7 @@ class Job(BaseJob):
                 step.committed = self._recover(error)
             if self._model_buffers is not None:
                 (self._model_buffers.commit if step.committed else self._model_buffers.drop)()
+            step.settled_s = step.own_s(begin_s)
             step.waited_s += time.monotonic() - begin_s
             if step.committed:
                 self._state.watch.committed(step.whole, self._member.generation.number)
