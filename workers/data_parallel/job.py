@@ -36,18 +36,18 @@ from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
-from elaunch.workers.data_parallel.refusals import (
-    refuse_own_group,
-    refuse_sparse,
-    refuse_wrappers,
-    warn_of_own_group,
-)
 from elaunch.workers.data_parallel.registered import RegisteredState
 from elaunch.workers.data_parallel.step import Step
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
+from elaunch.workers.refusals import (
+    refuse_own_group,
+    refuse_sparse,
+    refuse_wrappers,
+    warn_of_own_group,
+)
 from elaunch.workers.runtime import Member
 
 STOPS = "elaunch.stops"

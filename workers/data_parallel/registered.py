@@ -11,9 +11,9 @@ import torch
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data_parallel.layout import SampleLayout
-from elaunch.workers.data_parallel.refusals import refuse_unregistered
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict
+from elaunch.workers.refusals import refuse_unregistered
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.objects import fill, move_objects, part_of, read
 

@@ -65,7 +65,16 @@ class EngineSettings:
 
     @classmethod
     def of(cls, **given: Any) -> EngineSettings:
-        """Returns the settings for keyword arguments, of which those of `Loading` may stand among the others."""
+        """Returns the settings for keyword arguments, of which those of `Loading` may stand among the others.
+
+        Raises:
+            StateError: a GradScaler is among them, or as the constructor.
+        """
+        if "scaler" in given:
+            raise StateError(
+                "a model in layers takes no GradScaler: use dtype=torch.bfloat16, whose gradients need no scaling; "
+                "master weights and optimizer states are float32 then"
+            )
         loading = {name: given.pop(name) for name in Loading.__annotations__ if name in given}
         return cls(**given, loading=Loading(**loading))  # type: ignore[typeddict-item]
 
