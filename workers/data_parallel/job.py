@@ -87,6 +87,10 @@ class Job(BaseJob):
         """Returns the number of the step in flight, which is also the number of steps that have committed."""
         return self._state.step
 
+    @step.setter
+    def step(self, value: int) -> None:
+        self._state.begin_at(value, self._member.joined)
+
     @property
     def last_micro_batch(self) -> bool:
         """Whether the micro-batch at hand is this worker's last one of the step: gradients are complete after it."""
