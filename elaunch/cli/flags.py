@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -93,6 +94,29 @@ class FlagParser(argparse.ArgumentParser):
         else:
             options["default"] = default if value is None else value
         self._section.add_argument(name, **options)
+
+    def split_at_script(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Returns the launcher's own words, the script among them, and the script's arguments.
+
+        argparse looks for flags among the latter too, and up to Python 3.12.6 refuses one that is short for several of
+        the launcher's. A `--` right after the script is dropped, as torchrun drops it.
+        """
+        at = 0
+        while at < len(words):
+            word = words[at]
+            if word == "--" or not word.startswith("-"):
+                end = at + (2 if word == "--" else 1)
+                rest = list(words[end:])
+                return list(words[:end]), rest[1:] if rest[:1] == ["--"] else rest
+            at += 2 if self._takes_next_word(word) else 1
+        return list(words), []
+
+    def _takes_next_word(self, word: str) -> bool:
+        """Whether a flag's value is the word that follows; not of one that argparse will refuse."""
+        known = self._option_string_actions
+        names = [word] if word in known else [name for name in known if word.startswith("--") and name.startswith(word)]
+        actions = {known[name].dest: known[name] for name in names}
+        return len(actions) == 1 and all(action.nargs != 0 for action in actions.values())
 
     def error(self, message: str) -> NoReturn:
         """Says in one line what is wrong and in another where to read on, after a short usage, and exits with 2."""

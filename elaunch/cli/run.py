@@ -45,7 +45,9 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         UsageError: a value cannot be used.
         SystemExit: 2, from argparse, with the usage.
     """
-    args = parser().parse_args(argv)
+    flags = parser()
+    own, script_args = flags.split_at_script(sys.argv[1:] if argv is None else argv)
+    args = flags.parse_args(own)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         rendezvous=rendezvous,
         program=WorkerProgram(
             script=args.script,
-            args=tuple(args.script_args),
+            args=tuple(script_args),
             module=args.module and not args.run_path,
             no_python=args.no_python and not args.run_path,
             run_path=args.run_path,

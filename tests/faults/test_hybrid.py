@@ -74,7 +74,7 @@ def check(node: Node, expected: Reference, dead: list[str]) -> None:
         soak("enter", 0),
         soak("enter", 3),
         soak("half", 0),
-        ("half", 3),
+        soak("half", 3),
         soak("passed", 0),
         soak("passed", 3),
         ("share", 0),
@@ -85,6 +85,12 @@ def test_a_death_in_any_phase_of_a_step_changes_no_bit(spawn: Spawner, tmp_path:
     expected = reference(spawn, tmp_path, *STEPS)
     node = run(spawn, tmp_path, *STEPS, "--die", f"{slot}:5:{phase}")
     check(node, expected, [f"{slot}#0"])
+
+
+def test_nor_does_one_of_a_worker_whose_samples_are_loaded_ahead(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    node = run(spawn, tmp_path, *STEPS, "--die", "3:5:half", "--loaders", "2")
+    check(node, expected, ["3#0"])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +207,18 @@ def test_frozen_parameters_and_loaded_values_survive_a_death_bitwise(
     # Its layers went to others, and on to the replacement.
     assert len(plans) == 3
     assert "node0/1#1" in plans[-1].workers
+
+
+def test_replicas_that_differ_are_repaired_and_no_bit_of_the_result_changes(spawn: Spawner, tmp_path: Path) -> None:
+    steps = ("--steps", "40", "--frozen")
+    expected = reference(spawn, tmp_path, *steps)
+    script = (SCRIPT, "--dp=2", "--pp=2", *steps, "--spoil=3:7")
+    node = elaunch(spawn, tmp_path, *FOUR, "--check-replicas=1,repair", script=script)
+    check(node, expected, [])
+    (event,) = node.events("replicas_repaired")
+    assert event["step"] == 7
+    assert "the replicas of layer 2 differ after 7 steps (after 6 they were the same)" in event["differ"]
+    assert "is not the same on node0/3#0 as on node0/" in event["differ"]
 
 
 def test_without_copies_the_job_ends_with_the_names_of_what_is_lost(spawn: Spawner, tmp_path: Path) -> None:

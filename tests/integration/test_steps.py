@@ -78,7 +78,7 @@ def test_the_example_has_the_same_end_whoever_dies(spawn: Spawner, tmp_path: Pat
 
     def norms(name: str, kills: int) -> list[list[float]]:
         (tmp_path / name).mkdir()
-        arguments = (EXAMPLE, "--steps", str(steps))
+        arguments = (EXAMPLE, "--steps", str(steps), "--loaders", "1")
         node = elaunch(spawn, tmp_path / name, "--standalone", "--nproc-per-node=3", script=arguments)
         for kill in range(kills):
             due = partial(may_lose_one, node, (kill + chance.random()) * 0.8 * steps / kills)

@@ -214,6 +214,8 @@ def main() -> None:
     parser.add_argument("--clocks", action="store_true", help="its device is simulated, and may be clocked")
     parser.add_argument("--hang-between", action="store_true", help="it does so before the step, not in a layer")
     parser.add_argument("--frozen", action="store_true", help="layers have frozen parameters; loads values into all")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that load samples")
+    parser.add_argument("--spoil", default="", help="SLOT:STEP: before this step, it changes its layers' values")
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
@@ -260,6 +262,7 @@ def main() -> None:
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=args.steps),
         snapshots=args.snapshots,
         max_extra_bytes=args.max_extra_bytes,
+        num_workers=args.loaders,
     )
     if args.frozen:
         load(engine)
@@ -283,6 +286,10 @@ def main() -> None:
         pace.after()
         if args.hang_between:
             hangs.at(engine.step)
+        if args.spoil == f"{os.environ.get('LOCAL_RANK', '0')}:{engine.step}":
+            for layer_here in engine.layers.values():
+                for value in layer_here.tensors().values():
+                    value.add_(1)
         report = job.train_step()
         if job.rank == 0:
             say(f"step {report.step} loss {report.loss!r} norm {report.gradient_norm!r}")

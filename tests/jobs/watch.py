@@ -73,6 +73,7 @@ PRELOADS = {
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
+    "techniques.py": _COMPILER,
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 

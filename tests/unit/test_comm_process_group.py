@@ -45,6 +45,15 @@ def test_unknown_reductions_are_refused() -> None:
             dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR, group=pg)
 
 
+def test_sparse_tensors_are_refused_with_the_cure() -> None:
+    with crew(1) as (transport,):
+        pg = ElasticProcessGroup(lambda: Group(transport, 1, [transport.worker]))
+        with pytest.raises(
+            ValueError, match=r"a torch.sparse_coo tensor cannot be sent: hand over tensor.to_dense\(\)"
+        ):
+            dist.all_reduce(torch.eye(2).to_sparse(), group=pg)
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_collectives_of_torch_distributed() -> None:
     with crew(3) as transports:

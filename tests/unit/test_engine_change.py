@@ -337,7 +337,7 @@ def test_who_was_given_other_settings_is_refused() -> None:
     try:
         for end in outcomes([partial(work, transport) for transport in transports]):
             assert isinstance(end, StateError)
-            assert "n0/0#0 and n0/1#0 were given different layers or settings" in str(end)
+            assert "n0/0#0 and n0/1#0 were given different layers, samples or settings" in str(end)
     finally:
         for transport in transports:
             transport.interrupt(1 << 60)

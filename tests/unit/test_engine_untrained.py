@@ -370,7 +370,9 @@ def test_a_factory_may_load_its_values(tmp_path: Path) -> None:
     assert torch.equal(weights["1.one.weight"], torch.full((WIDTH, WIDTH), 0.3, dtype=torch.float32).double())
 
 
-def comparing(engine: Engine, spoil: Callable[[Engine], None]) -> None:
+def comparing(
+    engine: Engine, spoil: Callable[[Engine], None], told: list[str | None] | None = None, repair: bool = False
+) -> None:
     """Has the engine compare its replicas after each step; `spoil` is called after the second."""
     original = engine.train_step
 
@@ -378,7 +380,9 @@ def comparing(engine: Engine, spoil: Callable[[Engine], None]) -> None:
         report = original(*args, **kwargs)
         if engine.step == 2:
             spoil(engine)
-        engine.check_replicas(engine.step - 1 or None)
+        differ = engine.check_replicas(engine.step - 1 or None, repair)
+        if told is not None:
+            told.append(differ)
         return report
 
     engine.train_step = step  # type: ignore[method-assign]
@@ -399,3 +403,31 @@ def test_one_that_a_worker_has_changed_is_named(name: str) -> None:
     expected = rf"replicas of layer 1 differ after 2 steps \(after 1 they were the same\): `{name}` is not the same"
     with pytest.raises(ReplicasDiffer, match=expected):
         train(symmetric(W[:2], 6, 12, 2, dp=2), 3, layers=LAYERS, script=partial(comparing, spoil=spoil))
+
+
+@pytest.mark.parametrize("name", ["inward.weight", "up.weight", "running_mean"])
+@pytest.mark.parametrize(("spoilt", "right"), [({1}, True), ({0}, True), ({1, 2}, False)])
+def test_one_that_differs_gets_the_state_of_most_others(name: str, spoilt: set[int], right: bool) -> None:
+    plan = symmetric(W[:3], 6, 12, 2, dp=3)
+    _, expected = train(plan, 4, layers=LAYERS)
+    values: dict[int, Tensor] = {}
+
+    def spoil(engine: Engine) -> None:
+        rank = W.index(engine._here.worker)
+        value = engine.layers[1, rank].tensors()[name].view(-1)
+        if rank in spoilt:
+            value[0] += 1
+        values[rank] = value[:1].clone()
+
+    told: list[str | None] = []
+    _, found = train(plan, 4, layers=LAYERS, script=partial(comparing, spoil=spoil, told=told, repair=True))
+    differ = [text for text in told if text is not None]
+    assert len(differ) == 3, "on all workers, after one step"
+    assert len(set(differ)) == 1
+    assert f"layer 1 differ after 2 steps (after 1 they were the same): `{name}` is not the same on" in differ[0]
+    # Most may have the wrong value; but of what is trained the optimizer knows the right one.
+    if right or name == "inward.weight":
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[one], expected[one]) for one in expected)
+    else:
+        assert torch.equal(found[f"1.{name}"].view(-1)[:1], values[1])

@@ -85,6 +85,37 @@ def test_the_pages_explain_the_keys_too() -> None:
     assert [key for key in KEYS if f"`{key}`" not in pages] == []
 
 
+@pytest.mark.parametrize("word", ["--log", "--log=3", "--no", "--nproc", "--rdzv", "--n", "-r3", "--help"])
+def test_a_flag_of_the_scripts_own_may_be_short_for_some_of_the_launchers(word: str) -> None:
+    assert run.parse(["--standalone", "train.py", word, "x"]).program.args == (word, "x")
+    assert run.parse(["--standalone", "--", "train.py", "--lr", "--", word]).program.args == ("--lr", "--", word)
+
+
+@pytest.mark.parametrize("place", ["x.py", "--log-d"])
+def test_the_launchers_own_flags_must_be_clear(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.parse(["--log", place, "x.py"])
+    assert "ambiguous option: --log could match" in capsys.readouterr().err
+
+
+def test_the_script_is_found_after_every_flag() -> None:
+    flags = parser()
+    for name, action in flags._option_string_actions.items():
+        words = [name] if action.nargs == 0 else [name, "value"]
+        own = ["--standalone", *words, "train.py"]
+        assert flags.split_at_script([*own, "--log", "train.py"]) == (own, ["--log", "train.py"]), name
+        if action.nargs != 0:
+            short = name.removesuffix("-dir") + "=value"
+            assert flags.split_at_script([short, "train.py", "-m"]) == ([short, "train.py"], ["-m"])
+
+
+def test_what_follows_the_script_at_once_is_dropped_if_it_is_two_hyphens_as_by_torchrun() -> None:
+    from torch.distributed.run import parse_args
+
+    words = ["--standalone", "train.py", "--", "--lr", "--"]
+    assert run.parse(words).program.args == tuple(parse_args(words).training_script_args) == ("--lr", "--")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

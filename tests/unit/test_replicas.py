@@ -19,6 +19,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.data_parallel import calls
 from elaunch.workers.data_parallel.calls import StepCalls
 from elaunch.workers.data_parallel.watch import ReplicaWatch
+from elaunch.workers.layers.change.compare import Odd, odd_places
 from elaunch.workers.replicas import ReplicasDiffer
 from tests.unit.comm_crew import crew, outcomes, together
 
@@ -120,6 +121,12 @@ def test_the_odd_ones_are_those_that_are_not_as_most() -> None:
     assert replicas.odd_ones([{"a": 2}, {"a": 1}]) == ((0,), (1,), "a")
     # One may have a tensor that others lack.
     assert replicas.odd_ones([{"a": 2}, {"a": 2, "b": 1}, {"a": 2}]) == ((0, 2), (1,), "b")
+
+
+def test_of_each_place_that_differs_the_first_of_most_is_the_source() -> None:
+    told = [{"0 0/1": 1, "10 0/1": 5}, {"0 0/1": 1, "2 0/1": 7}, {"2 0/1": 8, "10 0/1": 6, "3 0/1": 1}, {"10 0/1": 6}]
+    assert list(odd_places(told).items()) == [("2 0/1", Odd(1, (2,))), ("10 0/1", Odd(2, (0,)))]
+    assert odd_places(told[:2]) == {}
 
 
 def test_the_text_names_tensor_workers_and_steps() -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elaunch.errors import StateError
+from elaunch.workers import refusals
 from elaunch.workers.agent_client import StaticClient
-from elaunch.workers.data_parallel import refusals
 from elaunch.workers.data_parallel.gradients import DataParallel
 from elaunch.workers.data_parallel.job import Job
 

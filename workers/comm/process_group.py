@@ -339,6 +339,8 @@ def _reduction(opts: Any) -> tuple[Reduction, bool]:
 @contextmanager
 def _flat(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor as a contiguous 1-D one; what is written to it ends up in the tensor."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"a {tensor.layout} tensor cannot be sent: hand over tensor.to_dense()")
     plain = tensor.detach()
     flat = plain.contiguous().view(-1)
     yield flat

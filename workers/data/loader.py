@@ -113,7 +113,7 @@ class ProcessLoader:
     def begin(self, step: int, share: tuple[range, ...]) -> None:
         """Begins a step; what was asked for, and is another member's now, is dropped."""
         self._drop(self._ahead.begin(step, share))
-        if self._iterator is None:
+        if self._iterator is None and share:
             self._iterator = iter(self._data_loader())
 
     def take(self, step: int, samples: range) -> Any:

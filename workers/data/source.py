@@ -92,6 +92,14 @@ class DataSource:
         given: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "collate": collate_fn}
         return replace(source, **{name: value for name, value in given.items() if value is not None}, **changes)
 
+    @property
+    def kind(self) -> str:
+        """The name of the class of the script's data set."""
+        dataset = self.dataset
+        while isinstance(dataset, Renumbered):
+            dataset = dataset.below
+        return type(dataset).__name__
+
 
 class Renumbered(Dataset[Any]):
     """A data set in another order: sample i is sample `numbers[i]` of the one below."""

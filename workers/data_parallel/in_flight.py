@@ -23,6 +23,7 @@ class StepInFlight:
         n_samples: samples of the micro-batch at hand that count.
         loss: sum of the losses of the samples, and `loss_samples` is their number.
         waited_s: seconds of waiting for other members.
+        settled_s: what `own_s` was when the step was settled; None: it is not.
         committed: whether it has committed; None: that is not settled.
         whole: the record of all members; None unless they passed the barrier here: a recovery may commit a step, too.
     """
@@ -35,6 +36,7 @@ class StepInFlight:
     loss: ExactSum = NOTHING
     loss_samples: int = 0
     waited_s: float = 0.0
+    settled_s: float | None = None
     committed: bool | None = None
     whole: StepRecord | None = None
 
@@ -44,6 +46,13 @@ class StepInFlight:
         if self.n_samples:
             self.loss += ExactSum.of([value * self.n_samples])
         self.loss_samples += self.n_samples
+
+    def own_s(self, now_s: float) -> float:
+        """Returns a time that runs only while this worker works on the step: not when it waits for others.
+
+        It stands still once the step is settled: the update follows, and what the script does between two steps.
+        """
+        return now_s - self.waited_s if self.settled_s is None else self.settled_s
 
     @property
     def has_sums(self) -> bool:

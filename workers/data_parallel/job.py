@@ -36,18 +36,18 @@ from elaunch.workers.data_parallel.in_flight import StepInFlight
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.data_parallel.plans import Plans
 from elaunch.workers.data_parallel.reducer import Reducer
-from elaunch.workers.data_parallel.refusals import (
-    refuse_own_group,
-    refuse_sparse,
-    refuse_wrappers,
-    warn_of_own_group,
-)
 from elaunch.workers.data_parallel.registered import RegisteredState
 from elaunch.workers.data_parallel.step import Step
 from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
+from elaunch.workers.refusals import (
+    refuse_own_group,
+    refuse_sparse,
+    refuse_wrappers,
+    warn_of_own_group,
+)
 from elaunch.workers.runtime import Member
 
 STOPS = "elaunch.stops"
@@ -86,6 +86,10 @@ class Job(BaseJob):
     def step(self) -> int:
         """Returns the number of the step in flight, which is also the number of steps that have committed."""
         return self._state.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._state.begin_at(value, self._member.joined)
 
     @property
     def last_micro_batch(self) -> bool:
@@ -290,7 +294,7 @@ class Job(BaseJob):
                 self._resolve()
                 return
             heartbeat.enter(Phase.SCRIPT, self.step)
-            begin_s = self._now_s(measured) - step.waited_s
+            begin_s = step.own_s(self._now_s(measured))
             batch = loader.take(self.step, samples)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
@@ -301,8 +305,7 @@ class Job(BaseJob):
             step.in_micro_batch = True
             yield to_device(batch, self.device)
             step.in_micro_batch = False
-            # What it waited for others is in both.
-            own_s += self._now_s(measured) - step.waited_s - begin_s
+            own_s += step.own_s(self._now_s(measured)) - begin_s
         if measured:
             n_turns = len(share.micro_batches)
             self._member.took(own_s / n_turns, len(share.units) // n_turns)
@@ -346,6 +349,7 @@ class Job(BaseJob):
                 step.committed = self._recover(error)
             if self._model_buffers is not None:
                 (self._model_buffers.commit if step.committed else self._model_buffers.drop)()
+            step.settled_s = step.own_s(begin_s)
             step.waited_s += time.monotonic() - begin_s
             if step.committed:
                 self._state.watch.committed(step.whole, self._member.generation.number)

@@ -11,9 +11,9 @@ import torch
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data_parallel.layout import SampleLayout
-from elaunch.workers.data_parallel.refusals import refuse_unregistered
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict
+from elaunch.workers.refusals import refuse_unregistered
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.objects import fill, move_objects, part_of, read
 
@@ -52,6 +52,26 @@ class RegisteredState:
         if trained:
             known = frozenset(map(id, objects.values()))
             self._hook = refuse_unregistered(frozenset(map(id, trained)), lambda optimizer: id(optimizer) in known)
+
+    def begin_at(self, step: int, joined: bool) -> None:
+        """Begins the job at a step, which counts like the first values of the objects: where nobody has gone on yet.
+
+        Args:
+            step: so many have committed in the run that the script has loaded the state of.
+            joined: whether this worker is a member already.
+
+        Raises:
+            StateError: it is.
+            ValueError: the step is negative.
+        """
+        if joined:
+            raise StateError(
+                f"job.step = {step} comes too late: load a state of the script's own, and set job.step, before "
+                "job.register(...)"
+            )
+        if step < 0:
+            raise ValueError(f"job.step must be 0 or more, got {step}")
+        self.step = step
 
     def let_go(self) -> None:
         """Lets any optimizer act again: this worker leaves the job."""

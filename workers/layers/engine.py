@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
@@ -17,14 +17,14 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.layers.change.assembly import Assembly
 from elaunch.workers.layers.change.compare import check_replicas
-from elaunch.workers.layers.change.held_state import Commit, HeldState
+from elaunch.workers.layers.change.held_state import Commit, HeldState, Hosted
 from elaunch.workers.layers.change.migration import Migration, Under, keys_of
 from elaunch.workers.layers.change.migration_plan import MigrationPlan
 from elaunch.workers.layers.executor import LayerKey, LossFunction, Outcome
 from elaunch.workers.layers.model import Factory, Layer
 from elaunch.workers.layers.parts import Builder, WorkerPart
 from elaunch.workers.layers.settings import EngineSettings
-from elaunch.workers.layers.shards import Form, MakeOptimizer, Shards
+from elaunch.workers.layers.shards import MakeOptimizer, Shards
 from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.untrained.duties import copy_peers
@@ -54,14 +54,6 @@ class StepReport:
     step: int
     loss: float
     gradient_norm: float | None
-
-
-class _Hosted(NamedTuple):
-    """State in host memory as it was when the last step committed, and what belongs to the state everywhere then."""
-
-    chunks: dict[str, list[Chunk]]
-    forms: Mapping[str, Form]
-    schedule: dict[str, Any] | None
 
 
 class Engine:
@@ -117,8 +109,8 @@ class Engine:
         # While a change under a bound is under way, or was interrupted: what is here.
         self._mixed: dict[str, list[Chunk]] | None = None
         # The copies that were there before the last change, of use until the first commit after it makes them old.
-        self._hosted: _Hosted | None = None
-        self._next_hosted: _Hosted | None = None
+        self._hosted: Hosted | None = None
+        self._next_hosted: Hosted | None = None
         self._own_transport = None if group is not None or joining else Transport(plan.workers[0], "")
         if not joining:
             group = group or Group(self._own_transport, 1, plan.workers[:1])  # type: ignore[arg-type]
@@ -194,7 +186,7 @@ class Engine:
         part = self._here
         with part.group.open() as traffic:
             part.begin_copies(traffic)
-            load = lambda samples: self.builder.samples.load(part.plan, step, samples)  # noqa: E731
+            load = self.builder.samples.begin(part.plan, step, part.executor.loaded)
             outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
             part.keep_copies(traffic, outcome.gradients)
         return part, outcome
@@ -389,7 +381,7 @@ class Engine:
         state = self._mixed if self._mixed is not None else local.chunks() if local is not None else {}
         hosted = self._hosted
         if hosted is None:
-            hosted = _Hosted({} if self._part is None else self._part.snapshots.chunks(), forms, schedule)
+            hosted = Hosted({} if self._part is None else self._part.snapshots.chunks(), forms, schedule)
         self._next_hosted = hosted
         if self._settings.max_extra_bytes is not None:
             self._mixed, self._hosted = state, hosted
@@ -479,9 +471,9 @@ class Engine:
         """Returns whether the plan changes in the step in flight."""
         return self._migration is not None
 
-    def check_replicas(self, alike: int | None) -> None:
+    def check_replicas(self, alike: int | None, repair: bool) -> str | None:
         """Compares the replicas of all layers; see `elaunch.workers.layers.change.compare`."""
-        check_replicas(self._here, self.step, alike)
+        return check_replicas(self._here, self.step, alike, repair)
 
     @property
     def n_owned(self) -> int:
@@ -494,6 +486,7 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of what the engine made itself."""
+        self.builder.samples.close()
         if self._part is not None:
             self._part.snapshots.close()
         if self._own_transport is not None:

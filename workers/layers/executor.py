@@ -21,12 +21,13 @@ from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.plan.schedule import Action, schedule
-from elaunch.plan.tiling import MicroBatch, Plan, n_rows
+from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
 from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.layers.model import Chain, Draw, Layer, SavedActivations
+from elaunch.workers.layers.samples import Load
 from elaunch.workers.layers.sums import Node, TreeSum
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.state.layout import LayerSpec, OptimizerShard, StateLayout
@@ -38,9 +39,6 @@ SMALL_BYTES = 32 << 10
 """Up to this size a sum over a tensor-parallel group takes one round instead of two."""
 
 LossFunction = Callable[[Tensor, Any], Tensor]
-Load = Callable[[MicroBatch], tuple[Tensor, Any]]
-"""Inputs and targets of some samples of the step under way, on this worker's device."""
-
 LayerKey = tuple[int, int]
 """A layer and the number of one of the TP groups that hold it."""
 
@@ -108,6 +106,16 @@ class Executor:
         self._round = dict.fromkeys(range(plan.n_layers), 0)
         for number, members in enumerate(rounds(groups)):
             self._round |= {layer: number for group in members for layer in groups[group].layers}
+
+    @property
+    def loaded(self) -> list[MicroBatch]:
+        """The micro-batches whose samples this worker loads in a step, in the order in which it does."""
+        actions = [one for one in self.order if one.kind == "F" and self.loads(self._plan.tiles[one.tile])]
+        return [self._plan.tiles[one.tile].micro_batches[one.micro_batch] for one in actions]
+
+    def loads(self, tile: Tile) -> bool:
+        """Whether a tile begins with the inputs, or ends with what is compared with the targets."""
+        return tile.layers.start == 0 or tile.layers.stop == self._plan.n_layers
 
     def run(
         self,
@@ -231,7 +239,7 @@ class _Step:
         tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
         samples = tile.micro_batches[action.micro_batch]
         first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
-        data = self._load(samples) if first or last else None
+        data = self._load(samples) if self._of.loads(tile) else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
         self._ready(tile.layers)
         x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), self._watch)

@@ -99,7 +99,8 @@ class HybridJob(BaseJob):
             optimizer: makes an elementwise optimizer for (name, part of a parameter) pairs.
             plan: for as many workers as the job begins with. Its workers, in the order in which it names them, become
                 the members in the order of their ranks; so any names will do.
-            settings: the fields of `EngineSettings`, `dataset` among them.
+            settings: the fields of `EngineSettings`, `dataset` among them; and, for loading ahead, `num_workers` and
+                what else DataLoader takes for that.
 
         Raises:
             PlanError: the plan does not tile layers and samples.
@@ -115,7 +116,7 @@ class HybridJob(BaseJob):
             settings["consistency"] = policy_config.consistency
         if policy_config.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
-        chosen = EngineSettings(device=self.device, **settings)
+        chosen = EngineSettings.of(device=self.device, **settings)
         self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True)
         if self._member.elastic:
             self._member.policy.memory_bytes = _memory_bytes(self.device)
@@ -132,8 +133,9 @@ class HybridJob(BaseJob):
         Raises:
             StateError: workers were lost, and with them parts of the state that nobody else has.
         """
-        while self._made.step < count or not self._member.finish():
-            yield self.train_step()
+        with self._made.builder.samples.until(count):
+            while self._made.step < count or not self._member.finish():
+                yield self.train_step()
 
     def train_step(self) -> StepReport:
         """Does one step, for a loop of one's own that calls `finish` at its end; the step's loss goes to the event log.
@@ -163,6 +165,7 @@ class HybridJob(BaseJob):
         """Waits for the other members when all steps are done, so that nobody takes an early end for a failure."""
         while not self._member.finish():
             self.train_step()
+        self._made.builder.samples.close()
 
     def _close(self) -> None:
         if self._governor is not None:
@@ -193,10 +196,12 @@ class HybridJob(BaseJob):
         if not self._replica_check.is_due(self.step, saving) or self._compared == at or engine.changing:
             return
         try:
-            engine.check_replicas(self._alike)
+            differ = engine.check_replicas(self._alike, self._replica_check.repair)
         except ReplicasDiffer as error:
             self._member.abandon(str(error))
             raise
+        if differ is not None and group.rank == 0:
+            self._member.send("replicas_repaired", {"step": self.step, "differ": differ})
         self._compared, self._alike = at, self.step
 
     def _clocks(self) -> ClockRange | None:

@@ -20,6 +20,8 @@ from elaunch.workers.layers.timing import Span, Stopwatch
 from elaunch.workers.random.rng import layer_randomness, mix
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import GENERATORS, trace_random
+from elaunch.workers.random.uncompiled import uncompiled
+from elaunch.workers.refusals import refuse_sparse, refuse_wrappers
 from elaunch.workers.state.layout import LayerSpec
 
 Factory = Callable[[], nn.Module]
@@ -52,8 +54,9 @@ def describe(
         def inputs(rows: int, shape: torch.Size = shape, kind: torch.dtype = kind) -> Tensor:
             return torch.empty((rows, *shape), dtype=kind, device="meta")
 
-        row = _output(layer, inputs, name, f"{source} gives rows of shape {tuple(shape)} and {kind}")
-        trace = trace_random(layer, inputs, micro_batch_size, name.removeprefix("layer "))
+        with uncompiled():
+            row = _output(layer, inputs, name, f"{source} gives rows of shape {tuple(shape)} and {kind}")
+            trace = trace_random(layer, inputs, micro_batch_size, name.removeprefix("layer "))
         cuts = tensor_parallel.cuts_of(layer, name)
         trained = {key: value for key, value in layer.named_parameters() if value.requires_grad}
         specs.append(
@@ -118,6 +121,8 @@ def _made(index: int, factory: Factory, dtype: torch.dtype | None) -> nn.Module:
         raise StateError(
             f"layers[{index}] must be a function that makes an nn.Module; it returned {type(layer).__name__}"
         )
+    refuse_wrappers([layer], layer_name(index, layer), "give the engine the module itself, which it cuts by the plan")
+    refuse_sparse(layer, layer_name(index, layer))
     for module in layer.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise StateError(

@@ -125,7 +125,7 @@ class Builder:
         samples: what the steps are made of.
         device: of the layers.
         copied: what this worker has of others' frozen parameters and buffers, whatever the plan.
-        fingerprint: a short text that differs where the layers or the settings of two workers do.
+        fingerprint: a short text that differs where the layers, samples or settings of two workers do.
 
     Raises:
         StateError: the layers or the data set cannot be used so.
@@ -146,7 +146,7 @@ class Builder:
         self._recompute = settings.recomputed(plan.n_layers)
         self.device = torch.device(settings.device)
         self.copied = HostCopies()
-        self.samples = Samples(settings.dataset, settings.seed, settings.shuffle, settings.collate_fn, self.device)
+        self.samples = Samples(settings.source(), self.device)
         self.specs = describe(layers, self.samples.example(), plan.micro_batch_size, settings.dtype)
         layer_texts = [
             [
@@ -158,8 +158,9 @@ class Builder:
             for spec in self.specs
         ]
         chosen = str((settings.seed, settings.consistency, settings.clip_norm))
-        self._described = {"layers": layer_texts, "settings": chosen}
-        self.fingerprint = f"{zlib.crc32(repr(layer_texts).encode()):08x} {chosen}"
+        samples = self.samples.described()
+        self._described = {"layers": layer_texts, "settings": chosen, "samples": samples}
+        self.fingerprint = f"{zlib.crc32(repr((layer_texts, samples)).encode()):08x} {chosen}"
 
     @property
     def optimizers(self) -> tuple[MakeOptimizer, MakeScheduler | None]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +17,14 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import MicroBatch, Plan
 from elaunch.plan.views import rows_by_unit
 from elaunch.workers import heartbeat
-from elaunch.workers.data.batches import Collate, count_samples, load, to_device
+from elaunch.workers.data.batches import load, to_device
+from elaunch.workers.data.loader import Loader, MicroBatches, loader_of
 from elaunch.workers.data.order import SampleOrder
-from elaunch.workers.random.rng import seed_micro_batch
+from elaunch.workers.data.source import DataSource
 from elaunch.workers.random.trace import GENERATORS
+
+Load = Callable[[MicroBatch], tuple[Tensor, Any]]
+"""Returns inputs and targets of some samples of the step under way, in their order and on this worker's device."""
 
 
 class Samples:
@@ -25,23 +34,22 @@ class Samples:
     are seeded for each, give the same samples under every plan.
 
     Args:
-        dataset: map-style, its items (input, target).
-        seed: of the order of samples, and of the random numbers of their transforms.
-        shuffle: whether each pass has an order of its own.
-        collate_fn: makes a batch of a list of items; default: torch's.
+        source: of the samples, whose items are (input, target).
         device: where the batches go.
     """
 
-    def __init__(
-        self, dataset: Any, seed: int, shuffle: bool, collate_fn: Collate | None, device: torch.device
-    ) -> None:
-        self._dataset, self._seed, self._collate, self._device = dataset, seed, collate_fn, device
-        self.order = SampleOrder(count_samples(dataset), seed, shuffle)
-        self._units: dict[tuple[int, int], Any] = {}
+    def __init__(self, source: DataSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self.order = SampleOrder(source.n_samples, source.seed, source.shuffle)
+        self._steps = sys.maxsize
+        self._loader: Loader | None = None
+        self._units: dict[int, Any] = {}
+        self._uses: Counter[int] = Counter()
 
     def described(self) -> dict[str, Any]:
         """Returns what decides which samples a step uses, beside the size of its batch."""
-        return self.order.described()
+        sampler = {"order of the sampler": self._source.order} if self._source.order else {}
+        return {**self.order.described(), **sampler}
 
     def example(self) -> Tensor:
         """Returns one row of input (1, …).
@@ -49,11 +57,38 @@ class Samples:
         Raises:
             StateError: the data set does not give pairs of a tensor and something.
         """
-        x, _ = self._pair(load(self._dataset, self.order.ids(0, 1), self._collate), 1)
+        x, _ = self._pair(load(self._source.dataset, self.order.ids(0, 1), self._source.collate), 1)
         return x
 
-    def load(self, plan: Plan, step: int, samples: MicroBatch) -> tuple[Tensor, Any]:
-        """Returns the inputs and targets of these samples, in their order."""
+    @contextmanager
+    def until(self, steps: int) -> Iterator[None]:
+        """Loads nothing for steps after so many while it is open, and ends all loading when it is closed."""
+        self.close()
+        self._steps = steps
+        try:
+            yield
+        finally:
+            self.close()
+            self._steps = sys.maxsize
+
+    def close(self) -> None:
+        """Ends all that was loaded ahead, until a step begins."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def begin(self, plan: Plan, step: int, micro_batches: Iterable[MicroBatch]) -> Load:
+        """Begins a step; returns what loads each of these micro-batches, to be called in their order."""
+        self._units = {}
+        self._uses = Counter(unit for one in micro_batches for unit, _, _ in rows_by_unit(plan, one))
+        if self._loader is None:
+            sizes = plan.global_batch_size, plan.micro_batch_size
+            self._loader = loader_of(MicroBatches(self._source, self.order, *sizes, self._steps, self._device))
+        with heartbeat.script_code():
+            self._loader.begin(step, tuple(plan.unit(unit) for unit in self._uses))
+        return partial(self._load, plan, step)
+
+    def _load(self, plan: Plan, step: int, samples: MicroBatch) -> tuple[Tensor, Any]:
         parts = []
         for unit, rows, _ in rows_by_unit(plan, samples):
             pair = self._unit(plan, step, unit)
@@ -65,30 +100,30 @@ class Samples:
         return moved
 
     def _unit(self, plan: Plan, step: int, unit: int) -> tuple[Tensor, Any]:
-        """A logical micro-batch; the parts of one are loaded in turn, so the last is kept."""
-        found = self._units.get((step, unit))
-        if found is None:
+        """A logical micro-batch, which is kept for as long as further rows of it will be asked for in the step."""
+        pair = self._units.pop(unit, None)
+        if pair is None:
+            assert self._loader is not None, "begin() comes first"
             samples = plan.unit(unit)
-            with GENERATORS:
-                seed_micro_batch(self._seed, step, unit)
-                ids = self.order.ids(step * plan.global_batch_size + samples.start, len(samples))
-                with heartbeat.script_code():
-                    loaded = load(self._dataset, ids, self._collate)
-                found = self._pair(loaded, len(samples))
-            self._units = {(step, unit): found}
-        pair: tuple[Tensor, Any] = found
-        return pair
+            with GENERATORS, heartbeat.script_code():
+                loaded = self._loader.take(step, samples)
+            pair = self._pair(loaded, len(samples))
+        self._uses[unit] -= 1
+        if self._uses[unit] > 0:
+            self._units[unit] = pair
+        found: tuple[Tensor, Any] = pair
+        return found
 
     def _pair(self, batch: Any, rows: int) -> tuple[Tensor, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[0], Tensor):
             raise StateError(
-                f"the items of {type(self._dataset).__name__} must be pairs (input, target) whose inputs make one "
+                f"the items of {self._source.kind} must be pairs (input, target) whose inputs make one "
                 f"tensor; a batch of them is {_kinds(batch)}. A collate_fn can make such pairs"
             )
         for one in pytree.tree_leaves(batch):
             if isinstance(one, Tensor) and (one.dim() == 0 or one.shape[0] != rows):
                 raise StateError(
-                    f"a batch of {rows} items of {type(self._dataset).__name__} has a tensor of shape "
+                    f"a batch of {rows} items of {self._source.kind} has a tensor of shape "
                     f"{tuple(one.shape)}; the first dimension must be {rows}"
                 )
         return batch[0], batch[1]

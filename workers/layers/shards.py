@@ -77,6 +77,12 @@ class Shards:
         if not self.pieces:
             return
         self._optimizer = make_optimizer([(piece.label, value) for piece, value in zip(self.pieces, self._values)])
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise StateError(
+                "the optimizer of a model in layers must be one torch optimizer for all (name, parameter) pairs that "
+                f"its function gets, not a {type(self._optimizer).__name__}: sort the pairs by name into groups of one "
+                "optimizer, each with its own settings"
+            )
         if isinstance(self._optimizer, _NOT_ELEMENTWISE):
             raise StateError(
                 f"{type(self._optimizer).__name__} does not update each element by itself, so its states cannot be "

@@ -145,9 +145,10 @@ def cuts_of(layer: nn.Module, name: str) -> dict[str, int]:
         from torch.distributed.tensor import Replicate, Shard
 
         if parameter not in parameters:
+            compiled = "; compile it in place, by layer.compile(), which keeps their names"
             raise StateError(
                 f"{name} places {parameter!r}, which is none of its parameters: "
-                f"{', '.join(parameters) or 'it has none'}"
+                f"{', '.join(parameters) or 'it has none'}{compiled if name.endswith('(OptimizedModule)') else ''}"
             )
         n_dims = parameters[parameter].dim()
         dim = placement.dim if isinstance(placement, Shard) else 0

@@ -18,6 +18,7 @@ from elaunch.workers.random.rows import (
     math_attention,
 )
 from elaunch.workers.random.trace import GENERATORS, RandomTrace
+from elaunch.workers.random.uncompiled import uncompiled
 
 
 def mix(*values: int) -> int:
@@ -121,6 +122,6 @@ def layer_randomness(
             yield
         return
     mode = RandomRows(trace, lambda unit: mix(seed, step, unit, layer), layer, rows_by_unit, tp_rank, tp_size)
-    with math_attention(trace, device), mode:
+    with uncompiled(), math_attention(trace, device), mode:
         yield
     mode.finish()

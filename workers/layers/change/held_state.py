@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaunch.workers.layers.shards import Form
+from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.space import Holdings
 
 
@@ -25,6 +26,14 @@ class Commit:
     coefficient: float
     loss: float
     gradient_norm: float | None
+
+
+class Hosted(NamedTuple):
+    """State in host memory as it was when the last step committed, and what belongs to the state everywhere then."""
+
+    chunks: dict[str, list[Chunk]]
+    forms: Mapping[str, Form]
+    schedule: dict[str, Any] | None
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Migration:
     def run(self, traffic: Traffic, step: int, samples: Samples) -> Outcome:
         """Does the step; when it returns, all that this worker will own is here, with the gradients for it."""
         self._move.begin(traffic)
-        load = lambda part: samples.load(self.plan, step, part)  # noqa: E731
+        load = samples.begin(self.plan, step, self._executor.loaded)
         outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
         self._move.wait()
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})

@@ -156,9 +156,9 @@ def _check_alike(held_states: Mapping[str, HeldState]) -> None:
     for worker, theirs in others:
         if theirs != settings:
             raise StateError(
-                f"{first} and {worker} were given different layers or settings (digest of the layers, seed, "
-                f"consistency, clip_norm): {settings} and {theirs}; all workers must run the same script with the "
-                "same arguments"
+                f"{first} and {worker} were given different layers, samples or settings (digest of layers and samples, "
+                f"seed, consistency, clip_norm): {settings} and {theirs}; all workers must run the same script with "
+                "the same arguments"
             )
 
 

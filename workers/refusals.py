@@ -1,4 +1,4 @@
-"""What a data-parallel job cannot work with, said at the call that brings it, with the cure."""
+"""What a job cannot work with, said at the call that brings it, with the cure."""
 
 from __future__ import annotations
 
@@ -45,8 +45,18 @@ def refuse_own_group() -> None:
         raise StateError(OWN_GROUP)
 
 
-def refuse_wrappers(things: Iterable[Any]) -> None:
+WRAP_INSTEAD = (
+    "use job.wrap(model) in its place, or elaunch.hybrid() for a model that must be cut over workers (docs/plans.md)"
+)
+
+
+def refuse_wrappers(things: Iterable[Any], whose: str = "the model", cure: str = WRAP_INSTEAD) -> None:
     """Refuses models whose gradients or parameters somebody else distributes.
+
+    Args:
+        things: some of them modules.
+        whose: how the message names what is refused.
+        cure: what to do instead.
 
     Raises:
         StateError: one of them is in DistributedDataParallel or FSDP.
@@ -55,10 +65,7 @@ def refuse_wrappers(things: Iterable[Any]) -> None:
         for module in model.modules():
             kind = _distributor(module)
             if kind:
-                raise StateError(
-                    f"the model is in {kind}, which does not survive a change of members: use job.wrap(model) in its "
-                    "place, or elaunch.hybrid() for a model that must be cut over workers (docs/plans.md)"
-                )
+                raise StateError(f"{whose} is in {kind}, which does not survive a change of members: {cure}")
 
 
 def _distributor(module: nn.Module) -> str:
@@ -68,8 +75,12 @@ def _distributor(module: nn.Module) -> str:
     return "FSDP" if sharded else ""
 
 
-def refuse_sparse(model: nn.Module) -> None:
+def refuse_sparse(model: nn.Module, whose: str = "the model") -> None:
     """Refuses embeddings with sparse gradients, before the first of these is made.
+
+    Args:
+        model: with modules in it.
+        whose: how the message names it.
 
     Raises:
         StateError: there is one.
@@ -77,7 +88,7 @@ def refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise StateError(
-                f"{name or 'the model'} is {type(module).__name__} with sparse=True, whose gradients cannot be summed "
+                f"{name or whose} is {type(module).__name__} with sparse=True, whose gradients cannot be summed "
                 "over the members: give it sparse=False"
             )
 
