@@ -2,8 +2,9 @@
 
 A training script uses `elaunch.init()` and the `Job` that it returns, or, with a model given in layers,
 `elaunch.hybrid()` and the `HybridJob` that it returns; a framework with an engine of its own uses `elaunch.attach()`
-and `elaunch.hooks`; a program that starts jobs uses `LaunchConfig` and `elastic_launch` or `launch_agent`. Nothing else
-here is public. The import is light: torch is loaded only when `init`, `hybrid` or `attach` is called.
+and `elaunch.hooks`; a program that starts jobs uses `LaunchConfig` and `elastic_launch` or `launch_agent`; `Stream`
+says how data is read that comes in order. Nothing else here is public. The import is light: torch is loaded only when
+one of the first four is called, or `Stream`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elaunch.api import LaunchConfig, elastic_launch, launch_agent
     from elaunch.workers.attach import attach
+    from elaunch.workers.data.stream import Stream
     from elaunch.workers.data_parallel.job import Job, init
     from elaunch.workers.layers.job import HybridJob, hybrid
     from elaunch.workers.runtime import Member
@@ -23,6 +25,7 @@ __all__ = [
     "Job",
     "LaunchConfig",
     "Member",
+    "Stream",
     "__version__",
     "attach",
     "elastic_launch",
@@ -45,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from elaunch.workers.runtime import Member
 
         return Member
+    if name == "Stream":
+        from elaunch.workers.data.stream import Stream
+
+        return Stream
     if name == "attach":
         from elaunch.workers.attach import attach
 

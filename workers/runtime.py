@@ -267,8 +267,12 @@ class Member:
         except Left as left:
             self._leave(left)
 
-    def begin_step(self) -> None:
-        """Settles at a step boundary until a step can begin, and begins a checkpoint if one is due."""
+    def begin_step(self, prepare: Callable[[Group], None] | None = None) -> None:
+        """Settles at a step boundary until a step can begin, and begins a checkpoint if one is due.
+
+        Args:
+            prepare: called at last, with the members, for what they have to agree on before the step.
+        """
         while True:
             self.settle()
             try:
@@ -280,6 +284,8 @@ class Member:
                     self._boundary(self.group, saves)
                 if self._durable is not None and self.checkpoints.every:
                     self.checkpoints.boundary(self.group, self._hooks.step, self._durable)
+                if prepare is not None:
+                    prepare(self.group)
                 return
             except StepInterrupted as error:
                 self.agree(error)
@@ -393,16 +399,19 @@ class Member:
             self._leave(left)
         self.settle()
 
-    def finish(self) -> bool:
+    def finish(self, is_over: Callable[[], bool] = lambda: True) -> bool:
         """Waits for the other members when all steps are done, so that nobody takes the end of one for a failure.
 
+        Args:
+            is_over: returns whether the job still ends at this step, which a change of members may have left open.
+
         Returns:
-            False where the job went back to a checkpoint meanwhile, and has steps to do again; call it again then.
+            False where it does not, or went back to a checkpoint meanwhile, and has steps to do again.
         """
         steps = self._hooks.step
         while not self._finished:
             self.settle()
-            if self._hooks.step < steps:
+            if self._hooks.step < steps or not is_over():
                 return False
             try:
                 if self._boundary is not None:

@@ -65,6 +65,7 @@ _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 PRELOADS = {
     "train.py": _EAGER,
     "steps.py": _EAGER,
+    "streams.py": _EAGER,
     "train_habits.py": _EAGER,
     "amp.py": _EAGER,
     "layers.py": _EAGER,

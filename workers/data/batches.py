@@ -22,8 +22,8 @@ def count_samples(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or "__len__" in lacks or {"__getitem__", "__getitems__"} <= set(lacks):
         raise TypeError(
             f"{type(dataset).__name__} is not a map-style data set: `len(dataset)` and `dataset[index]` must work, "
-            "so that every sample is used exactly once whichever workers are there. Wrap a stream in a data set that "
-            "knows its length and finds a sample by its index."
+            "so that every sample is used exactly once whichever workers are there. Jobs of `elaunch.init()` also take "
+            "what comes in order: an `IterableDataset`, a generator function, or `elaunch.Stream(data)`."
         )
     return len(dataset)
 

@@ -72,11 +72,8 @@ class StartLoading:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
-        """Ties the process to its parent: the kernel ends it when the parent is killed."""
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            os._exit(1)
+        """Prepares the process that loads for `worker_id`."""
+        end_with_parent()
         info = get_worker_info()
         assert info is not None
         dataset = info.dataset.dataset  # type: ignore[attr-defined]
@@ -86,6 +83,14 @@ class StartLoading:
         object.__setattr__(info, "dataset", dataset)
         if self._then is not None:
             self._then(worker_id)
+
+
+def end_with_parent() -> None:
+    """Ties this process to its parent: the kernel ends it when the parent is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)
 
 
 def unchanged(answer: Any) -> Any:

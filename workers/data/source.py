@@ -21,6 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from elaunch.workers.data.batches import Collate, count_samples, samples_of
+from elaunch.workers.data.stream import Stream, StreamShards, is_stream, shards_of
 
 Context = Any
 """What DataLoader takes as `multiprocessing_context`: the name of a start method, a context, or None."""
@@ -46,14 +47,15 @@ class DataSource:
     """Samples by number, and how batches of them are loaded.
 
     Attributes:
-        dataset: map-style.
-        n_samples: its length.
+        dataset: map-style, or a `Stream`.
+        n_samples: its length; of a stream, 0.
         collate: makes a batch of a list of samples; None: torch's default.
         batch_size: of a DataLoader, else None.
         seed, shuffle: of the order, as its sampler has them, or by default.
         order: digest of a sampler's own fixed order, by which `dataset` is numbered; empty: there is none.
         num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn, multiprocessing_context, in_order: as
             DataLoader has them.
+        shards: of a stream; None: the data set is map-style.
     """
 
     dataset: Any
@@ -70,6 +72,7 @@ class DataSource:
     worker_init_fn: Callable[[int], None] | None = None
     multiprocessing_context: Context = None
     in_order: bool = True
+    shards: StreamShards | None = None
 
     @classmethod
     def of(
@@ -84,13 +87,17 @@ class DataSource:
         """Returns the source for what was handed over; an argument that is not None replaces what a DataLoader has.
 
         Raises:
-            TypeError: it is not map-style, or an argument is unknown.
+            TypeError: it is neither map-style nor a stream, or an argument is unknown.
             ValueError: samples would be used more than once, or on some members only; or an argument is out of range.
         """
-        source = _of_loader(data, shuffle) if isinstance(data, DataLoader) else cls(data, count_samples(data))
+        if isinstance(data, DataLoader):
+            source = _of_loader(data, shuffle)
+        else:
+            source = cls(data, 0 if is_stream(data) else count_samples(data))
         changes: dict[str, Any] = _checked(loading or {})
         given: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "collate": collate_fn}
-        return replace(source, **{name: value for name, value in given.items() if value is not None}, **changes)
+        source = replace(source, **{name: value for name, value in given.items() if value is not None}, **changes)
+        return _streamed(source, shuffle) if is_stream(source.dataset) else source
 
     @property
     def kind(self) -> str:
@@ -136,8 +143,17 @@ def _checked(loading: Loading) -> dict[str, Any]:
 _TAKEN = (*Loading.__annotations__, "collate_fn")
 
 
+def _streamed(source: DataSource, shuffle: bool | None) -> DataSource:
+    if shuffle:
+        raise ValueError("shuffle=True: a stream has an order of its own; shuffle it where it is made, with a seed")
+    stream = source.dataset if isinstance(source.dataset, Stream) else Stream(source.dataset)
+    shards = shards_of(stream, source.num_workers, source.worker_init_fn)
+    return replace(source, dataset=stream, shuffle=False, shards=shards)
+
+
 def _of_loader(loader: DataLoader[Any], shuffle: bool | None) -> DataSource:
-    n_samples = count_samples(loader.dataset)
+    streams = is_stream(loader.dataset)
+    n_samples = 0 if streams else count_samples(loader.dataset)
     batches, sampler, size = loader.batch_sampler, loader.sampler, loader.batch_size
     if size is None and type(batches) is BatchSampler:
         sampler, size = batches.sampler, batches.batch_size
@@ -160,7 +176,7 @@ def _of_loader(loader: DataLoader[Any], shuffle: bool | None) -> DataSource:
         multiprocessing_context=loader.multiprocessing_context,
         in_order=getattr(loader, "in_order", True),
     )
-    return source if shuffle is not None and not _is_subset(sampler) else _ordered_by(source, sampler)
+    return source if streams or (shuffle is not None and not _is_subset(sampler)) else _ordered_by(source, sampler)
 
 
 def _is_subset(sampler: Any) -> bool:
@@ -173,7 +189,7 @@ def _ordered_by(source: DataSource, sampler: Any) -> DataSource:
         return replace(source, shuffle=False)
     if type(sampler) is DistributedSampler:
         return replace(source, shuffle=sampler.shuffle, seed=sampler.seed)
-    if type(sampler) is RandomSampler:
+    if type(sampler) is RandomSampler or _is_torchdatas(sampler, "RandomSampler"):
         if sampler.replacement or sampler.num_samples != source.n_samples:
             raise ValueError(
                 f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples}) of "
@@ -198,6 +214,12 @@ def _ordered_by(source: DataSource, sampler: Any) -> DataSource:
             "DataLoader without it, or say shuffle=True for elaunch's own random order"
         )
     return _renumbered(source, numbers, shuffle=False)
+
+
+def _is_torchdatas(sampler: Any, name: str) -> bool:
+    """Returns whether it is torchdata's sampler of a name, as a StatefulDataLoader has in place of torch's."""
+    kind = type(sampler)
+    return kind.__name__ == name and kind.__module__.partition(".")[0] == "torchdata"
 
 
 def _numbers(given: Iterable[Any], source: DataSource, name: str) -> list[int]:

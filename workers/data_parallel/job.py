@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
@@ -42,12 +42,7 @@ from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
-from elaunch.workers.refusals import (
-    refuse_own_group,
-    refuse_sparse,
-    refuse_wrappers,
-    warn_of_own_group,
-)
+from elaunch.workers.refusals import refuse_own_group, refuse_sparse, refuse_wrappers, warn_of_own_group
 from elaunch.workers.runtime import Member
 
 STOPS = "elaunch.stops"
@@ -168,27 +163,28 @@ class Job(BaseJob):
         """Yields this worker's micro-batches, step after step, until `steps` steps have committed.
 
         Args:
-            dataset: map-style: `len(dataset)` and `dataset[index]`; or a DataLoader of one. What is not given here is
-                then as the DataLoader has it: its batch size is that of a micro-batch, its sampler's order is kept, or
-                replaced by this job's if it is random.
+            dataset: map-style: `len(dataset)` and `dataset[index]`; or an `IterableDataset` or `elaunch.Stream`; or a
+                DataLoader of one. What is not given here is then as the DataLoader has it: its batch size is that of a
+                micro-batch, its sampler's order is kept, or replaced by this job's if it is random.
             global_batch_size: samples of a step, over all workers, whatever their number.
             micro_batch_size: samples of a micro-batch; without it a worker gets its share of a step at once.
             seed: of the order of samples, and of the random numbers of each micro-batch; default: 0.
-            steps: number of steps of the whole job, those done before this worker joined included.
+            steps: number of steps of the whole job, those done before this worker joined included; or a stream ends it.
             shuffle: whether each pass over the data has an order of its own; default: True.
             collate_fn: makes a batch of a list of samples; default: torch's.
             loading: `num_workers` and what else DataLoader takes for loading ahead, with the same meanings.
 
         Raises:
             ValueError: a size below 1, or a sampler whose samples cannot be dealt out.
-            TypeError: the data set is not map-style.
+            TypeError: the data set is neither map-style nor a stream.
             StateError: the members train with different settings.
         """
         source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
-        with self._loader(SampleFeed.of(source, global_batch_size, micro_batch_size, steps), steps) as loader:
+        feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps, self._state.stream)
+        with self._loader(feed, steps) as loader:
             while not self._ended(steps):
-                self._member.begin_step()
-                yield from self._attempt(loader)
+                if self._begins(loader):
+                    yield from self._attempt(loader)
 
     def steps(
         self,
@@ -223,10 +219,11 @@ class Job(BaseJob):
             ValueError, TypeError: as for `batches`.
         """
         source = DataSource.of(dataset, seed=seed, shuffle=shuffle, collate_fn=collate_fn, loading=loading)
-        feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps)
+        feed = SampleFeed.of(source, global_batch_size, micro_batch_size, steps, self._state.stream)
         with self._loader(feed, steps) as loader:
             while not self._ended(steps):
-                self._member.begin_step()
+                if not self._begins(loader):
+                    continue
                 feed.seed_alike(self.step, BEFORE)
                 step = self._step = Step(self.step, lambda step: self._micro_batches(step, loader))
                 yield step
@@ -262,16 +259,25 @@ class Job(BaseJob):
         """Whether all steps are done, and all members have come to the end."""
         while True:
             self._member.settle()
-            if self.step < steps and not self._stops:
+            if not self._is_over(steps):
                 return False
-            if self._member.finish():
+            if self._member.finish(lambda: self._is_over(steps)):
                 return True
+
+    def _is_over(self, steps: int) -> bool:
+        return self.step >= steps or self._stops or self._state.stream.is_over
+
+    def _begins(self, loader: Loader) -> bool:
+        """Settles at the step boundary; returns whether there is another step: not where a stream has ended."""
+        self._member.begin_step(partial(self._known_feed.draw, loader, self._plans, self._state))
+        return not self._state.stream.is_over
 
     def _micro_batches(self, step: Step, loader: Loader) -> Iterator[Any]:
         """Yields the micro-batches of a step as often as it is begun, until it has committed."""
         yield from self._attempt(loader)
         while not self._in_flight.committed:
-            self._member.begin_step()
+            if not self._begins(loader):
+                raise StateError(f"the stream ended before step {step.number} when it was read again, and not before")
             if self._buckets is None:
                 self._state.zero_gradients()  # those in buckets are zeroed when a step begins
             yield from self._attempt(loader)
@@ -354,7 +360,7 @@ class Job(BaseJob):
             if step.committed:
                 self._state.watch.committed(step.whole, self._member.generation.number)
                 self._stops = self._stops or (step.whole is not None and step.whole.stops > 0)
-                self._state.step += 1
+                self._state.commit()
         return step.committed
 
     def _recover(self, error: StepInterrupted | None) -> bool:
@@ -460,6 +466,7 @@ class Job(BaseJob):
         """The step in flight is settled where the script calls its optimizer; here, what else the others know."""
         self._state.watch.check = replica_check.agreed(verdict.facts, self._state.watch.check)
         self._stops = self._stops or any(facts.get(STOPS) for facts in verdict.facts)
+        self._state.stream.is_over = False  # the members find that out anew, all of them
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses how the micro-batches are shared out, or leaves it to the first step."""

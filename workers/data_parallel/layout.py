@@ -21,6 +21,7 @@ class SampleLayout:
 
     Attributes:
         order: digest of a sampler's own order by which the samples are numbered; empty: there is none.
+        n_shards: of a stream; 0: the samples have numbers, from 0 to `n_samples` - 1.
     """
 
     global_batch_size: int
@@ -30,10 +31,20 @@ class SampleLayout:
     seed: int
     shuffle: bool
     order: str = ""
+    n_shards: int = 0
+
+    @property
+    def unit_sizes(self) -> tuple[int, ...]:
+        """Samples of each unit of a step."""
+        whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
+        return (self.micro_batch_size,) * whole + (rest,) * (rest > 0)
 
     @property
     def cursor(self) -> dict[str, Any]:
         """What a number of steps means."""
+        if self.n_shards:
+            sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
+            return {**sizes, "shards of the stream": self.n_shards, "seed": self.seed}
         order = SampleOrder(self.n_samples, self.seed, self.shuffle)
         sampler = {"order of the sampler": self.order} if self.order else {}
         return {"global_batch_size": self.global_batch_size, **order.described(), **sampler}

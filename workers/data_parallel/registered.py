@@ -10,6 +10,7 @@ import torch
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
+from elaunch.workers.data.streaming import STREAM, StreamState
 from elaunch.workers.data_parallel.layout import SampleLayout
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict
@@ -28,6 +29,7 @@ class RegisteredState:
     Attributes:
         objects: by the name under which they are registered.
         step: number of steps that have committed.
+        stream: how far the stream has been used, where the data is one.
         holds: whether it is the state of the job, or not that yet.
         watch: compares it with that of the other members.
     """
@@ -35,6 +37,7 @@ class RegisteredState:
     def __init__(self, watch: ReplicaWatch) -> None:
         self.objects: Mapping[str, Any] = {}
         self.step = 0
+        self.stream = StreamState()
         self.holds = False
         self.watch = watch
         self._went_back: Restored[None] | None = None
@@ -73,6 +76,11 @@ class RegisteredState:
             raise ValueError(f"job.step must be 0 or more, got {step}")
         self.step = step
 
+    def commit(self) -> None:
+        """Takes note that the step in flight has committed."""
+        self.stream.commit()
+        self.step += 1
+
     def let_go(self) -> None:
         """Lets any optimizer act again: this worker leaves the job."""
         if self._hook is not None:
@@ -86,7 +94,11 @@ class RegisteredState:
 
     def durable(self, layout: SampleLayout, group: Group) -> CheckpointShard:
         """Returns this worker's part of a checkpoint."""
-        return part_of(self.objects, layout.cursor, group.rank, group.size)
+        objects = self._whole() if layout.n_shards else self.objects
+        return part_of(objects, layout.cursor, group.rank, group.size)
+
+    def _whole(self) -> dict[str, Any]:
+        return {**self.objects, STREAM: self.stream}
 
     def go_back(self, member: Member, group: Group, step: int) -> None:
         """All members read a checkpoint, that of `step` or an older one.
@@ -96,7 +108,7 @@ class RegisteredState:
         from elaunch.workers.state.checkpoint import Restored
 
         found = member.checkpoints.restore(group, step, read)
-        fill(self.objects, found.saved, found.state)
+        fill(self._whole() if STREAM in found.state.manifest["objects"] else self.objects, found.saved, found.state)
         # The tensors are in the objects now.
         self.step = found.saved.step
         self._went_back = Restored(found.saved, None, found.read_bytes, found.seconds)
@@ -131,7 +143,7 @@ class RegisteredState:
             others = tuple(sorted({*verdict.receivers, *found.receivers}))
             verdict = replace(verdict, sources=found.sources, receivers=others)
             self.holds = group.rank in found.sources
-        received_bytes, self.step = move_objects(group, verdict, self.objects, self.step)
+        received_bytes, self.step = move_objects(group, verdict, self._whole(), self.step)
         return received_bytes
 
     def at_boundary(self, member: Member, group: Group, saving: bool) -> None:
@@ -152,5 +164,5 @@ class RegisteredState:
             member.send("replicas_repaired", {"step": self.step, **verdict.facts[0]})
         # Who is interrupted here has something of both states.
         self.holds = group.rank in verdict.sources
-        move_objects(group, verdict, self.objects, self.step)
+        move_objects(group, verdict, self._whole(), self.step)
         self.holds = True
