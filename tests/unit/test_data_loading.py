@@ -344,3 +344,24 @@ def test_unknown_arguments_are_refused() -> None:
 def test_prefetch_factor_none_and_persistent_workers_are_taken_as_data_loader_takes_them() -> None:
     source = DataSource.of(Quiet(), loading=Loading(prefetch_factor=None, persistent_workers=True, num_workers=1))
     assert (source.prefetch_factor, source.num_workers) == (2, 1)
+
+
+def test_the_random_sampler_of_a_stateful_data_loader_is_taken_as_torchs() -> None:
+    class OfTorchdata(Sampler[int]):
+        """As torchdata's stands in a StatefulDataLoader: no subclass of torch's."""
+
+        replacement = False
+
+        def __init__(self, num_samples: int) -> None:
+            self.num_samples = num_samples
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(self.num_samples).tolist())
+
+    n = len(Quiet())
+    with pytest.raises(ValueError, match="the sampler OfTorchdata gives another order each time"):
+        handed(sampler=OfTorchdata(n))
+    OfTorchdata.__name__, OfTorchdata.__module__ = "RandomSampler", "torchdata.stateful_dataloader.sampler"
+    assert handed(sampler=OfTorchdata(n)).shuffle
+    with pytest.raises(ValueError, match="draws some of them twice or never in a pass"):
+        handed(sampler=OfTorchdata(n - 1))

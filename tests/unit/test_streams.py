@@ -228,7 +228,7 @@ def deal_out(n_places: int, n_members: int, chance: random.Random) -> list[list[
     return [[one for one in (range(part.start, at), range(at, part.stop)) if one] for part, at in middles]
 
 
-@settings(max_examples=scaled(40, 400), deadline=None)
+@settings(max_examples=scaled(40, 200), deadline=None)
 @given(LENGTHS, SIZES, st.integers(1, 2), st.booleans(), st.randoms(use_true_random=False))
 def test_steps_do_not_depend_on_who_reads_them_nor_on_who_dies(
     lengths: list[int], sizes: list[int], passes: int, positions: bool, chance: random.Random
