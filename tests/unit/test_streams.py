@@ -59,9 +59,10 @@ class Numbered:
         return NumberedShard(self, shard, self.opened[-1][1]) if self.positions else self._each(shard)
 
     def _each(self, shard: int) -> Iterator[Sample]:
+        turn = self.epoch  # shards of the next pass may be opened before this one ends
         for at in range(self.lengths[shard]):
             self.n_read += 1
-            yield self.epoch, shard, at
+            yield turn, shard, at
 
 
 class NumberedShard:
@@ -689,7 +690,7 @@ def test_models_in_layers_refuse_a_stream_and_say_who_takes_it(data: Any) -> Non
     with pytest.raises(
         TypeError, match=r"is not a map-style data set: .* Jobs of `elaunch.init\(\)` also take what comes"
     ):
-        Samples(data, 0, True, None, CPU)
+        Samples(DataSource.of(data), CPU)
 
 
 def test_the_order_of_a_stream_is_its_own_and_its_numbers_are_checked() -> None:

@@ -17,7 +17,7 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import MicroBatch, Plan
 from elaunch.plan.views import rows_by_unit
 from elaunch.workers import heartbeat
-from elaunch.workers.data.batches import load, to_device
+from elaunch.workers.data.batches import count_samples, load, to_device
 from elaunch.workers.data.loader import Loader, MicroBatches, loader_of
 from elaunch.workers.data.order import SampleOrder
 from elaunch.workers.data.source import DataSource
@@ -40,6 +40,9 @@ class Samples:
 
     def __init__(self, source: DataSource, device: torch.device) -> None:
         self._source, self._device = source, device
+        if source.shards is not None:
+            count_samples(source.dataset.data)  # it tells what a stream lacks
+            raise TypeError("elaunch.Stream is for jobs of elaunch.init(); give elaunch.hybrid() the data set itself")
         self.order = SampleOrder(source.n_samples, source.seed, source.shuffle)
         self._steps = sys.maxsize
         self._loader: Loader | None = None
