@@ -130,6 +130,18 @@ def no_process_left_behind(session_id: str) -> Iterator[str]:
         pytest.fail("the test left these processes behind, now killed:\n" + "\n".join(left))
 
 
+@pytest.fixture(autouse=True)
+def rank_is_taken_back() -> Iterator[None]:
+    """Takes the rank that a job of this process has put into the environment out again: later scripts would read it."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture
 def spawn(tmp_path: Path, no_process_left_behind: str) -> Iterator[Spawner]:
     """Starts processes, each in its own session with its log in `tmp_path`, and ends them after the test."""

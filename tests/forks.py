@@ -1,8 +1,8 @@
-"""Launchers as forks of a process that has imported torch, through elaunch's own fork server.
+"""Launchers as forks of a process that has imported what they need, through elaunch's own fork server.
 
-Importing torch takes 1.5 s of processor time, and each test job would do it once, in the process that its workers are
-forked from. A launcher forked from a process that has torch hands it on to that one. One server for each list of
-modules is started on first use, and ends with this process.
+Imports are two thirds of what a launcher takes, and torch takes 1.5 s of processor time, which each test job would
+spend once, in the process that its workers are forked from. A launcher forked from a process that has torch hands it on
+to that one. One server for each list of modules is started on first use, and ends with this process.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class ForkServer:
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.children_user + times.children_system)
 
-    def start(self, module: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path, log: Path) -> Forked:
-        """Starts `python -m module arguments` in a folder, in a session of its own; both its streams go to `log`."""
+    def start(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, errors: Path
+    ) -> Forked:
+        """Starts `python -m module arguments` in a folder, in a session of its own, with its streams in these files."""
         name = str(len(self._pids))
         program = ["run", str(folder), module, *arguments]
         self._send(
@@ -76,7 +78,7 @@ class ForkServer:
             env=dict(env),
             program={"module": True, "target": "tests.jobs.forked", "args": program},
             stdout=str(log),
-            stderr=str(log),
+            stderr=str(errors),
         )
         self._receive_until(lambda: name in self._pids)
         return Forked(self, name, self._pids[name], [sys.executable, "-m", module, *arguments])

@@ -34,6 +34,9 @@ POLL_S = 0.005
 END_S = 5.0
 LOG_TAIL_LINES = 40
 
+LAUNCHER_MODULES = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
+"""What a launcher imports in the course of a job, separated by commas."""
+
 SOAK = False
 """Whether everything runs in full (`pytest --soak`); set before any test module is imported."""
 
@@ -44,7 +47,7 @@ PORTS = range(22000, 32000)
 _handed_out: set[int] = set()
 
 
-def scaled(default: int, soak: int) -> int:
+def scaled(default: T, soak: T) -> T:
     """Returns how much of something a test does: examples, steps, inputs. `soak` is what `make soak` does."""
     return soak if SOAK else default
 
@@ -237,15 +240,40 @@ class Spawner:
         """Start this interpreter with `arguments`."""
         return self([sys.executable, *arguments], env=env, cwd=cwd, name=name)
 
-    def fork(
-        self, modules: str, module: str, *arguments: str | Path, env: Mapping[str, str | None] | None = None, name: str
+    def elaunch(
+        self,
+        *arguments: object,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        name: str = "elaunch",
+        errors: Path | None = None,
     ) -> Spawned:
-        """Start `python -m module arguments` as a fork of a process that has `modules` imported (tests/forks.py)."""
+        """Start `python -m elaunch arguments` without its imports, as `fork` does."""
+        return self.fork(LAUNCHER_MODULES, "elaunch", *map(str, arguments), env=env, cwd=cwd, name=name, errors=errors)
+
+    def fork(
+        self,
+        modules: str,
+        module: str,
+        *arguments: str | Path,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        name: str,
+        errors: Path | None = None,
+    ) -> Spawned:
+        """Start `python -m module arguments` as a fork of a process that has `modules` imported (tests/forks.py).
+
+        `errors`: a file of its own for standard error.
+        """
         log = self._new_log(name)
         log.touch()
         environment = child_environment(env)
-        server = forks.server(modules, environment | {TEST_ID: f"{environment[TEST_ID].partition('/')[0]}/shared"})
-        process = server.start(module, [str(argument) for argument in arguments], environment, self._folder, log)
+        # Nothing that is meant for one program alone: what is imported may read it.
+        of_server = child_environment({"PYTHONPATH": environment["PYTHONPATH"]})
+        server = forks.server(modules, of_server | {TEST_ID: f"{environment[TEST_ID].partition('/')[0]}/shared"})
+        process = server.start(
+            module, [str(argument) for argument in arguments], environment, cwd or self._folder, log, errors or log
+        )
         spawned = Spawned(process, log)
         self._spawned.append(spawned)
         return spawned

@@ -158,7 +158,7 @@ class PlanningProcess(Protocol):
         """Gives it a job, in place of earlier ones that it has not begun."""
 
     def close(self) -> None:
-        """Ends it, by force if it does not end by itself soon."""
+        """Ends it."""
 
 
 class Ahead:
@@ -260,7 +260,7 @@ class Ahead:
         return cache.find(key(now, preferred_plan, members, self.settings, made_with), members)
 
     def close(self) -> None:
-        """Ends the process, within a second or two. Called automatically at the end of this process."""
+        """Ends the process. Called automatically at the end of this process."""
         if os.getpid() != self._pid:
             return
         with self._lock:

@@ -32,7 +32,7 @@ NICE = 10
 """The lowest priority: training is never to wait for plans, however late they come."""
 
 CLOSE_S = 1.0
-"""In which the process must end by itself."""
+"""For which the threads of a process that was killed are waited for."""
 
 MOST_BYTES = 256 << 20
 """Of answers to a job; the parent keeps them in memory. For a thousand workers, one takes a third of a million."""
@@ -190,12 +190,9 @@ class Process:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Ends it: lets it end by itself within CLOSE_S, else kills it."""
-        reader = self._threads[0]
+        """Ends it at once: nobody wants its answers, and at the lowest priority it may take long to end by itself."""
         self._jobs.put(None)
-        reader.join(CLOSE_S)
-        if reader.is_alive():
-            self._process.kill()
+        self._process.kill()
         for thread in self._threads:
             thread.join(CLOSE_S)
 

@@ -116,11 +116,12 @@ class Launcher:
     """Starts the launcher under test: `launch("--nproc-per-node", "2", script)`.
 
     Variables that a launcher reads are taken out of its environment unless `env` sets them. Its temporary directory, so
-    also the log folder that it makes for itself, is `temporary`.
+    also the log folder that it makes for itself, is `temporary`. `warm`: elaunch is a fork that has its imports.
     """
 
-    def __init__(self, spawner: Spawner, folder: Path) -> None:
+    def __init__(self, spawner: Spawner, folder: Path, warm: bool = True) -> None:
         self.name = LAUNCHER
+        self.warm = warm and LAUNCHER == "elaunch"
         self.limit_s = LIMIT_S
         self.folder = folder
         self.temporary = folder / "t"
@@ -141,9 +142,10 @@ class Launcher:
         name: str | None = None,
     ) -> Spawned:
         """Start it; standard output and error go to one log."""
-        return self._spawner.python(
-            "-m", MODULES[LAUNCHER], *map(str, arguments), env=self.environment(env), cwd=cwd, name=name or LAUNCHER
-        )
+        env, name = self.environment(env), name or LAUNCHER
+        if self.warm:
+            return self._spawner.elaunch(*arguments, env=env, cwd=cwd, name=name)
+        return self._spawner.python("-m", MODULES[LAUNCHER], *map(str, arguments), env=env, cwd=cwd, name=name)
 
     def run(
         self,
@@ -157,17 +159,14 @@ class Launcher:
         name = name or LAUNCHER
         self._runs += 1
         stderr = self.folder / f"{self._runs}-{name}.stderr"
-        spawned = self._spawner(
+        env = self.environment(env)
+        if self.warm:
+            spawned = self._spawner.elaunch(*arguments, env=env, cwd=cwd, name=name, errors=stderr)
+        else:
             # `exec`, so that the process is the launcher itself.
-            [
-                *("sh", "-c", 'log=$1; shift; exec "$@" 2>"$log"', "sh", str(stderr)),
-                *(sys.executable, "-m", MODULES[LAUNCHER]),
-                *map(str, arguments),
-            ],
-            env=self.environment(env),
-            cwd=cwd,
-            name=name,
-        )
+            redirected = ("sh", "-c", 'log=$1; shift; exec "$@" 2>"$log"', "sh", str(stderr))
+            command = [*redirected, sys.executable, "-m", MODULES[LAUNCHER], *map(str, arguments)]
+            spawned = self._spawner(command, env=env, cwd=cwd, name=name)
         try:
             code = spawned.wait(limit_s)
         finally:

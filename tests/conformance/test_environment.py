@@ -100,9 +100,10 @@ def test_what_the_user_has_set_is_left_alone(launch: Launcher, tmp_path: Path) -
 
 @pytest.mark.parametrize("shared", [None, "1"], ids=["shared", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"])
 def test_workers_meet_by_what_their_variables_say(launch: Launcher, tmp_path: Path, shared: str | None) -> None:
-    ended = launch.run(
-        *("--nproc-per-node", 2, JOBS / "gloo.py", tmp_path), env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared}
-    )
+    # elaunch has torch imported once for both workers; torchrun knows nothing of this.
+    once = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": "torch.distributed"}
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared, **once}
+    ended = launch.run("--nproc-per-node", 2, JOBS / "gloo.py", tmp_path, env=env)
     assert ended.code == 0
     expected = "3.0 False" if shared else "3.0"
     assert [(tmp_path / f"sum-{rank}").read_text().startswith(expected) for rank in range(2)] == [True, True]

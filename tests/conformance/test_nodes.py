@@ -155,7 +155,7 @@ def test_a_late_node_is_turned_away_with_a_line(crew: Crew, meet: list[str], fre
 def test_a_new_node_makes_everyone_start_again_without_using_a_restart(
     crew: Crew, meet: list[str], free_port: int
 ) -> None:
-    flags = [*meet, "--nnodes=1:2", "--rdzv-conf=last_call_timeout=1"]
+    flags = [*meet, "--nnodes=1:2", "--rdzv-conf=last_call_timeout=1,attach_timeout=1"]
     crew.start("a", *flags, env=OWN_STORE)
     first = crew.together(1)
     crew.start("b", *flags, env=OWN_STORE)

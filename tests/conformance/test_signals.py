@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.conftest import WORKER, Launcher, read_lines, wait_for_workers
-from tests.helpers import Spawned, is_running, wait_until
+from tests.helpers import Spawned, Spawner, is_running, wait_until
 
 SOON_S = 20.0
 """Less than the 30 s that a launcher gives its workers if it is not told otherwise."""
+
+
+@pytest.fixture
+def launch(spawn: Spawner, tmp_path: Path) -> Launcher:
+    """The launcher as it starts for a user: the server of forks ends what one that fails leaves in its group."""
+    return Launcher(spawn, tmp_path, warm=False)
 
 
 def wait_for_marks(folder: Path, limit_s: float, *names: str) -> None:

@@ -102,6 +102,7 @@ def kill_all(node: Node, gate: Path) -> None:
     gate.touch()
 
 
+@pytest.mark.soak
 def test_a_job_all_of_whose_workers_die_goes_on_from_its_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
@@ -215,14 +216,15 @@ def stopped_with_damage(spawn: Spawner, folder: Path) -> Node:
     first.agent.signal(signal.SIGINT)
     assert first.agent.wait(LIMIT_S) == 1
     damage(folder, 8)
+    # Of a run that died in the middle of a save.
+    (folder / "saved" / "step-000000012.7-abc.part").mkdir()
     return first
 
 
+@pytest.mark.soak
 def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     first = stopped_with_damage(spawn, tmp_path)
-    # Of a run that died in the middle of a save.
-    (tmp_path / "saved" / "step-000000012.7-abc.part").mkdir()
     second = run(spawn, tmp_path, LAYERS, *STEPS, *PATIENT, "--pp=4", flags=OFTEN, name="second")
     check(second, expected, first)
     check_passed_over(second, tmp_path, 8, 4)
@@ -331,6 +333,7 @@ class TestDataParallel:
         kill_all(node, gate)
         self.check(node, undisturbed)
         assert went_back_to(node) == [8]
+        assert "the job goes on from its checkpoint of 8 steps" in node.agent.text()
 
     def test_so_does_one_that_is_started_again(self, spawn: Spawner, tmp_path: Path) -> None:
         undisturbed = self.undisturbed(spawn, tmp_path)

@@ -185,9 +185,7 @@ def two(cluster: Cluster, *flags: str) -> tuple[Node, Node]:
 
 def ctl(spawn: Spawner, etcd: EmbeddedEtcd, *words: str, code: int = 0) -> str:
     """What the command says; it must exit with `code`."""
-    ended = spawn.python(
-        "-m", "elaunch", "ctl", *words, f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", name="ctl"
-    )
+    ended = spawn.elaunch("ctl", *words, f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", name="ctl")
     assert ended.wait(60) == code, ended.tail()
     return ended.text().strip()
 
@@ -262,6 +260,7 @@ def test_signals_announce_the_end_of_a_node_and_of_the_job(etcd: EmbeddedEtcd, s
     assert [event["step"] for event in again.events("step")] == list(range(done, done + 5))
 
 
+@pytest.mark.soak
 def test_a_hybrid_job_that_is_ended_so_goes_on_bit_by_bit(spawn: Spawner, tmp_path: Path) -> None:
     steps = ("--steps", "60")
     found, samples, ended = reference(spawn, tmp_path, *steps)

@@ -91,7 +91,8 @@ def test_a_replacement_receives_its_parts_and_the_layout_grows_again(
     assert len(grown) == 1
 
 
-@pytest.mark.parametrize(("first", "second", "moment"), [soak(1, 2, "vote"), (0, 1, "moving"), soak(1, 2, "receive")])
+@pytest.mark.soak
+@pytest.mark.parametrize(("first", "second", "moment"), [(1, 2, "vote"), (0, 1, "moving"), (1, 2, "receive")])
 def test_a_second_death_before_all_have_moved_is_survived(
     spawn: Spawner, tmp_path: Path, first: int, second: int, moment: str
 ) -> None:

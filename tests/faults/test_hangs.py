@@ -97,7 +97,7 @@ def test_a_data_parallel_worker_that_hangs_is_replaced(spawn: Spawner, tmp_path:
     assert re.search(rf"hangs\.py.* in {kind}$|^ +{kind} .*hangs\.py", Path(event["stacks"]).read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("slot", "kind"), [(0, "loop"), soak(3, "call"), soak(2, "lock")])
+@pytest.mark.parametrize(("slot", "kind"), [soak(0, "loop"), soak(3, "call"), (2, "lock")])
 def test_a_worker_of_a_hybrid_job_that_hangs_in_a_layer_is_replaced(
     spawn: Spawner, tmp_path: Path, slot: int, kind: str
 ) -> None:

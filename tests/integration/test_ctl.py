@@ -32,7 +32,7 @@ def a_machine_without_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def ctl(spawn: Spawner, *words: str | Path, code: int = 0) -> list[str]:
     """What the command says; it must exit with `code`."""
-    ended: Spawned = spawn.python("-m", "elaunch", "ctl", *words, name="ctl")
+    ended: Spawned = spawn.elaunch("ctl", *words, name="ctl")
     assert ended.wait(LIMIT_S) == code, ended.tail()
     return ended.text().splitlines()
 

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import ROOT, Spawner, scaled
 
 DEMO = ROOT / "examples" / "demo.py"
-STEPS = scaled(16, 36)
+STEPS = scaled(12, 36)
 
 # It trains a real model: beside many other jobs a step takes seconds.
 pytestmark = pytest.mark.timeout(330)
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(330)
 
 def test_the_demo_kills_a_worker_and_tells_what_happened(spawn: Spawner, tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
-    demo = spawn.python(DEMO, f"--steps={STEPS}", "--workers=2", f"--events={log}", name="demo")
+    # Its workers share their imports; the example needs the compiler.
+    env = {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": None}
+    demo = spawn.python(DEMO, f"--steps={STEPS}", "--workers=2", f"--events={log}", env=env, name="demo")
     assert demo.wait(280) == 0, demo.tail()
     text = demo.text()
     events = [json.loads(line) for line in log.read_text().splitlines()]

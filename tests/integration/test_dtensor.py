@@ -62,7 +62,7 @@ def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     wait_for_step(node, 3)
     file = tmp_path / "my.plan"
     file.write_text(str(symmetric(["a", "b", "c", "d"], 1, 12, 6, dp=2, tp=2)))
-    asked = spawn.python("-m", "elaunch", "ctl", "plan", "--set", str(file), name="ctl")
+    asked = spawn.elaunch("ctl", "plan", "--set", str(file), name="ctl")
     assert asked.wait(LIMIT_S) == 0, asked.tail() + node.agent.tail()
     assert "all 4 members have changed over" in asked.text()
     check(node, alone)

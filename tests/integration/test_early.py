@@ -32,7 +32,7 @@ time.sleep(0 if {attempt} else 600)
 
 
 def script(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
+    path = folder / "early.py"
     path.write_text(text)
     return path
 
@@ -45,7 +45,7 @@ def test_the_same_exception_in_all_workers_ends_the_job_at_once_with_its_traceba
     text = node.agent.text()
     said = "every worker raised the same exception before the first step committed: ValueError: no such split: trian ("
     assert said in text
-    assert text.count("script.py:5 in load)") >= 1
+    assert text.count("early.py:5 in load)") >= 1
     assert 'raise ValueError(f"no such split: {split}")' in text.partition("Root Cause")[2]
     assert "all workers are started again" not in text
     assert not any(event["worker"].endswith("#2") for event in node.events("worker_started"))

@@ -17,7 +17,7 @@ from tests.helpers import ROOT, Spawner, scaled
 from tests.jobs.watch import START_S, assert_same, elaunch, losses, wait_for_step
 
 PAGE = (ROOT / "docs" / "hooks.md").read_text()
-STEPS = scaled(500, 1500)
+STEPS = scaled(300, 1500)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,9 +36,9 @@ def undisturbed() -> dict[int, float]:
 
 
 def test_the_smallest_runtime_survives_a_death(spawn: Spawner, tmp_path: Path) -> None:
-    script = tmp_path / "runtime.py"
+    script = tmp_path / "smallest_runtime.py"
     (code,) = re.findall(r"```python\n(import sys\n.*?)```", PAGE, re.DOTALL)
-    script.write_text(code)
+    script.write_text(f"from tests.jobs import come_late\n\ncome_late()\n{code}")
     node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=(script, str(STEPS)))
     wait_for_step(node, 5)
     os.kill(node.pids()["node0/0#0"], signal.SIGKILL)

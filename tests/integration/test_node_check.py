@@ -30,7 +30,7 @@ def test_a_node_shows_what_it_can_do_and_leaves_it_for_its_peers(
     script, gate = tmp_path / "waits.py", tmp_path / "gate"
     script.write_text(SCRIPT)
     flags = ("--nnodes=1:1", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-backend=etcd", "--rdzv-id=job")
-    agent = spawn.python("-m", "elaunch", *flags, "--node-name=a", "--node-check", script, gate)
+    agent = spawn.elaunch(*flags, "--node-name=a", "--node-check", script, gate)
     agent.wait_for_text("[elaunch a] node check: matmul ", START_S)
     entry = wait_until(lambda: store.get(KEY.format("a")), START_S, "the figures in the store")
     figures = Figures.from_json(entry.value)
@@ -50,7 +50,7 @@ def test_a_node_that_is_far_slower_than_its_peers_does_not_join(
     script = tmp_path / "script.py"
     script.write_text("print('started')\n")
     flags = ("--nnodes=1:4", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", "--node-name=d", "--node-check")
-    agent = spawn.python("-m", "elaunch", *flags, script, env={"CUDA_VISIBLE_DEVICES": ""})
+    agent = spawn.elaunch(*flags, script, env={"CUDA_VISIBLE_DEVICES": ""})
     assert agent.wait(2 * START_S) == 1
     assert "elaunch: error: --node-check: node d does not join: matmul cpu float32: " in agent.text()
     assert "TFLOP/s, where the median of 3 peers is 1e+06" in agent.text()
@@ -65,7 +65,7 @@ def test_a_node_whose_devices_cannot_compute_does_not_join(spawn: Spawner, tmp_p
     (broken / "__init__.py").write_text("raise RuntimeError('CUDA driver initialization failed')\n")
     script.write_text("print('started')\n")
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    agent = spawn.python("-m", "elaunch", "--standalone", "--node-check", script, env=environment)
+    agent = spawn.elaunch("--standalone", "--node-check", script, env=environment)
     assert agent.wait(START_S) == 1
     assert "node node0 does not join: matmul: RuntimeError: CUDA driver initialization failed" in agent.text()
     assert "started" not in agent.text()

@@ -54,7 +54,7 @@ def wait_for_reports(nodes: Node | list[Node], folder: Path, count: int) -> list
 
 def run(spawn: Spawner, folder: Path, *command: str | Path, env: Mapping[str, str | None] | None = None) -> Node:
     """Run elaunch to a good end; `command` is flags, script and arguments."""
-    agent = spawn.python("-m", "elaunch", *command, env=env, cwd=folder)
+    agent = spawn.elaunch(*command, env=env, cwd=folder)
     node = Node(agent, folder / "none")
     assert agent.wait(LIMIT_S) == 0, agent.tail()
     return node
@@ -157,7 +157,7 @@ class TestWhatIsRun:
         [("", 0), ("exit 1", 1), ("exit 3", 1), ("kill -9 $$", 1), ("test $RANK = 0", 1), ("test $RANK = 1", 1)],
     )
     def test_the_exit_code_is_one_for_any_failure(self, spawn: Spawner, tmp_path: Path, text: str, code: int) -> None:
-        agent = spawn.python("-m", "elaunch", *TWO, "--no-python", "sh", "-c", text, cwd=tmp_path)
+        agent = spawn.elaunch(*TWO, "--no-python", "sh", "-c", text, cwd=tmp_path)
         assert agent.wait(LIMIT_S) == code, agent.tail()
 
     def test_the_early_success_of_one_is_not_the_end(self, spawn: Spawner, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ class TestTheStore:
 
     def test_a_port_that_somebody_else_has_is_named(self, spawn: Spawner, tmp_path: Path, free_port: int) -> None:
         with socket.create_server(("127.0.0.1", free_port)):
-            agent = spawn.python("-m", "elaunch", f"--master-port={free_port}", PROBE, tmp_path / "facts")
+            agent = spawn.elaunch(f"--master-port={free_port}", PROBE, tmp_path / "facts")
             assert agent.wait(LIMIT_S) == 1, agent.tail()
         said = (
             f"elaunch: error: --master-port={free_port}: the store of the workers cannot listen there: Address already"
@@ -436,7 +436,7 @@ class TestTheEndOfTheAgent:
         temporary = tmp_path / "temporary"
         temporary.mkdir()
         env = {"TMPDIR": str(temporary)}
-        agent = spawn.python("-m", "elaunch", ALONE, "--no-python", "sleep", "600", env=env)
+        agent = spawn.elaunch(ALONE, "--no-python", "sleep", "600", env=env)
         node = Node(agent, tmp_path / "none")
         wait_for(node, lambda: list(temporary.glob("elaunch-etcd-*/etcd.log")), LIMIT_S, "the server to be started")
         agent.signal(signal.SIGTERM)
@@ -447,7 +447,9 @@ class TestTheEndOfTheAgent:
 
     @pytest.mark.parametrize("who", ["agent", "fork server"])
     def test_a_kill_leaves_no_process(self, spawn: Spawner, tmp_path: Path, folder: Path, who: str) -> None:
-        node = elaunch(spawn, tmp_path, *TWO, script=(WORKER, folder, "--wait", "--child", "--deaf"))
+        # By a cold start: the server of forks would end what a launcher that was killed leaves in its group.
+        script = (WORKER, folder, "--wait", "--child", "--deaf")
+        node = elaunch(spawn, tmp_path, *TWO, script=script, warm=False)
         found = wait_for_reports(node, folder, 2)
         descendants = [process.pid for process in psutil.Process(node.agent.pid).children(recursive=True)]
         pids = [report[key] for report in found for key in ("pid", "child")]

@@ -194,11 +194,11 @@ def test_a_job_shows_its_profile_and_keeps_it_in_a_file(
     )
     wait_for(node, lambda: file.exists() and len(Profile.load(file).layers) == 4, 60, "a profile")
     wait_for(node, lambda: all(one.forward_s(3) >= 0.003 for one in Profile.load(file).layers), 60, "all layers in it")
-    shown = spawn.python("-m", "elaunch", "ctl", "profile", name="table")
+    shown = spawn.elaunch("ctl", "profile", name="table")
     assert shown.wait(60) == 0, shown.tail()
     assert "3:4 " in shown.text()
     assert "a step: " in shown.text()
-    printed = spawn.python("-m", "elaunch", "ctl", "profile", "--json", name="json")
+    printed = spawn.elaunch("ctl", "profile", "--json", name="json")
     assert printed.wait(60) == 0, printed.tail()
     assert len(Profile.from_json(printed.text()).layers) == 4
     stop(node)

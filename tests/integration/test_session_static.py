@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import Spawned, Spawner
-from tests.jobs.watch import SCRIPT, START_S, assert_gone, elaunch
+from tests.jobs.watch import SCRIPT, START_S, WARM, assert_gone, elaunch
 
 STEPS = ("--steps", "20")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def finish(process: Spawned, workers: int) -> list[float]:
@@ -30,8 +30,9 @@ def assert_all_near(norms: Sequence[float], expected: float) -> None:
 @pytest.mark.timeout(300)
 def test_the_result_is_the_same_under_any_launcher(spawn: Spawner, tmp_path: Path) -> None:
     # The script asks which slot it has; elaunch needs none of torchrun's variables.
-    (alone,) = finish(spawn.python(SCRIPT, *STEPS, env={"LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}, name="alone"), 1)
-    assert_all_near(finish(spawn.python(*TORCHRUN, SCRIPT, *STEPS, name="torchrun"), 2), alone)
+    env = {"LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    (alone,) = finish(spawn.fork(WARM, "tests.jobs.train", *STEPS, env=env, name="alone"), 1)
+    assert_all_near(finish(spawn.fork(WARM, *TORCHRUN, SCRIPT, *STEPS, name="torchrun"), 2), alone)
     node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, *STEPS))
     assert_all_near(finish(node.agent, 2), alone)
 
@@ -39,7 +40,7 @@ def test_the_result_is_the_same_under_any_launcher(spawn: Spawner, tmp_path: Pat
 @pytest.mark.timeout(200)
 @pytest.mark.soak
 def test_under_torchrun_a_failure_ends_the_job(spawn: Spawner) -> None:
-    process = spawn.python(*TORCHRUN, SCRIPT, *STEPS, "--fail-at", "1:3", name="torchrun")
+    process = spawn.fork(WARM, *TORCHRUN, SCRIPT, *STEPS, "--fail-at", "1:3", name="torchrun")
     assert process.wait(START_S) == 1, process.tail()
     text = process.text()
     assert "the sample that breaks the script" in text

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import Spawned, Spawner, is_running, wait_until
+from tests.helpers import LAUNCHER_MODULES, Spawned, Spawner, is_running, wait_until
 from tests.jobs.forked import NAMESPACE
 
 SCRIPT = Path(__file__).parent / "train.py"
@@ -58,8 +58,10 @@ class Node:
         return found
 
 
-_LAUNCHER = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
 _EAGER = "tests.jobs.preloaded"
+WARM = f"{_EAGER},{LAUNCHER_MODULES}"
+"""The modules of the fork server that most launchers come from (`Spawner.fork`); one for all tests of a process."""
+
 _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
 PRELOADS = {
@@ -71,6 +73,8 @@ PRELOADS = {
     "layers.py": _EAGER,
     "planned.py": _EAGER,
     "plans.py": _EAGER,
+    "early.py": _EAGER,
+    "smallest_runtime.py": _EAGER,
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
@@ -92,7 +96,7 @@ def elaunch(
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
-    `warm`: workers of known scripts share their imports, and those of all tests where the launcher may be a fork.
+    `warm`: the launcher is a fork where it may be one, and workers of known scripts share their imports.
     `within`: what the command begins with, such as a shell that sets limits.
     `host`: the network namespace of a host of `tests.netns`; the launcher is a fork that enters it.
     """
@@ -102,9 +106,10 @@ def elaunch(
     arguments = ["--events", str(log), *flags, *map(str, script)]
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload, NAMESPACE: host}
-        # What LD_LIBRARY_PATH says counts only when a program begins.
-        if not within and "LD_LIBRARY_PATH" not in env:
-            return Node(spawn.fork(f"{preload},{_LAUNCHER}", "elaunch", *arguments, env=env, name=name), log)
+    # What LD_LIBRARY_PATH says counts only when a program begins.
+    if warm and not within and "LD_LIBRARY_PATH" not in env:
+        modules = f"{preload},{LAUNCHER_MODULES}" if preload else LAUNCHER_MODULES
+        return Node(spawn.fork(modules, "elaunch", *arguments, env=env, name=name), log)
     assert not host, "only a fork enters a network namespace"
     return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 

@@ -23,7 +23,7 @@ from tests.simulation.transcript import render
 BLOCK = 100
 
 
-@pytest.mark.parametrize("block", [*range(6), *map(soak, range(6, 106))])
+@pytest.mark.parametrize("block", [*range(4), *map(soak, range(4, 106))])
 def test_every_step_commits_once_and_no_state_is_lost_whatever_happens(block: int) -> None:
     failed = simulate_all(range(block * BLOCK, block * BLOCK + BLOCK))
     assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
@@ -89,18 +89,22 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("defect", "seeds"),
+    ("defect", "seed", "seeds"),
     [
-        (_drops_a_step_that_others_committed, 400),
-        (_lets_go_of_what_others_have_not_taken_over, 1500),
-        (_goes_on_before_all_have_their_state, 400),
-        (_commits_alone, 50),
-        (_leaves_the_report_to_a_first_member_that_died, 1500),
-        soak(_forgets_links_that_failed_before_a_planned_generation, 8000),
+        (_drops_a_step_that_others_committed, 62, 400),
+        (_lets_go_of_what_others_have_not_taken_over, 307, 1500),
+        (_goes_on_before_all_have_their_state, 0, 400),
+        (_commits_alone, 12, 50),
+        (_leaves_the_report_to_a_first_member_that_died, 62, 1500),
+        soak(_forgets_links_that_failed_before_a_planned_generation, 0, 8000),
     ],
 )
 @pytest.mark.job
 @pytest.mark.timeout(600)
-def test_a_defect_does_not_go_unseen(defect: Callable[[], Any], seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_does_not_go_unseen(
+    defect: Callable[[], Any], seed: int, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seed` has shown it before; where the jobs of all seeds have become others, one of so many does."""
     monkeypatch.setattr(*defect())
-    assert any(simulate_all(range(first, first + 50)) for first in range(0, seeds, 50))
+    blocks = [range(seed, seed + 1), *(range(first, first + 50) for first in range(0, seeds, 50))]
+    assert any(map(simulate_all, blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from elaunch.workers.comm.transport import Transport
+from tests.helpers import scaled
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -42,12 +44,19 @@ def connect_all(transports: Sequence[Transport], generation: int = 1) -> None:
 
 @contextmanager
 def switching_often() -> Iterator[None]:
-    """Threads take turns ten times as often as by default: those of engines wait for each other all the time."""
-    interval_s = sys.getswitchinterval()
+    """Threads take turns ten times as often as by default: those of engines wait for each other all the time.
+
+    They share one core, unless `make soak` has them run at the same time: handing the interpreter's lock from core to
+    core takes as much again as what they compute.
+    """
+    interval_s, cores = sys.getswitchinterval(), sorted(os.sched_getaffinity(0))
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     sys.setswitchinterval(5e-4)
+    os.sched_setaffinity(0, scaled([cores[process % len(cores)]], cores))
     try:
         yield
     finally:
+        os.sched_setaffinity(0, cores)
         sys.setswitchinterval(interval_s)
 
 

@@ -118,8 +118,6 @@ class AllAtBarrier:
 def test_a_disk_that_never_ends_a_write_costs_the_last_checkpoint_and_not_the_end_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):  # which other tests of this process may have set
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(checkpoints, "WRITE_S", 0.05)
     monkeypatch.setattr(checkpoints, "COMPLETE_S", 0.05)
     member, group = checkpoints.Checkpoints(StaticClient()), AllAtBarrier()

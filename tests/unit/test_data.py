@@ -120,7 +120,7 @@ def test_each_index_has_a_value_of_its_own_from_which_it_can_be_found_again(n: i
     assert [slow.back(value) for value in values] == indices
 
 
-@pytest.mark.parametrize("n", [3, 4, soak(5), soak(6)])
+@pytest.mark.parametrize("n", [4, *map(soak, (3, 5, 6))])
 def test_all_orders_of_a_few_samples_are_equally_likely(n: int) -> None:
     counts = Counter(tuple(SampleOrder(n, seed).ids(0, n)) for seed in range(8000))
     orders = math.factorial(n)
@@ -128,7 +128,7 @@ def test_all_orders_of_a_few_samples_are_equally_likely(n: int) -> None:
     assert chi_square(counts.values(), 8000 / orders) < likely(orders - 1)
 
 
-@pytest.mark.parametrize("n", [1000, 70_000, 2**40 + 1])
+@pytest.mark.parametrize("n", [1000, soak(70_000), 2**40 + 1])
 def test_wherever_a_sample_stands_any_may_stand_there_and_next_to_it(n: int) -> None:
     some = np.linspace(0, n - 2, 8, dtype=np.uint64)
     first, second = (

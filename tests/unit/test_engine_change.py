@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -134,6 +134,22 @@ def train_through(
     return reports, whole(list(engines.values())), received
 
 
+@cache
+def undisturbed(batch: int, unit: int, steps: int, **kind: Setting) -> tuple[list[StepReport], dict[str, Tensor]]:
+    """What one worker that nobody joins gets: where no tensor is cut, that is what any plan gives, bit by bit."""
+    return train(symmetric(["alone"], 4, batch, unit), steps, **kind)
+
+
+def check_as_undisturbed(reports: list[StepReport], weights: dict[str, Tensor], *plans: Plan, **kind: Setting) -> None:
+    """That one worker gets the same: up to rounding where a plan cuts tensors, whose sums then have another order."""
+    expected, values = undisturbed(plans[0].global_batch_size, plans[0].micro_batch_size, len(reports), **kind)
+    if all(len(tile.workers) == 1 for plan in plans for tile in plan.tiles):
+        assert reports == expected
+        check_same(weights, values)
+    else:
+        check_close(reports, weights, expected, values)
+
+
 def check_snapshots(engines: Mapping[str, Engine]) -> None:
     """That all copies in host memory are bitwise what their owners have."""
     for engine in engines.values():
@@ -154,11 +170,11 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def check_close(
-    reports: list[StepReport], weights: dict[str, Tensor], expected: list[StepReport], undisturbed: dict[str, Tensor]
+    reports: list[StepReport], weights: dict[str, Tensor], expected: list[StepReport], values: dict[str, Tensor]
 ) -> None:
     """Up to rounding."""
     assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-10)
-    for name, value in undisturbed.items():
+    for name, value in values.items():
         assert torch.allclose(weights[name], value, rtol=1e-8, atol=1e-10), name
 
 
@@ -186,6 +202,10 @@ OFTEN_DONE = [
 ]
 
 
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "way"),
     [
@@ -195,20 +215,10 @@ OFTEN_DONE = [
     ],
 )
 def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) -> None:
-    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-
-    kind: dict[str, Setting] = {"scheduler": scheduler, "clip_norm": 0.5}
-    # With tensor parallelism sums of floating-point numbers are taken in another order.
-    alike = all(len(tile.workers) == 1 for plan in (first, second) for tile in plan.tiles)
+    kind: dict[str, Setting] = {"scheduler": cosine, "clip_norm": 0.5}
     reports, weights, received = train_through([(first, 2), (second, 2), (first, 1)], **WAYS[way], **kind)
     assert all(received)
-    expected, undisturbed = train(first, 5, **kind)
-    if alike:
-        assert reports == expected
-        check_same(weights, undisturbed)
-    else:
-        check_close(reports, weights, expected, undisturbed)
+    check_as_undisturbed(reports, weights, first, second, **kind)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +238,7 @@ def test_where_nobody_is_lost_state_moves_during_the_next_step(
     monkeypatch.setattr("elaunch.workers.layers.engine.reshard", None)
     reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5)
     assert all(received)
-    expected, undisturbed = train(first, 4, clip_norm=0.5)
-    if all(len(tile.workers) == 1 for plan in (first, second) for tile in plan.tiles):
-        assert reports == expected
-        check_same(weights, undisturbed)
-    else:
-        check_close(reports, weights, expected, undisturbed)
+    check_as_undisturbed(reports, weights, first, second, clip_norm=0.5)
 
 
 def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,17 +262,13 @@ def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.
 def test_the_first_change_may_come_before_the_first_step() -> None:
     first, second = symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)
     reports, weights, _ = train_through([(first, 0), (second, 3)])
-    expected, undisturbed = train(first, 3)
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, first, second)
 
 
 def test_who_joins_after_the_last_step_has_its_values_too() -> None:
     first, second = symmetric(W[:2], 4, 12, 2, pp=2), symmetric(W, 4, 12, 2, dp=2, pp=2)
     reports, weights, _ = train_through([(first, 3), (second, 0)])
-    expected, undisturbed = train(first, 3)
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, first, second)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -282,9 +283,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_all_that_an_elementwise_optimizer_keeps_moves_with_the_parameters(optimizer: str) -> None:
     first, second = symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W[:2], 4, 8, 2, dp=2)
     reports, weights, _ = train_through([(first, 2), (second, 2)], optimizer=OPTIMIZERS[optimizer])
-    expected, undisturbed = train(second, 4, optimizer=OPTIMIZERS[optimizer])
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, first, second, optimizer=OPTIMIZERS[optimizer])
 
 
 def test_groups_keep_their_options_where_workers_have_other_groups() -> None:
@@ -307,17 +306,13 @@ def test_groups_keep_their_options_where_workers_have_other_groups() -> None:
     first, second = symmetric(W[:2], 4, 8, 2, pp=2), symmetric(W, 4, 8, 2, dp=4)
     kind: dict[str, Setting] = {"optimizer": grouped, "scheduler": scheduler}
     reports, weights, _ = train_through([(first, 2), (second, 2), (first, 2)], **kind)
-    expected, undisturbed = train(second, 6, **kind)
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, first, second, **kind)
 
 
 def test_bfloat16_weights_come_from_their_masters() -> None:
     first, second = symmetric(W, 4, 8, 2, dp=2, pp=2), symmetric(W, 4, 8, 2, dp=4)
     reports, weights, _ = train_through([(first, 2), (second, 2)], dtype=torch.bfloat16)
-    expected, undisturbed = train(first, 4, dtype=torch.bfloat16)
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, first, second, dtype=torch.bfloat16)
 
 
 def test_who_was_given_other_settings_is_refused() -> None:
@@ -355,15 +350,15 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
         "consistency": data.draw(st.sampled_from(["bitwise", "fast"])),
     }
     reports, weights, _ = train_through([(plan, 1) for plan in course], **kind)
-    expected, undisturbed = train(symmetric(["a"], 4, batch, size), 3)
+    expected, values = undisturbed(batch, size, 3)
     tiles = [(plan, tile) for plan in course for tile in plan.tiles]
     whole_units = all(unit_of(plan, piece) is not None for plan, tile in tiles for piece in tile.micro_batches)
     if kind["consistency"] == "fast" or not whole_units or any(len(tile.workers) > 1 for _, tile in tiles):
         # Parts of a logical micro-batch, and of a matrix product, are sums in another order.
-        check_close(reports, weights, expected, undisturbed)
+        check_close(reports, weights, expected, values)
     else:
         assert reports == expected
-        check_same(weights, undisturbed)
+        check_same(weights, values)
 
 
 # The first change comes in training, or before the next one.
@@ -381,7 +376,7 @@ def test_who_gets_a_layer_twice_gets_both(way: str, first: int) -> None:
         """
     )
     reports, weights, _ = train_through([(before, 1), (after, first), (after, 2)], **WAYS[way])
-    check_close(reports, weights, *train(symmetric(["a"], 4, 12, 3), 3 + first))
+    check_as_undisturbed(reports, weights, before, after)
 
 
 PAIRS = [
@@ -400,12 +395,7 @@ def test_after_a_death_the_state_comes_from_the_snapshots(plan: Plan, victim: in
     reports, weights, _ = train_through(
         [(plan, 3), (after, 2), (plan, 1)], lost={1: [W[victim]]}, max_extra_bytes=bound, clip_norm=0.5
     )
-    expected, undisturbed = train(plan, 6, clip_norm=0.5)
-    if all(len(tile.workers) == 1 for tile in plan.tiles):
-        assert reports == expected
-        check_same(weights, undisturbed)
-    else:
-        check_close(reports, weights, expected, undisturbed)
+    check_as_undisturbed(reports, weights, plan, clip_norm=0.5)
 
 
 def test_without_snapshots_what_only_the_dead_had_is_named() -> None:
@@ -433,6 +423,4 @@ def test_snapshots_follow_any_elementwise_optimizer(optimizer: str) -> None:
 
     kind: dict[str, Setting] = {"optimizer": OPTIMIZERS[optimizer], "scheduler": scheduler, "clip_norm": 0.1}
     reports, weights, _ = train_through([(plan, 3), (alone, 2)], lost={1: W[1:2]}, **kind)
-    expected, undisturbed = train(alone, 5, **kind)
-    assert reports == expected
-    check_same(weights, undisturbed)
+    check_as_undisturbed(reports, weights, alone, **kind)

@@ -494,6 +494,12 @@ class TestReplacement:
         assert [type(action) for action in actions if isinstance(action, (Warm, Start))] == [Warm, Start, Start]
         assert only(Warm, node.train("b/0#0", generation=10)) == []
 
+    def test_so_are_those_of_a_spare_for_which_the_job_becomes_larger(self) -> None:
+        node = Node(max_nodes=1, warm_start=True)
+        assert only(Warm, node.train("b/0#0")) == []
+        actions = node.does(node.life.on_resized(1, 2, NOW_S))
+        assert [type(action) for action in actions] == [Warm, Start]
+
     def test_unless_the_job_has_all_its_nodes(self) -> None:
         node = Node()
         assert started(node.train("b/0#0", "c/0#0")) == []

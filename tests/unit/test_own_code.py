@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import Spawner
+from tests.jobs.watch import WARM
 
 HEAD = """
 import os
@@ -140,9 +142,10 @@ OF_ATTACH = [
 @pytest.mark.job
 @pytest.mark.parametrize(("script", "expected", "end"), [(INIT, OF_INIT, ["end: ENDED 2"]), (ATTACH, OF_ATTACH, [])])
 def test_only_model_collectives_and_update_are_the_step(
-    spawn: Spawner, script: str, expected: list[str], end: list[str]
+    spawn: Spawner, tmp_path: Path, script: str, expected: list[str], end: list[str]
 ) -> None:
-    job = spawn.python("-c", script)
+    (tmp_path / "own_code.py").write_text(script)
+    job = spawn.fork(WARM, "own_code", name="own_code")
     assert job.wait(60) == 0, job.tail()
     said = re.findall(r"^[a-z ]+: [A-Z]+ \d+$", job.text(), re.MULTILINE)
     steps = [line.format(step, step + 1) for step in range(2) for line in expected]

@@ -15,6 +15,7 @@ from elaunch.agent.placement import ANYWHERE, Topology, cpus_for, parse_ranges, 
 from elaunch.detect.devices import Gpu, sysfs_address, visible_gpus
 from elaunch.errors import LaunchError
 from tests.helpers import Spawner, soak
+from tests.jobs.watch import WARM
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def test_every_mode_gives_the_cpus_that_torchrun_gives(
 ) -> None:
     topology = topology_of(machine, tmp_path)
     question = json.dumps([str(tmp_path), list(machine.gpus), sorted(allowed), NUMA_MODES])
-    torch = spawn.python("-c", TORCHS_ANSWERS, question)
+    (tmp_path / "torchs_answers.py").write_text(TORCHS_ANSWERS)
+    torch = spawn.fork(WARM, "torchs_answers", question, name="torch")
     assert torch.wait(60) == 0
     ranks = range(len(machine.gpus))
     assert json.loads(torch.text()) == {

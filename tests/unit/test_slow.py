@@ -46,7 +46,7 @@ NOISES: dict[str, Callable[[], Noise]] = {
 HOUR = 3600
 CALM = ["gaussian", "heavy tails", "garbage collection", "drift"]
 
-repeatable = settings(deadline=None, derandomize=True, max_examples=scaled(15, 40))
+repeatable = settings(deadline=None, derandomize=True, max_examples=scaled(8, 40))
 
 
 @pytest.mark.parametrize("works", ["replicas", *map(soak, ["a stage for each", "six stages", "a stage for each node"])])

@@ -149,10 +149,7 @@ class Lifecycle:
             news = News(generation=generation, warm=self.settings.warm_start)
             free = [slot for slot in self.slots if slot.state.reported is None]
             starts = [action for slot in free for action in self.workers.apply(slot, SlotEvent.START, news)]
-            if news.warm and not self.warmed:
-                self.warmed = True
-                return [Warm(), *starts]
-            return starts
+            return [*self._warm(news.warm), *starts]
         if len(generation.nodes) < self.settings.max_nodes:
             return [Say("this node waits: the job has just started without it")]
         return [self._waits_as_spare()]
@@ -175,10 +172,7 @@ class Lifecycle:
             n_workers = len(generation.workers)
             going = "1 worker goes on" if n_workers == 1 else f"{n_workers} workers go on"
             actions.append(Say(f"{generation.cause}; {going}"))
-        joins = self.settings.warm_start and self._has_place(generation)
-        if not self.warmed and (self.workers.admitted or joins):
-            self.warmed = True
-            actions.append(Warm())
+        actions.extend(self._warm(self.workers.admitted))
         draining, here = self.ending.draining, self.settings.node in generation.nodes
         if draining and not generation.workers:
             self.ending.exit_code = 1  # all nodes leave at once: nobody goes on
@@ -208,7 +202,12 @@ class Lifecycle:
             due = slot.state is SlotState.BACKOFF and now_s >= slot.retry_s
             if due or (slot.state is SlotState.EMPTY and self.training):
                 actions.extend(self.workers.apply(slot, SlotEvent.START, News(generation=generation, warm=True)))
-        return actions
+        return [*self._warm(self.settings.warm_start and bool(actions)), *actions]
+
+    def _warm(self, wanted: bool) -> list[Action]:
+        """Asks for the warm parent, once."""
+        due, self.warmed = wanted and not self.warmed, self.warmed or wanted
+        return [Warm()] if due else []
 
     def _has_place(self, generation: Generation) -> bool:
         """Whether workers that this node starts now could still become members."""
