@@ -104,9 +104,9 @@ def test_the_first_member_reports_a_step_and_the_others_may_have_to() -> None:
     assert [(one.fields["step"], one.fields[AGAIN]) for one in other.sent if isinstance(one, Report)] == [(5, True)]
 
 
-def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6) -> Verdict:
+def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6, node: str = "") -> Verdict:
     members = tuple(range(len(told)))
-    return Verdict(step, committing, members, (), facts=tuple({TOLD: one} for one in told))
+    return Verdict(step, committing, members, (), facts=tuple({TOLD: one and [one, node]} for one in told))
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,33 @@ def test_a_step_that_no_member_has_reported_is_reported_by_one_that_passed_its_b
     tells = [tells_again(verdict(told, committing), generation, one, None) for one in MEMBERS[:2]]
     assert tells == [place == teller for place in range(2)]
     assert not any(tells_again(verdict((None, None), step=0), generation, one, None) for one in MEMBERS[:2])
-    assert not any(tells_again(verdict(told, committing), generation, one, 5) for one in MEMBERS[:2])
+    assert not any(tells_again(verdict(told, committing), generation, one, (5, "")) for one in MEMBERS[:2])
+
+
+@pytest.mark.parametrize(("node", "teller"), [("a", None), ("", None), ("lost", 0)])
+def test_a_report_to_an_agent_that_was_lost_counts_only_where_a_log_is_known_to_have_it(
+    node: str, teller: int | None
+) -> None:
+    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
+    tells = [tells_again(verdict((5, 5), node=node), generation, one, (5, node)) for one in MEMBERS[:2]]
+    assert tells == [place == teller for place in range(2)]
 
 
 @pytest.mark.parametrize(
     ("logged", "is_planned", "told"),
     [
         (0, False, None),
-        (6, False, 5),  # the first member died after it had reported the last step
-        (7, False, 6),  # the next one had committed, on workers that died
+        (6, False, (5, "")),  # the first member died after it had reported the last step
+        (7, False, (6, "")),  # the next one had committed, on workers that died
         (5, False, None),
         (9, False, None),  # before the job went back to a checkpoint
-        (0, True, 5),
-        (7, True, 6),
+        (0, True, (5, "b")),
+        (7, True, (6, "")),
     ],
 )
-def test_an_agreement_shows_what_the_logs_have(logged: int, is_planned: bool, told: int | None) -> None:
+def test_an_agreement_shows_what_the_logs_have(logged: int, is_planned: bool, told: tuple[int, str] | None) -> None:
     report = StepReports(Client())  # type: ignore[arg-type]
-    report.learn(6, logged, is_planned)
+    report.learn(6, logged, is_planned, "b")
     assert report.told == told
 
 
@@ -159,7 +168,7 @@ def test_a_step_that_a_log_has_is_done_again_without_a_report() -> None:
 def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:
     report = StepReports(Client())  # type: ignore[arg-type]
     report.tell(Team(0), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
-    assert report.facts()[TOLD] == 5
+    assert report.facts()[TOLD][0] == 5
     report.forget()
     assert report.facts() == {LAST_STEP: None, TOLD: None}
 

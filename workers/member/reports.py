@@ -7,10 +7,10 @@ first member that did not come to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elaunch.rendezvous.membership import Generation
+from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.wire import AGAIN, Report
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
@@ -21,14 +21,17 @@ LAST_STEP = "elaunch.last_step"
 """Among the facts of a vote: the report of the last step that the voter has committed."""
 
 TOLD = "elaunch.told"
-"""Likewise: the number of the last step that the voter knows to have been reported; None: it knows of none."""
+"""Likewise: `StepReports.told`."""
+
+Told = Sequence[Any]
+"""The number of a step that was reported, and the node whose agent writes it; "" where a log is known to have it."""
 
 
-def tells_again(verdict: Verdict, generation: Generation, worker: str, known: int | None) -> bool:
+def tells_again(verdict: Verdict, generation: Generation, worker: str, known: Told | None) -> bool:
     """Returns whether `worker` must report the last step that has committed: no member has, as they vote.
 
-    The first member of that step may have died, or may not have passed its barrier. It is the first that has passed it
-    which reports it then, unless it knows better.
+    The first member of that step may have died, or may not have passed its barrier, or its node was lost with the agent
+    that was to write the line. It is the first that has passed it which reports it then, unless it knows better.
 
     Args:
         verdict: of the members.
@@ -36,7 +39,11 @@ def tells_again(verdict: Verdict, generation: Generation, worker: str, known: in
         worker: this one.
         known: the last step of which it knows that it was reported (`StepReports.learn`).
     """
-    told = known == verdict.step - 1 or any(facts.get(TOLD) == verdict.step - 1 for facts in verdict.facts)
+
+    def counts(one: Told | None) -> bool:
+        return one is not None and one[0] == verdict.step - 1 and (not one[1] or one[1] in generation.nodes)
+
+    told = counts(known) or any(counts(facts.get(TOLD)) for facts in verdict.facts)
     return verdict.step > 0 and not told and not verdict.fresh and generation.ids[verdict.passed] == worker
 
 
@@ -45,14 +52,14 @@ class StepReports:
 
     Attributes:
         last: the fields of the report of the last step that has committed, as JSON values; None: nobody here knows it.
-        told: the number of the last step of which this worker knows that it was reported; None: it knows of none.
+        told: the last step of which this worker knows that it was reported; None: it knows of none.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._commit_s = time.monotonic()
         self.last: dict[str, Any] | None = None
-        self.told: int | None = None
+        self.told: Told | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what the other members must know, for a vote."""
@@ -62,7 +69,7 @@ class StepReports:
         """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
         self.last = self.told = None
 
-    def learn(self, steps: int, logged: int, is_planned: bool) -> None:
+    def learn(self, steps: int, logged: int, is_planned: bool, first: str = "") -> None:
         """Learns from an agreement which step was reported last.
 
         Args:
@@ -70,11 +77,12 @@ class StepReports:
             logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
                 committed only on workers that died, and is done again as it was.
             is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
+            first: the node of that member; empty if it leaves now, which its agent does when its log is written.
         """
         if is_planned and steps:
-            self.told = steps - 1
+            self.told = (steps - 1, first)
         if logged and logged - 1 in (steps - 1, steps):
-            self.told = logged - 1
+            self.told = (logged - 1, "")
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -105,9 +113,9 @@ class StepReports:
             "members": group.size,
             "seconds": round(seconds, 6),
         }
-        if group.rank == 0 and step != self.told:
+        if group.rank == 0 and (self.told is None or step != self.told[0]):
             self._client.send(Report("step", self.last))
-            self.told = step
+            self.told = (step, node_of(self._client.worker))
         return seconds
 
     def tell_again(self, steps: int) -> None:
@@ -117,4 +125,4 @@ class StepReports:
         """
         if self.last is not None and self.last["step"] == steps - 1:
             self._client.send(Report("step", {**self.last, AGAIN: True}))
-            self.told = steps - 1
+            self.told = (steps - 1, node_of(self._client.worker))

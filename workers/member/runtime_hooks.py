@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elaunch.rendezvous.membership import Generation
+from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups
@@ -80,7 +80,8 @@ class RuntimeHooks:
             self._reports.last = verdict.facts[verdict.passed][LAST_STEP]
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
-        self._reports.learn(verdict.step, generation.logged, is_planned)
+        first = node_of(self.group.members[0]) if self.group is not None else ""
+        self._reports.learn(verdict.step, generation.logged, is_planned, first if first in generation.nodes else "")
         if tells_again(verdict, generation, self._worker, self._reports.told):
             self._reports.tell_again(verdict.step)
 
