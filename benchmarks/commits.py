@@ -34,9 +34,14 @@ class KillFigures:
     join_stall_s: float
 
 
-def commits_of(lines: Iterable[Line]) -> list[Commit]:
-    """The committed steps in order of time; where several workers report a step, the first report counts."""
-    first: dict[int, Commit] = {}
+def commits_of(lines: Iterable[Line], first: dict[int, Commit] | None = None) -> list[Commit]:
+    """The committed steps in order of time; where several workers report a step, the first report counts.
+
+    Args:
+        lines: of the log.
+        first: by step, what earlier lines of the same log gave; takes in what these give.
+    """
+    first = {} if first is None else first
     for line in lines:
         if line["kind"] == "step":
             commit = Commit(line["t"], line["step"], line["members"], line["generation"])

@@ -143,6 +143,9 @@ class Job:
         self.log = folder / f"events-{uuid.uuid4().hex[:8]}.jsonl"
         self.lines: list[dict[str, Any]] = []
         self._read_bytes = 0
+        self._commits: list[Commit] = []
+        self._first: dict[int, Commit] = {}
+        self._n_counted = 0
 
     def begin(self) -> None:
         """Start the launcher."""
@@ -184,7 +187,11 @@ class Job:
             self.lines += [json.loads(line) for line in whole.splitlines()]
 
     def commits(self) -> list[Commit]:
-        return commits_of(self.lines)
+        """The committed steps so far, in order of time."""
+        if self._n_counted < len(self.lines):  # polled while the job runs, on the same cores: count each line once
+            self._commits = commits_of(self.lines[self._n_counted :], self._first)
+            self._n_counted = len(self.lines)
+        return self._commits
 
     def workers(self) -> dict[int, int]:
         """Local rank -> process id."""
