@@ -22,6 +22,8 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 
+AGAIN_S = 0.2
+_struck: list[int] = []  # signals that have come before the agent handles them
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
@@ -76,6 +78,9 @@ def launch(config: AgentConfig) -> int:
             raise
         return agent.run()
     finally:
+        if signal.getsignal(signal.SIGALRM) is _strike_again:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # what follows is short, and must not be cut short
         if hosted is not None:
@@ -124,8 +129,18 @@ def _follow_caller() -> None:
 
 
 def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles signals until the agent does."""
+    """Handles signals until the agent does.
+
+    What is raised in a callback of the interpreter, as after a fork, is lost; so the signal comes once more.
+    """
+    _struck.append(number)
+    signal.signal(signal.SIGALRM, _strike_again)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
     raise LaunchError(f"stopped by {signal.Signals(number).name}")
+
+
+def _strike_again(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(_struck[-1])
 
 
 def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[[str], None]) -> bool:

@@ -1,0 +1,29 @@
+"""A signal in the first moment of a launcher ends it, wherever it strikes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOST = """
+import signal, time
+from elaunch.agent.launch import _stop_early
+from elaunch.errors import LaunchError
+
+class Callback:
+    def __del__(self):  # what is raised in here is only printed, as in what runs after a fork
+        signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, _stop_early)
+try:
+    Callback()
+    time.sleep(30)
+except LaunchError as error:
+    print(error)
+"""
+
+
+def test_one_that_strikes_in_a_callback_of_the_interpreter_is_not_lost() -> None:
+    told = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=True)
+    assert "Exception ignored" in told.stderr
+    assert told.stdout == "stopped by SIGTERM\n"
