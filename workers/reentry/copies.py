@@ -17,10 +17,11 @@ from torch import Tensor
 
 from elaunch import threads
 from elaunch.errors import StateError
-from elaunch.workers.data_parallel.reducer import POLL_S
-from elaunch.workers.state.boxes import Box
+from elaunch.workers.state.boxes import Box, whole
 from elaunch.workers.state.codec import VERSION, Encoder, Manifest
 from elaunch.workers.state.space import box_of_placements
+
+POLL_S = 0.00005
 
 
 class ShardEncoder(Encoder):
@@ -51,6 +52,18 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_sharded(thing: Any) -> bool:
+    """Returns whether a module or optimizer has parameters that are DTensors of which this worker has a part."""
+    if isinstance(thing, torch.nn.Module):
+        return any(is_dtensor(one) and _is_cut(one) for one in thing.parameters())
+    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else []
+    return any(is_dtensor(one) and _is_cut(one) for group in groups for one in group["params"])
+
+
+def _is_cut(tensor: Any) -> bool:
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
 def box_of(tensor: Any) -> Box:
     """Returns which part of a DTensor this worker has; it may be empty.
 
@@ -60,8 +73,9 @@ def box_of(tensor: Any) -> Box:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return ((0, 0),) * tensor.dim()
-    return box_of_placements(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+        return tuple((0, 0) for _ in range(tensor.dim()))
+    box: Box = box_of_placements(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+    return box
 
 
 def describe_shards(objects: Mapping[str, Any]) -> tuple[Manifest, ShardEncoder]:
@@ -73,6 +87,10 @@ def describe_shards(objects: Mapping[str, Any]) -> tuple[Manifest, ShardEncoder]
     encoder = ShardEncoder()
     described = {name: encoder.encode(thing.state_dict(), name) for name, thing in objects.items()}
     return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder
+
+
+Part = tuple[int, Box, Tensor]
+"""The place of a tensor in a manifest, a box of it, and what is in the box."""
 
 
 @dataclass(eq=False)
@@ -96,9 +114,12 @@ class StateCopy:
     torn: tuple[str, ...] = ()
 
     @property
-    def n_bytes(self) -> int:
-        """Returns the bytes of this worker's parts."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def parts(self) -> list[Part]:
+        """Returns this worker's parts."""
+        shapes = [tuple(spec["shape"]) for spec in self.manifest["tensors"]]
+        return [
+            (place, self.boxes.get(place, whole(shapes[place])), tensor) for place, tensor in enumerate(self.tensors)
+        ]
 
 
 class Copies:
@@ -204,7 +225,7 @@ class _Copying:
             return
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:  # type: ignore[attr-defined]
+        with stream:
             self._copy()
             self._event = torch.Event(device)
             self._event.record(stream)
@@ -255,8 +276,8 @@ class _Copying:
         )
 
 
-def _address(parameter: Tensor) -> int:
-    local: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter  # type: ignore[operator]
+def _address(parameter: Any) -> int:
+    local: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter
     return local.data_ptr()
 
 

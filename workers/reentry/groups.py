@@ -73,7 +73,7 @@ class FunctionGroups:
         with self._lock:
             self._over.clear()
             self._older = sockets.inodes()
-        distributed_c10d._new_process_group_helper = self._make
+        distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
         rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._connect(*args, **more))
         try:
             yield

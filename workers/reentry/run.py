@@ -21,8 +21,9 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.random.rng import continue_generators, read_generators
-from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.copies import Copies, StateCopy, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups
+from elaunch.workers.reentry.guards import Guards
 from elaunch.workers.reentry.shares import check_alike, move_copies, shares
 from elaunch.workers.reentry.state import ElasticState
 from elaunch.workers.runtime import Member
@@ -53,7 +54,7 @@ class Reentry:
         self._groups = FunctionGroups()
         self._entered_in = 0  # the generation in which the function runs
         self._every, self._calls = every, 0
-        self._copies = Copies()
+        self._copies, self._guards = Copies(), Guards()
         self._generators: dict[int, bytes] = {}
         self._objects: dict[str, Any] = {}
         self._brought: dict[str, Any] = {}
@@ -174,7 +175,8 @@ class Reentry:
     def _restore(self, group: Group, objects: dict[str, Any], manifest: Manifest) -> None:
         begin_s = time.monotonic()
         needed = shares(objects, manifest)
-        held = [self._copies.newest] if self._copies.newest is not None else []
+        copy = self._copies.newest
+        held = [*copy.parts, *self._guards.newest] if copy is not None else []
         tensors, received_bytes = move_copies(group, held, manifest, needed)
         restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
         continue_generators(self._generators.get(self.step, b""))
@@ -195,6 +197,11 @@ class Reentry:
         self._copies.finish()
         self._brought = values
         before = self.member.generation.number
+        if any(is_sharded(thing) for thing in self._objects.values()):
+            # What only this worker has must be elsewhere, too, before the step counts.
+            copy = self._copy(self.step + 1)
+            self._copies.finish()
+            self._guards.exchange(self.member.group, copy)
         self.member.commit()
         self._keep()
         self.member.report(self.step - 1, loss=loss, sample_ids=ids)
@@ -204,11 +211,15 @@ class Reentry:
             raise GenerationChanged(self.member.generation.number)
 
     def _keep(self) -> None:
-        """Copies the state of the step that has just committed."""
+        """Goes on to the next step; copies the state of the one that has just committed, unless that is there."""
         self.step += 1
-        self._copies.begin(self.step, self._objects, self._brought)
-        self._generators = {**dict(list(self._generators.items())[-1:]), self.step: read_generators()}
+        if self._copies.newest is None or self._copies.newest.step < self.step:
+            self._copy(self.step)
         self._holds = True
+
+    def _copy(self, step: int) -> StateCopy:
+        self._generators = {**dict(list(self._generators.items())[-1:]), step: read_generators()}
+        return self._copies.begin(step, self._objects, self._brought)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -225,6 +236,9 @@ class Reentry:
         """Keeps the state of the step in flight, if it has committed: its objects are as they were at the barrier."""
         if self._holds and self.step < verdict.step:
             self._keep()
+        if self._copies.newest is not None and self._copies.newest.step > verdict.step:
+            self._copies.forget_newest()
+            self._guards.forget_newest()
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses nothing: the function makes its own layout."""

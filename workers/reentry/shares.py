@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
-from elaunch.workers.reentry.copies import StateCopy, box_of, is_dtensor
+from elaunch.workers.reentry.copies import Part, box_of, is_dtensor
 from elaunch.workers.state.boxes import Box, n_elements, whole
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.codec import Manifest, dtype_of
@@ -60,7 +60,7 @@ def shares(objects: Mapping[str, Any], manifest: Manifest) -> list[Share]:
 
 
 def move_copies(
-    group: Group, held: Sequence[StateCopy], manifest: Manifest, needed: Sequence[Share]
+    group: Group, held: Sequence[Part], manifest: Manifest, needed: Sequence[Share]
 ) -> tuple[list[Tensor], int]:
     """Takes part in a move of what members hold of a state to where it is needed. All members of the group call it.
 
@@ -84,12 +84,10 @@ def move_copies(
     }
     named = {item.name: item for item in items.values()}
     state: dict[str, list[Chunk]] = {}
-    for copy in held:
-        for place, tensor in enumerate(copy.tensors):
-            item = items[str(place)]
-            box = copy.boxes.get(place, whole(item.shape))
-            if n_elements(box) and all(chunk.box != box for chunk in state.get(item.name, ())):
-                state.setdefault(item.name, []).append(Chunk(box, (tensor,)))
+    for place, box, tensor in held:
+        name = items[str(place)].name
+        if n_elements(box) and all(chunk.box != box for chunk in state.get(name, ())):
+            state.setdefault(name, []).append(Chunk(box, (tensor,)))
     notes = group.all_gather_json(
         {
             "held": {name: [chunk.box for chunk in chunks] for name, chunks in state.items()},
@@ -108,7 +106,7 @@ def move_copies(
         state,
         lambda name, box: (torch.empty([stop - start for start, stop in box], dtype=named[name].dtypes[0]),),
     )
-    kept = {tensor.untyped_storage().data_ptr() for copy in held for tensor in copy.tensors}
+    kept = {tensor.untyped_storage().data_ptr() for _, _, tensor in held}
     tensors = []
     for place, share in enumerate(needed):
         item = items[str(place)]
