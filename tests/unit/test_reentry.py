@@ -18,7 +18,7 @@ from elaunch.workers.reentry.copies import Copies, StateCopy
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
 from elaunch.workers.reentry.run import elastic
-from elaunch.workers.reentry.shares import Share, move_copies, shares
+from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
 from elaunch.workers.state.codec import restore
 from tests.unit.comm_crew import crew, each
 
@@ -58,7 +58,7 @@ def test_a_part_comes_back_from_the_guard_of_who_had_it() -> None:
         guards = [Guards(), Guards()]
         copies = [state_copy(1, LOW, 1.0), state_copy(1, HIGH, 2.0)]
         each(lambda guard, group, copy: guard.exchange(group, copy), guards, groups, copies)
-        whole = [Share(((0, 4), (0, 4)), lambda tensor: tensor)]
+        whole = [TensorShare(((0, 4), (0, 4)), lambda tensor: tensor)]
         alone_again = Group(transports[0], 1, members[:1])
         ((found,), received_bytes) = move_copies(
             alone_again, [*copies[0].parts, *guards[0].newest], copies[0].manifest, whole

@@ -26,7 +26,7 @@ from elaunch.workers.state.space import Item
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShare:
     """What a worker needs of a tensor.
 
     Attributes:
@@ -38,7 +38,7 @@ class Share:
     wrap: Callable[[Tensor], Tensor]
 
 
-def shares(objects: Mapping[str, Any], manifest: Manifest) -> list[Share]:
+def shares(objects: Mapping[str, Any], manifest: Manifest) -> list[TensorShare]:
     """Returns what this worker needs of each tensor of a manifest, for the objects that it has now."""
     placed: dict[str, Any] = {}
     for name, thing in objects.items():
@@ -53,14 +53,14 @@ def shares(objects: Mapping[str, Any], manifest: Manifest) -> list[Share]:
         # What an optimizer keeps of parameter i is `optimizer.state.i.key`.
         like = placed.get(path, placed.get(path.rpartition(".")[0]))
         if like is not None and tuple(like.shape) == shape:
-            found.append(Share(box_of(like), _wrapped_like(like)))
+            found.append(TensorShare(box_of(like), _wrapped_like(like)))
         else:
-            found.append(Share(whole(shape), lambda tensor: tensor))
+            found.append(TensorShare(whole(shape), lambda tensor: tensor))
     return found
 
 
 def move_copies(
-    group: Group, held: Sequence[Part], manifest: Manifest, needed: Sequence[Share]
+    group: Group, held: Sequence[Part], manifest: Manifest, needed: Sequence[TensorShare]
 ) -> tuple[list[Tensor], int]:
     """Takes part in a move of what members hold of a state to where it is needed. All members of the group call it.
 
