@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from elaunch.workers.data.stream import Stream
     from elaunch.workers.data_parallel.job import Job, init
     from elaunch.workers.layers.job import HybridJob, hybrid
+    from elaunch.workers.reentry.run import elastic
+    from elaunch.workers.reentry.state import ElasticState
     from elaunch.workers.runtime import Member
 
 __version__ = "0.2.0"
 __all__ = [
+    "ElasticState",
     "HybridJob",
     "Job",
     "LaunchConfig",
@@ -28,6 +31,7 @@ __all__ = [
     "Stream",
     "__version__",
     "attach",
+    "elastic",
     "elastic_launch",
     "hybrid",
     "init",
@@ -52,6 +56,14 @@ def __getattr__(name: str) -> Any:
         from elaunch.workers.data.stream import Stream
 
         return Stream
+    if name == "elastic":
+        from elaunch.workers.reentry.run import elastic
+
+        return elastic
+    if name == "ElasticState":
+        from elaunch.workers.reentry.state import ElasticState
+
+        return ElasticState
     if name == "attach":
         from elaunch.workers.attach import attach
 

@@ -76,7 +76,7 @@ LATE_BEAT_S = 4 * BEAT_S
 GAP_S = 1.0
 """An agent that could not look for so long was stopped or had no processor, and so perhaps had its workers."""
 
-_QUIET = (Phase.LOADING, Phase.AGREEING, Phase.ENDED)
+_QUIET = (Phase.LOADING, Phase.AGREEING, Phase.ENDED, Phase.FUNCTION)
 _OWN = (Phase.BETWEEN, Phase.SCRIPT)
 """The script's own time: it may sleep there for reasons of which steps tell nothing."""
 
@@ -475,4 +475,5 @@ def _doing(heartbeat: HeartbeatReading) -> str:
         Phase.SAVING: "saving a checkpoint",
         Phase.AGREEING: "waiting for a generation",
         Phase.ENDED: "ended",
+        Phase.FUNCTION: f"in its function, in step {heartbeat.step}",
     }[heartbeat.phase]

@@ -55,6 +55,7 @@ class Phase(enum.IntEnum):
     AGREEING = 5  # waits for its agent to announce a generation
     ENDED = 6  # with its steps, or with the job
     SCRIPT = 7  # the script's own code in a step, outside its model: it loads samples, logs, uploads
+    FUNCTION = 8  # an elastic function: it waits in process groups of its own, so nobody sees for whom
 
 
 class Still(enum.IntEnum):

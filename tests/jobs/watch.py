@@ -79,6 +79,7 @@ PRELOADS = {
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
+    "elastic.py": _COMPILER,
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 

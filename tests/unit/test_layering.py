@@ -40,6 +40,7 @@ DIRECTIONS = {
     "workers.state": {"plan", "workers", "workers.comm", "workers.random"},
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
+    "workers.reentry": UNDER_JOBS,
     "": set[str](),
 }
 

@@ -46,7 +46,7 @@ def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
     Raises:
         StateError: an object has no state_dict, or one with a value that cannot be described; names the path.
     """
-    encoder = _Encoder()
+    encoder = Encoder()
     described = {}
     for name, thing in objects.items():
         for method in ("state_dict", "load_state_dict"):
@@ -101,13 +101,25 @@ def digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-class _Encoder:
+class Encoder:
+    """Describes values, one after the other; the tensors among them come into its list.
+
+    Attributes:
+        tensors: the live ones.
+        specs: what a manifest says of each.
+    """
+
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.specs: list[dict[str, Any]] = []
         self._known: dict[tuple[Any, ...], int] = {}
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Returns what stands for a value in a manifest.
+
+        Raises:
+            StateError: it cannot be described.
+        """
         if depth > _DEEPEST:
             raise StateError(f"{path}: nested more than {_DEEPEST} deep; does it contain itself?")
         kind = type(value)
@@ -122,7 +134,7 @@ class _Encoder:
         if kind in (torch.dtype, torch.device):
             return {"k": kind.__name__, "v": str(value)}
         if kind in _TENSORS:
-            return {"k": "tensor", "i": self._add(value, path)}
+            return {"k": "tensor", "i": self.add(value, path)}
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic) and _is_plain(value.dtype):
@@ -164,10 +176,11 @@ class _Encoder:
             raise StateError(f"{path}: numpy array of {value.dtype}; give it a state_dict of plain values and tensors")
         flat = np.ascontiguousarray(value).reshape(-1)
         flat = flat if flat.flags.writeable else flat.copy()
-        index = self._add(torch.from_numpy(flat.view(np.uint8)), path)
+        index = self.add(torch.from_numpy(flat.view(np.uint8)), path)
         return {"k": "array", "dtype": value.dtype.str, "shape": list(value.shape), "i": index}
 
-    def _add(self, tensor: torch.Tensor, path: str) -> int:
+    def add(self, tensor: torch.Tensor, path: str) -> int:
+        """Takes a tensor into the list; returns its place there."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise StateError(f"{path}: a tensor without plain memory ({'meta' if tensor.is_meta else what})")

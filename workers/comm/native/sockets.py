@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator
 def listening() -> frozenset[tuple[int, int]]:
     """Returns (inode, port) of each TCP socket of this process that accepts connections."""
     found = []
-    for fd, inode in _numbers():
-        with contextlib.suppress(OSError), _view(fd) as sock:
-            if _is_tcp(sock) and _accepts(sock):
+    for fd, inode in numbers():
+        with contextlib.suppress(OSError), view(fd) as sock:
+            if is_tcp(sock) and _accepts(sock):
                 found.append((inode, sock.getsockname()[1]))
     return frozenset(found)
 
@@ -32,11 +32,11 @@ def connected(own: Collection[int], others: Collection[int], born_before: Collec
         born_before: inodes of sockets that are older than the group.
     """
     found = []
-    for fd, inode in _numbers():
+    for fd, inode in numbers():
         if inode in born_before:
             continue
-        with contextlib.suppress(OSError), _view(fd) as sock:
-            if not _is_tcp(sock) or _accepts(sock):  # without the latter Gloo ends the process
+        with contextlib.suppress(OSError), view(fd) as sock:
+            if not is_tcp(sock) or _accepts(sock):  # without the latter Gloo ends the process
                 continue
             if sock.getsockname()[1] in own or sock.getpeername()[1] in others:
                 # Not sock.dup(), which makes it a blocking one, for Gloo as well.
@@ -46,7 +46,7 @@ def connected(own: Collection[int], others: Collection[int], born_before: Collec
 
 def inodes() -> frozenset[int]:
     """Returns the inodes of all sockets of this process."""
-    return frozenset(inode for _, inode in _numbers())
+    return frozenset(inode for _, inode in numbers())
 
 
 class Socket:
@@ -78,7 +78,7 @@ class Socket:
                 os.close(self._fd)
 
 
-def _numbers() -> Iterator[tuple[int, int]]:
+def numbers() -> Iterator[tuple[int, int]]:
     """Yields (descriptor, inode) of the sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -88,7 +88,8 @@ def _numbers() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _view(fd: int) -> Iterator[socket.socket]:
+def view(fd: int) -> Iterator[socket.socket]:
+    """Returns a context with a socket object for a descriptor; at its end the descriptor stays open."""
     sock = socket.socket(fileno=os.dup(fd))
     try:
         yield sock
@@ -96,7 +97,8 @@ def _view(fd: int) -> Iterator[socket.socket]:
         sock.close()
 
 
-def _is_tcp(sock: socket.socket) -> bool:
+def is_tcp(sock: socket.socket) -> bool:
+    """Returns whether it is a socket of TCP."""
     return sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)
 
 

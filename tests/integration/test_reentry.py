@@ -1,0 +1,135 @@
+"""Elastic functions: entered again with the state of the last commit, whoever dies, joins, or has a part alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Spawner, soak
+from tests.jobs.watch import Node, elaunch, wait_for
+
+SCRIPT = ROOT / "tests" / "jobs" / "elastic.py"
+STEPS = 50  # two passes over 600 samples in steps of 24
+
+
+def run(spawn: Spawner, folder: Path, *flags: str, workers: int = 3, code: int = 0, name: str = "elastic") -> Node:
+    command = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=6")
+    node = elaunch(spawn, folder, *command, script=(SCRIPT, *flags), name=name)
+    assert node.agent.wait(100) == code, node.agent.tail()
+    return node
+
+
+def weights(node: Node) -> float:
+    """Of the models at the end; those of all workers are the same."""
+    found = set(re.findall(rf"{STEPS} steps, weights (\S+)\.", node.agent.text()))
+    assert len(found) == 1, node.agent.tail()
+    return float(found.pop())
+
+
+def steps(node: Node) -> list[tuple[int, float, str]]:
+    """Number, loss and samples of each step, as logged."""
+    return [(event["step"], event["loss"], event["digest"]) for event in node.events("step")]
+
+
+def assert_as_undisturbed(node: Node, calm: Node) -> None:
+    assert [(step, digest) for step, _, digest in steps(node)] == [(step, digest) for step, _, digest in steps(calm)]
+    for (step, loss, _), (_, expected, _) in zip(steps(node), steps(calm), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-8), f"step {step}"
+    assert weights(node) == pytest.approx(weights(calm), rel=1e-8)
+    assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
+
+
+@pytest.mark.timeout(200)
+def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn: Spawner, tmp_path: Path) -> None:
+    calm = run(spawn, tmp_path, name="calm")
+    assert [step for step, _, _ in steps(calm)] == list(range(STEPS))
+    deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
+    node = run(spawn, tmp_path, *deaths, name="deaths")
+    assert_as_undisturbed(node, calm)
+    assert "2 members, step 7" in node.agent.text()
+
+
+@pytest.mark.timeout(200)
+def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: Path) -> None:
+    calm = run(spawn, tmp_path, "--shards", "3", name="calm")
+    node = run(spawn, tmp_path, "--shards", "3", "--die", "2:9:step", "--die", "0:30:step", name="deaths")
+    assert_as_undisturbed(node, calm)
+    assert any(event["bytes_moved"] > 0 for event in node.events("restored"))
+
+
+@pytest.mark.timeout(200)
+def test_shards_with_replicas_are_cut_anew_for_fewer_members(spawn: Spawner, tmp_path: Path) -> None:
+    calm = run(spawn, tmp_path, "--shards", "2", workers=4, name="calm")
+    node = run(spawn, tmp_path, "--shards", "2", "--die", "3:9:step", workers=4, name="deaths")
+    assert_as_undisturbed(node, calm)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("shards", "workers", "deaths"),
+    [
+        (0, 3, ("1:7:step", "0:2:bind")),
+        soak(0, 3, ("2:50:end",)),
+        soak(4, 4, ("1:7:step", "3:2:bind")),
+        soak(3, 3, ("1:7:step", "2:50:end")),
+    ],
+)
+def test_a_death_on_the_way_back_or_at_the_end_is_one_more_change(
+    spawn: Spawner, tmp_path: Path, shards: int, workers: int, deaths: tuple[str, ...]
+) -> None:
+    flags = [flag for death in deaths for flag in ("--die", death)]
+    node = run(spawn, tmp_path, "--shards", str(shards), *flags, workers=workers)
+    assert [step for step, _, _ in steps(node)] == list(range(STEPS))
+    assert len(node.events("worker_started")) == workers + len(deaths)
+    weights(node)
+
+
+@pytest.mark.timeout(200)
+def test_a_part_that_died_with_its_guard_is_named_and_all_start_again(spawn: Spawner, tmp_path: Path) -> None:
+    node = run(spawn, tmp_path, "--shards", "3", "--die", "1:7:step", "--die", "0:2:bind")
+    assert "no surviving worker has all of" in node.agent.text()
+    assert "all workers are started again (attempt 1)" in node.agent.text()
+    weights(node)
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_the_script_ends_it_with_its_traceback(spawn: Spawner, tmp_path: Path) -> None:
+    node = elaunch(
+        spawn, tmp_path, "--standalone", "--nproc-per-node=2", "--max-restarts=0", script=(SCRIPT, "--raise-at", "5")
+    )
+    assert node.agent.wait(60) == 1, node.agent.tail()
+    assert "ArithmeticError: as told, in step 5" in node.agent.text()
+
+
+@pytest.mark.timeout(120)
+def test_what_changes_while_it_is_copied_is_named(spawn: Spawner, tmp_path: Path) -> None:
+    node = elaunch(
+        spawn, tmp_path, "--standalone", "--nproc-per-node=1", "--max-restarts=0", script=(SCRIPT, "--change-late")
+    )
+    assert node.agent.wait(60) == 1, node.agent.tail()
+    assert "model.module.0.weight changed after commit(), while it was copied" in node.agent.text()
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun_the_function_is_entered_once(spawn: Spawner) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), "--epochs", "1")
+    process = spawn.python(*command, name="torchrun")
+    assert process.wait(100) == 0, process.tail()
+    assert process.text().count("entry 1: 2 members, step 0") == 2
+    assert "25 steps, weights" in process.text()
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_is_stopped_in_a_collective_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
+    command = ("--standalone", "--nproc-per-node=3", "--max-restarts=3")
+    node = elaunch(spawn, tmp_path, *command, script=(SCRIPT, "--sleep", "0.05"))
+    wait_for(node, lambda: node.last_step() >= 5, 60, "some steps")
+    pid = next(pid for worker, pid in node.pids().items() if worker.endswith("/1#0"))
+    os.kill(pid, signal.SIGSTOP)
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    assert [step for step, _, _ in steps(node)] == list(range(STEPS))
+    weights(node)

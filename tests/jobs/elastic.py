@@ -1,0 +1,101 @@
+"""An elastic function: DistributedDataParallel or FSDP2 over Gloo, as a script of its own would have them.
+
+    elaunch --standalone --nproc-per-node=4 tests/jobs/elastic.py --shards 4 --die 1:10:step
+
+`--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
+before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elaunch
+
+SAMPLES, BATCH = 600, 24
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--shards", type=int, default=0, help="members along a shard axis; 0: DistributedDataParallel")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--die", action="append", default=[])
+parser.add_argument("--raise-at", type=int, default=-1)
+parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
+parser.add_argument("--sleep", type=float, default=0.0)
+arguments = parser.parse_args()
+
+
+def die(where: str, number: int) -> None:
+    worker = os.environ.get("ELAUNCH_WORKER", "")
+    if worker.endswith("#0") and f"{os.environ['LOCAL_RANK']}:{number}:{where}" in arguments.die:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build(size: int) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 63), nn.ReLU(), nn.Linear(63, 1)).double()
+    if not arguments.shards:
+        return DistributedDataParallel(net)
+    whole = size % arguments.shards == 0 and size > arguments.shards
+    shape, names = ((size // arguments.shards, arguments.shards), ("replicas", "shards")) if whole else ((size,), None)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+@elaunch.elastic
+def train(state: elaunch.ElasticState) -> None:
+    dist.init_process_group("gloo")
+    model = build(state.size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 16, generator=generator).double()
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    die("bind", state.entry)
+    state.bind(model=model, optimizer=optimizer, scheduler=scheduler)
+    assert state.values.get("steps", 0) == state.step
+    print(f"entry {state.entry}: {state.size} members, step {state.step}", flush=True)
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    for x, y in state.steps(loader, epochs=arguments.epochs, global_batch_size=BATCH):
+        if state.rank == 0 and arguments.raise_at == state.step:
+            raise ArithmeticError(f"as told, in step {state.step}")
+        if arguments.change_late:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)
+        time.sleep(arguments.sleep)
+        loss = nn.functional.mse_loss(model(x), y) * state.weight
+        optimizer.zero_grad()
+        die("step", state.step)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        state.values["steps"] = state.step + 1
+        state.commit(loss=total.item() / state.size)
+    die("end", state.step)
+    squares = sum(whole(parameter).square().sum().item() for parameter in model.parameters())
+    print(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.", flush=True)
+
+
+train()
+sys.exit(0)

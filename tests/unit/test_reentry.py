@@ -1,0 +1,193 @@
+"""Re-entry, part by part: who keeps copies for whom, copies that are whole, and batches for any number of members."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elaunch.errors import StateError, StateLost, UsageError
+from elaunch.workers.comm.group import Group
+from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.data import Batches
+from elaunch.workers.reentry.guards import Guards, alone, guard_of
+from elaunch.workers.reentry.run import elastic
+from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
+from elaunch.workers.state.codec import restore
+from tests.unit.comm_crew import crew, each
+
+LOW, HIGH = ((0, 2), (0, 4)), ((2, 4), (0, 4))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_each_member_has_one_guard_on_another_node_if_nodes_are_alike(counts: list[int]) -> None:
+    members = [f"n{node}/{slot}#0" for node, count in enumerate(counts) for slot in range(count)]
+    guards = [guard_of(rank, members) for rank in range(len(members))]
+    assert sorted(guards) == list(range(len(members)))
+    if len(members) > 1 and len(set(counts)) == 1:
+        nodes = [member.partition("/")[0] for member in members]
+        assert all(rank != guard for rank, guard in enumerate(guards))
+        assert len(counts) == 1 or all(nodes[rank] != nodes[guard] for rank, guard in enumerate(guards))
+
+
+def test_what_another_node_has_as_well_needs_no_guard() -> None:
+    held = [{0: LOW, 1: LOW}, {0: HIGH}, {0: LOW}]
+    assert alone(0, held, ["a/0#0", "a/1#0", "b/0#0"]) == [1]
+    assert alone(0, held, ["a/0#0", "b/0#0", "a/1#0"]) == [0, 1], "the same node may be lost as a whole"
+    assert alone(0, held, ["a/0#0", "a/1#0", "a/2#0"]) == [1]
+    assert alone(0, [{0: ((0, 0), (0, 4))}, {}], ["a/0#0", "a/1#0"]) == [], "it has no elements"
+
+
+def state_copy(step: int, box: Any, value: float) -> StateCopy:
+    specs = [{"path": "model.weight", "dtype": "torch.float32", "shape": [4, 4]}]
+    manifest = {"version": 1, "objects": {}, "tensors": specs}
+    shape = [stop - start for start, stop in box]
+    return StateCopy(step, manifest, {}, [torch.full(shape, value)], {0: box})
+
+
+def test_a_part_comes_back_from_the_guard_of_who_had_it() -> None:
+    with crew(2) as transports:
+        members = ["a/0#0", "a/1#0"]
+        groups = [Group(transport, 1, members) for transport in transports]
+        guards = [Guards(), Guards()]
+        copies = [state_copy(1, LOW, 1.0), state_copy(1, HIGH, 2.0)]
+        each(lambda guard, group, copy: guard.exchange(group, copy), guards, groups, copies)
+        whole = [TensorShare(((0, 4), (0, 4)), lambda tensor: tensor)]
+        alone_again = Group(transports[0], 1, members[:1])
+        ((found,), received_bytes) = move_copies(
+            alone_again, [*copies[0].parts, *guards[0].newest], copies[0].manifest, whole
+        )
+        assert found.tolist() == [[1.0] * 4] * 2 + [[2.0] * 4] * 2
+        assert received_bytes == 0
+        with pytest.raises(StateLost, match=r"no surviving worker has all of 0 model\.weight"):
+            move_copies(alone_again, copies[0].parts, copies[0].manifest, whole)
+        guards[0].forget_newest()
+        assert guards[0].newest == []
+
+
+def test_what_an_object_takes_is_not_the_copy_itself() -> None:
+    with crew(1) as transports:
+        group = Group(transports[0], 1, ["a/0#0"])
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        objects: dict[str, Any] = {"net": net, "optimizer": optimizer}
+        train_a_step(net, optimizer)
+        copies = Copies()
+        copies.gate(objects)
+        copy = copies.begin(1, objects, {})
+        copies.finish()
+        kept = [tensor.clone() for tensor in copy.tensors]
+        tensors, _ = move_copies(group, copy.parts, copy.manifest, shares(objects, copy.manifest))
+        restore(objects, copy.manifest, tensors)
+        train_a_step(net, optimizer)
+        assert all(torch.equal(tensor, before) for tensor, before in zip(copy.tensors, kept, strict=True))
+
+
+def train_a_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_waits_for_the_copy_and_two_copies_share_no_memory() -> None:
+    net = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    objects: dict[str, Any] = {"net": net, "optimizer": optimizer}
+    copies = Copies()
+    copies.gate(objects)
+    expected = []
+    for step in range(4):
+        copies.begin(step, objects, {"steps": step})
+        expected.append(net.weight.detach().clone())
+        net(torch.ones(4, 300)).square().sum().backward()
+        optimizer.step()
+    copies.finish()
+    assert copies.newest is not None
+    assert copies.former is not None
+    assert (copies.former.step, copies.newest.step) == (2, 3)
+    for copy in (copies.former, copies.newest):
+        place = [spec["path"] for spec in copy.manifest["tensors"]].index("net.weight")
+        assert torch.equal(copy.tensors[place], expected[copy.step])
+    copies.forget_newest()
+    assert copies.newest.step == 2
+
+
+def test_what_another_than_the_optimizer_changes_while_it_is_copied_is_an_error() -> None:
+    net = nn.Linear(3, 2)
+    objects: dict[str, Any] = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    copies = Copies()
+    copies.gate(objects)
+    copies.begin(1, objects, {})
+    copies._under_way._passed = False  # type: ignore[union-attr]  # as if the copy had not ended yet
+    with torch.no_grad():
+        net.weight.add_(1.0)
+    copies._under_way._check()  # type: ignore[union-attr]
+    with pytest.raises(StateError, match=r"net\.weight changed after commit\(\), while it was copied"):
+        copies.finish()
+
+
+def test_buffers_and_what_no_optimizer_has_are_copied_at_once() -> None:
+    net = nn.BatchNorm1d(4)
+    copies = Copies()
+    copies.gate({"net": net})
+    copy = copies.begin(1, {"net": net}, {})
+    net(torch.randn(8, 4))
+    copies.finish()
+    place = [spec["path"] for spec in copy.manifest["tensors"]].index("net.running_mean")
+    assert copy.tensors[place].tolist() == [0.0] * 4
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_each_sample_is_used_once_in_a_pass_whoever_is_a_member(
+    n_samples: int, batch_size: int, crews: list[tuple[int, int]], fixed: bool
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(n_samples)), batch_size=batch_size, shuffle=True)
+    batches = Batches(loader, 6 if fixed else None, epochs=2)
+    position, used = 0, Counter[int]()
+    for size, n_steps in [*crews, (1, 10**6)]:
+        parts = [batches.parts(position, rank, size) for rank in range(size)]
+        for _, step in zip(range(n_steps), zip(*parts, strict=True), strict=False):
+            assert len({batch.stop for batch in step}) == 1
+            ids = [number for batch in step for number in batch.ids]
+            assert all(batch.ids for batch in step), "each member takes part in each step"
+            assert sum(batch.weight for batch in step) == pytest.approx(size)
+            if len(set(ids)) == len(ids):
+                used.update(ids)
+            else:  # fewer samples left than members
+                assert len(set(ids)) < size
+                used.update(set(ids))
+            assert set(ids) == set(batches.ids(position, step[0].stop))
+            position = step[0].stop
+    assert position == 2 * n_samples
+    assert used == Counter(dict.fromkeys(range(n_samples), 2))
+
+
+def test_a_loader_is_loaded_as_it_says() -> None:
+    data = TensorDataset(torch.arange(10))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=4, rank=2, shuffle=False)
+    batches = Batches(DataLoader(data, batch_size=2, sampler=sampler), None, epochs=1)
+    loaded = [content[0].tolist() for _, content in batches.load(4, 1, 2)]
+    assert loaded == [[6, 7], [9]]
+    dropped = Batches(DataLoader(data, batch_size=4, drop_last=True), None, epochs=1)
+    assert [content[0].tolist() for _, content in dropped.load(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_what_cannot_be_dealt_out_is_refused_with_the_cure() -> None:
+    with pytest.raises(UsageError, match=r"state\.steps\(\) takes a DataLoader, got list"):
+        Batches([1, 2], None, 1)
+    few = Batches(DataLoader(TensorDataset(torch.arange(8)), batch_size=2), 2, 1)
+    with pytest.raises(UsageError, match="global_batch_size=2 is less than one sample for each of 3 members"):
+        next(few.parts(0, 0, 3))
+    with pytest.raises(UsageError, match=r"elastic\(every=0\): expected 1 or more"):
+        elastic(every=0)

@@ -1,0 +1,293 @@
+"""Copies of the state in host memory: the one of the last commit, and the one before.
+
+What only an optimizer changes is copied while the next forward and backward run; the optimizer waits for that before it
+steps. All else is copied at once. On an accelerator the copies go to pinned memory, on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elaunch import threads
+from elaunch.errors import StateError
+from elaunch.workers.state.boxes import Box, whole
+from elaunch.workers.state.codec import VERSION, Encoder, Manifest
+from elaunch.workers.state.space import box_of_placements
+
+POLL_S = 0.00005
+
+
+class ShardEncoder(Encoder):
+    """Describes values, and of a DTensor the whole tensor, while the list has this worker's part.
+
+    Attributes:
+        boxes: by place in the list, the parts that are not whole tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes: dict[int, Box] = {}
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Returns what stands for a value in a manifest."""
+        if not is_dtensor(value):
+            return super().encode(value, path, depth)
+        place = self.add(value.to_local(), path)
+        self.boxes[place] = box_of(value)
+        self.specs[place]["shape"] = list(value.shape)
+        self.specs[place].pop("strides", None)
+        return {"k": "tensor", "i": place}
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns whether a value is a DTensor, without importing what defines it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded(thing: Any) -> bool:
+    """Returns whether a module or optimizer has parameters that are DTensors of which this worker has a part."""
+    if isinstance(thing, torch.nn.Module):
+        return any(is_dtensor(one) and _is_cut(one) for one in thing.parameters())
+    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else []
+    return any(is_dtensor(one) and _is_cut(one) for group in groups for one in group["params"])
+
+
+def _is_cut(tensor: Any) -> bool:
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def box_of(tensor: Any) -> Box:
+    """Returns which part of a DTensor this worker has; it may be empty.
+
+    Raises:
+        StateError: it has a placement that gives no box, such as a partial sum.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple((0, 0) for _ in range(tensor.dim()))
+    box: Box = box_of_placements(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+    return box
+
+
+def describe_shards(objects: Mapping[str, Any]) -> tuple[Manifest, ShardEncoder]:
+    """Returns the manifest of objects with `state_dict`, by name, and what encoded it: live tensors and their boxes.
+
+    Raises:
+        StateError: an object has no state_dict, or one with a value that cannot be described; names the path.
+    """
+    encoder = ShardEncoder()
+    described = {name: encoder.encode(thing.state_dict(), name) for name, thing in objects.items()}
+    return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder
+
+
+Part = tuple[int, Box, Tensor]
+"""The place of a tensor in a manifest, a box of it, and what is in the box."""
+
+
+@dataclass(eq=False)
+class StateCopy:
+    """The state as it was at one commit.
+
+    Attributes:
+        step: number of steps that had committed.
+        manifest: of all objects, the same on all members.
+        values: what else makes up the state, as JSON; the same on all.
+        tensors: this worker's parts, in the order of the manifest.
+        boxes: by place in it, the parts that are not whole.
+        torn: paths of tensors that were changed while they were copied.
+    """
+
+    step: int
+    manifest: Manifest
+    values: dict[str, Any]
+    tensors: list[Tensor]
+    boxes: Mapping[int, Box] = field(default_factory=dict)
+    torn: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> list[Part]:
+        """Returns this worker's parts."""
+        shapes = [tuple(spec["shape"]) for spec in self.manifest["tensors"]]
+        return [
+            (place, self.boxes.get(place, whole(shapes[place])), tensor) for place, tensor in enumerate(self.tensors)
+        ]
+
+
+class Copies:
+    """The copies of one worker. All of it belongs to the training thread.
+
+    Attributes:
+        newest: the last copy that was begun.
+        former: the one before.
+    """
+
+    def __init__(self) -> None:
+        self.newest: StateCopy | None = None
+        self.former: StateCopy | None = None
+        self._under_way: _Copying | None = None
+        self._hooks: list[Any] = []
+        self._gated: set[str] = set()
+
+    def gate(self, objects: Mapping[str, Any]) -> None:
+        """Has the optimizers among some objects wait for a copy that is under way before they step."""
+        for hook in self._hooks:
+            hook.remove()
+        optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        self._hooks = [one.register_step_pre_hook(lambda *_: self._let_pass()) for one in optimizers]
+        self._gated = {name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+
+    def begin(self, step: int, objects: Mapping[str, Any], values: dict[str, Any]) -> StateCopy:
+        """Begins to copy the present state, in place of the copy before the newest one; returns the copy.
+
+        Raises:
+            StateError: an object has a value that cannot be described; names the path.
+        """
+        self.finish()
+        manifest, encoder = describe_shards(objects)
+        sources = encoder.tensors
+        spare = self.former.tensors if self.former is not None else []
+        places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
+        copy = StateCopy(step, manifest, values, places, dict(encoder.boxes))
+        later = self._later(objects, encoder)
+        now = [place for place in range(len(sources)) if place not in later]
+        for place in now:
+            places[place].copy_(sources[place])
+        self.former, self.newest = self.newest, copy
+        if later:
+            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(later)])
+        return copy
+
+    def finish(self) -> None:
+        """Returns when no copy is under way.
+
+        Raises:
+            StateError: something was changed by another than an optimizer meanwhile; names the tensors.
+        """
+        copying, self._under_way = self._under_way, None
+        if copying is not None:
+            copying.wait()
+            if copying.copy.torn:
+                names = ", ".join(copying.copy.torn[:5])
+                raise StateError(
+                    f"{names} changed after commit(), while it was copied, and not by an optimizer that is bound: bind "
+                    "that optimizer, or change it before commit()"
+                )
+
+    def forget_newest(self) -> None:
+        """Lets the newest copy go: its commit does not count."""
+        self.finish()
+        self.newest, self.former = self.former, None
+
+    def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
+        """Places of the tensors that nothing but an optimizer changes."""
+        changed: set[int] = set()
+        for name in self._gated:
+            for group in objects[name].param_groups:
+                changed.update(_address(one) for one in group["params"])
+        return {
+            place
+            for place, (tensor, spec) in enumerate(zip(encoder.tensors, encoder.specs, strict=True))
+            if tensor.numel() and (spec["path"].partition(".")[0] in self._gated or tensor.data_ptr() in changed)
+        }
+
+    def _let_pass(self) -> None:
+        if self._under_way is not None:
+            self._under_way.let_pass()
+
+
+class _Copying:
+    """Tensors on their way to a copy.
+
+    Args:
+        copy: into which.
+        sources: with their places in it.
+    """
+
+    def __init__(self, copy: StateCopy, sources: Sequence[tuple[int, Tensor]]) -> None:
+        self.copy, self._sources = copy, sources
+        self._versions = [source._version for _, source in sources]
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._event: Any = None
+        self._passed = False
+        device = sources[0][1].device
+        if device.type == "cpu":
+            threads.start("elaunch-copy", self._run, self._died)
+            return
+        stream = torch.Stream(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            self._copy()
+            self._event = torch.Event(device)
+            self._event.record(stream)
+
+    def let_pass(self) -> None:
+        """Lets an optimizer step: on an accelerator, what it does comes after the copy."""
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+            self._check()
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when all is copied."""
+        if self._event is not None:
+            while not self._event.query():  # not in the driver, where an abort could not free it
+                self._done.wait(POLL_S)
+            self._check()
+        else:
+            self._done.wait()
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        self._copy()
+        self._check()
+        self._done.set()
+
+    def _died(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        places = [self.copy.tensors[place] for place, _ in self._sources]
+        torch._foreach_copy_(places, [source for _, source in self._sources], non_blocking=True)
+
+    def _check(self) -> None:
+        """Looks whether something has changed since, before the optimizer may change it."""
+        if self._passed:
+            return
+        self._passed = True
+        specs = self.copy.manifest["tensors"]
+        self.copy.torn = tuple(
+            specs[place]["path"]
+            for (place, source), version in zip(self._sources, self._versions, strict=True)
+            if source._version != version
+        )
+
+
+def _address(parameter: Any) -> int:
+    local: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter
+    return local.data_ptr()
+
+
+def _place(source: Tensor, spare: Tensor | None) -> Tensor:
+    """Returns host memory for a copy of a tensor; that of an older copy, where it fits."""
+    if spare is not None and (spare.shape, spare.dtype, spare.stride()) == (
+        source.shape,
+        source.dtype,
+        source.stride(),
+    ):
+        return spare
+    pinned = source.device.type != "cpu"
+    return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, pin_memory=pinned)

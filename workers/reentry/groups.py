@@ -1,0 +1,207 @@
+"""The process groups that a function makes of torch.distributed: found as they are made, freed, forgotten.
+
+Whoever makes one says to which store it comes, and there all its members meet first: so nobody waits in a backend for
+one that is gone. From then on it can be freed by any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elaunch import threads
+from elaunch.errors import UsageError
+from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.groups import meet
+from elaunch.workers.comm.native.nccl import SETTINGS
+
+# The package's attribute of this name is a function.
+rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+
+OPEN_S = 30.0
+"""For a backend to connect members who are all there."""
+
+MEET_S = 1800.0
+"""For all members of a group to come to its making, as torch has it."""
+
+
+WITHOUT_MEMBERS = ("mpi", "fake")
+"""Backends whose members do not meet in a store."""
+
+
+class FunctionGroups:
+    """The process groups of one worker's function, from one entry to the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._older: frozenset[int] = frozenset()
+        self._connections: list[sockets.Socket] = []
+        self._device_groups: list[Any] = []
+        self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
+        self._connect: Callable[..., Any] = rendezvous._create_c10d_store
+        _ALIVE.add(self)
+
+    @contextlib.contextmanager
+    def watching(self, entry: str) -> Iterator[None]:
+        """Returns a context in which the groups that are made are known, and at whose end they are freed and forgotten.
+
+        Args:
+            entry: a name for it that all members have and no other entry; it comes before all keys in the job's store.
+
+        Raises:
+            UsageError: a default group is there already.
+        """
+        if dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is initialized before the elastic function is entered, and its groups cannot "
+                "change with the members: call init_process_group in the function"
+            )
+        if dist.is_nccl_available():
+            os.environ.update(SETTINGS)
+        with self._lock:
+            self._over.clear()
+            self._older = sockets.inodes()
+        distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
+        rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._connect(*args, **more))
+        try:
+            yield
+        finally:
+            distributed_c10d._new_process_group_helper = self._helper
+            rendezvous._create_c10d_store = self._connect
+            self.free()
+            self._forget()
+
+    def free(self) -> None:
+        """Ends all groups: whoever waits in one, or for one, gets an error within milliseconds. From any thread."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+            connections, groups = list(self._connections), list(self._device_groups)
+        for one in connections:
+            one.shut_down()
+        for group in groups:
+            threads.start("elaunch-group-abort", group.abort, lambda _: None)
+        _end_store_clients(self._older)
+
+    def _make(
+        self, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **more: Any
+    ) -> Any:
+        """Makes a group as torch does, after all its members have come; torch calls it in place of its own."""
+        timeout: timedelta | None = more.get("timeout")
+        own_rank = dist.get_rank() if dist.is_initialized() else group_rank
+        name = str(args[0] if args else more.get("group_name", ""))
+        if str(backend).lower() not in WITHOUT_MEMBERS and (own_rank in ranks or not ranks):
+            prefix = dist.PrefixStore(f"elaunch/{name}", store)
+            meet(prefix, len(ranks) or group_size, self._over, timeout.total_seconds() if timeout else MEET_S)
+            older = sockets.inodes()
+            made = self._helper(
+                group_size, group_rank, ranks, backend, store, *args, **{**more, "timeout": _shorter(timeout)}
+            )
+            self._take(made[0], prefix, older, timeout)
+            return made
+        return self._helper(group_size, group_rank, ranks, backend, store, *args, **more)
+
+    def _take(self, group: Any, store: dist.Store, older: frozenset[int], timeout: timedelta | None) -> None:
+        backends = {id(one): one for device in group._device_types if (one := group._get_backend(device)) is not None}
+        own = [port for inode, port in sockets.listening() if inode not in older]
+        rank, size = group.rank(), group.size()
+        store.set(f"ports/{rank}", ",".join(map(str, own)))
+        told = [store.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
+        others = [int(port) for ports in told for port in ports.split(",") if port]
+        found = sockets.connected(own, others, older)
+        devices = [one for one in backends.values() if not isinstance(one, dist.ProcessGroupGloo)]
+        for one in backends.values():
+            if timeout is not None:
+                one._set_default_timeout(timeout)
+        with self._lock:
+            self._connections += found
+            self._device_groups += devices
+            over = self._over.is_set()
+        if over:
+            for connection in found:
+                connection.shut_down()
+            for device in devices:
+                threads.start("elaunch-group-abort", device.abort, lambda _: None)
+            raise RuntimeError("the members have changed while a process group was made")
+
+    def _forget(self) -> None:
+        """Takes all groups out of torch's tables, as destroying them does, but waits for none of them."""
+        world = distributed_c10d._world
+        groups = list(world.pg_map)
+        distributed_c10d._update_default_pg(None)
+        tables: tuple[Any, ...] = (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+            world.tags_to_pg,
+            world.pg_coalesce_state,
+        )
+        for table in tables:
+            table.clear()
+        distributed_c10d._unregister_all_process_groups()
+        world.group_count = 0
+        _forget_meshes()
+        with self._lock:
+            connections, self._connections = self._connections, []
+            devices, self._device_groups = self._device_groups, []
+        for one in connections:
+            one.close()
+        _KEPT.extend(devices)  # their destructors block for long
+        # Gloo's ends its threads, which takes some milliseconds.
+        threads.start("elaunch-groups-close", groups.clear, lambda _: None)
+
+    def _close_in_child(self) -> None:
+        for one in self._connections:
+            one.close_in_child()
+
+
+def _shorter(timeout: timedelta | None) -> timedelta:
+    limit = timedelta(seconds=OPEN_S)
+    return limit if timeout is None else min(timeout, limit)
+
+
+def _end_store_clients(older: frozenset[int]) -> None:
+    """Shuts down the connections to the store of the job that are younger than the entry."""
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    for fd, inode in sockets.numbers():
+        if inode in older:
+            continue
+        with contextlib.suppress(OSError), sockets.view(fd) as sock:
+            if sockets.is_tcp(sock) and sock.getpeername()[1] == port:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _forget_meshes() -> None:
+    """Empties the caches that take two meshes of the same shape for one."""
+    if "torch.distributed.tensor" in sys.modules:
+        from elaunch.workers.comm.mesh import _forget_equal_meshes
+
+        _forget_equal_meshes()
+
+
+_KEPT: list[Any] = []
+_ALIVE: weakref.WeakSet[FunctionGroups] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for one in list(_ALIVE):
+        one._close_in_child()
+
+
+# A forked child, such as a loader's, would keep the connections open after its parent was killed.
+os.register_at_fork(after_in_child=_close_all_in_child)
