@@ -1,10 +1,11 @@
 """elaunch: a drop-in replacement for torchrun that keeps a training job alive.
 
 A training script uses `elaunch.init()` and the `Job` that it returns, or, with a model given in layers,
-`elaunch.hybrid()` and the `HybridJob` that it returns; a framework with an engine of its own uses `elaunch.attach()`
-and `elaunch.hooks`; a program that starts jobs uses `LaunchConfig` and `elastic_launch` or `launch_agent`; `Stream`
-says how data is read that comes in order. Nothing else here is public. The import is light: torch is loaded only when
-one of the first four is called, or `Stream`.
+`elaunch.hybrid()` and the `HybridJob` that it returns; one with an engine of its own makes its training a function for
+`elaunch.elastic`, or calls `elaunch.elastic_script()`; a framework that takes part in recovery itself uses
+`elaunch.attach()` and `elaunch.hooks`; a program that starts jobs uses `LaunchConfig` and `elastic_launch` or
+`launch_agent`; `Stream` says how data is read that comes in order. Nothing else here is public. The import is light:
+torch is loaded only when one of those for training scripts is called, or `Stream`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from elaunch.workers.data.stream import Stream
     from elaunch.workers.data_parallel.job import Job, init
     from elaunch.workers.layers.job import HybridJob, hybrid
-    from elaunch.workers.reentry.run import elastic
+    from elaunch.workers.reentry.run import elastic, elastic_script
     from elaunch.workers.reentry.state import ElasticState
     from elaunch.workers.runtime import Member
 
@@ -33,6 +34,7 @@ __all__ = [
     "attach",
     "elastic",
     "elastic_launch",
+    "elastic_script",
     "hybrid",
     "init",
     "launch_agent",
@@ -56,10 +58,10 @@ def __getattr__(name: str) -> Any:
         from elaunch.workers.data.stream import Stream
 
         return Stream
-    if name == "elastic":
-        from elaunch.workers.reentry.run import elastic
+    if name in ("elastic", "elastic_script"):
+        from elaunch.workers.reentry import run
 
-        return elastic
+        return getattr(run, name)
     if name == "ElasticState":
         from elaunch.workers.reentry.state import ElasticState
 

@@ -123,6 +123,50 @@ def test_under_torchrun_the_function_is_entered_once(spawn: Spawner) -> None:
     assert "25 steps, weights" in process.text()
 
 
+TOP_LEVEL = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import elaunch
+
+state = elaunch.elastic_script()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 1).double())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+state.bind(model=model, optimizer=optimizer)
+number = state.values.get("number", 0)
+while number < 30:
+    torch.manual_seed(number)
+    model(torch.randn(8, 4).double()).square().mean().backward()
+    if number == 9 and os.environ.get("ELAUNCH_WORKER") == "node0/1#0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    optimizer.zero_grad()
+    number = state.values["number"] = number + 1
+    state.commit()
+print(f"after {number}: {model.module.weight.double().sum().item():.12f} {__name__}", flush=True)
+sys.exit(0)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_script_at_its_top_level_is_run_again_in_the_same_process(spawn: Spawner, tmp_path: Path) -> None:
+    script = tmp_path / "top.py"
+    script.write_text(TOP_LEVEL)
+    ended = []
+    for number, workers in enumerate((1, 3)):
+        flags = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=1")
+        node = elaunch(spawn, tmp_path, *flags, script=(script,), name=f"top{number}")
+        assert node.agent.wait(60) == 0, node.agent.tail()
+        assert [event["step"] for event in node.events("step")] == list(range(30))
+        ended.append(set(re.findall(r"after 30: (\S+) __main__", node.agent.text())))
+    assert len(node.events("worker_started")) == 4
+    assert len(ended[0]) == 1
+    assert ended[0] == ended[1]
+
+
 @pytest.mark.timeout(150)
 def test_a_worker_that_is_stopped_in_a_collective_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
     command = ("--standalone", "--nproc-per-node=3", "--max-restarts=3")

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -279,6 +280,52 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> An
         return call
 
     return decorate if function is None else decorate(function)
+
+
+def elastic_script(*, every: int = 1) -> ElasticState:
+    """Has the script that calls it run anew from its first line on, in the same process, whenever the members change.
+
+    For scripts that train at their top level. It stands where nothing has been set up yet; modules that were imported
+    stay as they are.
+
+    Args:
+        every: as for `elastic`.
+
+    Returns:
+        The state of this run of the script.
+
+    Raises:
+        UsageError: `every` is below 1, or there is no script, as in an interactive session.
+        SystemExit: the last run is over; what is left of the first one has been done in it.
+    """
+    if _Script.state is not None:
+        return _Script.state
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if path is None:
+        raise UsageError("elastic_script() was called where there is no script; use elaunch.elastic with a function")
+
+    def run(state: ElasticState) -> None:
+        _Script.state = state
+        try:
+            if spec is not None:
+                runpy.run_module(spec.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            _Script.state = None
+
+    elastic(run, every=every)()
+    raise SystemExit(0)
+
+
+class _Script:
+    """The run of the script that is under way."""
+
+    state: ElasticState | None = None
 
 
 def _tell_environment(generation: Generation, group: Group, elastic: bool) -> None:
