@@ -653,12 +653,10 @@ def aim(report: Report, figures: dict[Grid, dict[str, Measured]]) -> None:
     before, (full, partial, edit, alone) = figures[small]["edit"], (figures[large][way] for way in WAYS)
     sizes, there = f"{large.ranks} ranks / {small.ranks} ranks", f"{large.ranks} ranks"
     report.target(f"edit, {sizes}", ratio(edit.first_s, before.first_s), "x", at_most=2.0)
-    report.target(
-        f"the same, processor time of a rank, {sizes}",
-        ratio(edit.cpu_s[FIRST_MESSAGES], before.cpu_s[FIRST_MESSAGES]),
-        "x",
-        at_most=2.0,
-    )
+    # From the moment at which all know who is gone until each rank's first messages are through.
+    cpu_s = [statistics.median(one["edit"].cpu_s[FIRST_MESSAGES]) for one in figures.values()]
+    name = "the same, processor time of a rank, the most / the least of all sizes"
+    report.target(name, max(cpu_s) / min(cpu_s), "x", at_most=2.0)
     least = min(ratio(one["partial"].first_s, one["edit"].first_s) for one in figures.values())
     report.target("partial / edit, first messages, the least of all sizes", least, "x", at_least=1.0)
     report.target(f"full / edit, {there}", ratio(full.all_s, edit.all_s), "x", at_least=80.0)

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -109,12 +110,13 @@ def cases(n_layers: int, units: int, quick: bool) -> list[Case]:
 class EmulatedJob(Job):
     """A plan with emulated compute under `launcher`, elaunch or torchrun."""
 
-    def __init__(self, launcher: str, case: Case, steps: int, folder: Path, flags: Sequence[str]) -> None:
-        super().__init__(f"{case.name} under {launcher}", Training(len(case.plan.workers), 0.0, steps), folder)
+    def __init__(self, launcher: str, case: Case, folder: Path, flags: Sequence[str], steps: int | None = None) -> None:
+        super().__init__(f"{case.name} under {launcher}", Training(len(case.plan.workers), 0.0), folder)
         self._launcher = launcher
         plan = folder / "plan"
         plan.write_text(f"{case.plan}\n")
-        self._flags = [f"--profile={PROFILE}", f"--plan={plan}", f"--steps={steps}", *flags]
+        limit = [] if steps is None else [f"--steps={steps}"]
+        self._flags = [f"--profile={PROFILE}", f"--plan={plan}", *limit, *flags]
 
     def begin(self) -> None:
         workers = ["--standalone", f"--nproc-per-node={self.training.workers}", "--max-restarts=0"]
@@ -173,13 +175,14 @@ class Bench:
     def _measure(self, launcher: str, case: Case) -> Run:
         warm_up, steps = self.args.warm_up, self.args.steps
         flags = [f"--time-scale={self.args.time_scale}", f"--row-bytes={self.args.row_bytes}"]
-        # One step more than is looked at: the job still runs when its processor time is read.
-        with EmulatedJob(launcher, case, warm_up + steps + 1, self.folder, flags) as job:
+        with EmulatedJob(launcher, case, self.folder, flags) as job:
             job.wait(lambda: len(job.commits()) >= warm_up, f"{warm_up} steps", START_LIMIT_S)
-            cpu_s = job.cpu_s()
-            job.wait(lambda: len(job.commits()) >= warm_up + steps, "the other steps", steps * STEP_LIMIT_S)
+            settled = time.monotonic() + (self.args.settle_s if launcher == "elaunch" else 0.0)
+            job.wait(lambda: time.monotonic() >= settled, "imports for replacements", START_LIMIT_S)
+            first, cpu_s = len(job.commits()), job.cpu_s()
+            job.wait(lambda: len(job.commits()) >= first + steps, "the other steps", steps * STEP_LIMIT_S)
             cpu_s = job.cpu_s() - cpu_s
-            times = [commit.t for commit in job.commits()[warm_up - 1 : warm_up + steps]]
+            times = [commit.t for commit in job.commits()[first - 1 : first + steps]]
         return Run([after - before for before, after in itertools.pairwise(times)], cpu_s / (times[-1] - times[0]))
 
     def _compare(self, case: Case, elaunch: Sequence[Run], torch: Sequence[Run]) -> None:
@@ -204,6 +207,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, help="runs of elaunch and torch, in turn (default 3, quick 1)")
     parser.add_argument("--runs", type=int, default=1, help="runs of each other case")
     parser.add_argument("--warm-up", type=int, help="steps of a run that are not counted (default 2, quick 1)")
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=12.0,
+        help="seconds after these in which elaunch imports torch for replacements, on the cores of the job, that are "
+        "not counted either",
+    )
     parser.add_argument("--steps", type=int, default=5, help="steps of a run that are")
     parser.add_argument("--micro-batches", type=int, help="per replica and step (default 32, quick 12)")
     parser.add_argument("--time-scale", type=float, help="factor on the profile's seconds (default 1, quick 0.2)")
@@ -235,6 +245,8 @@ def main() -> int:
             "torch: Schedule1F1B of torch.distributed.pipelining over Gloo under torchrun, with the same modules, "
             "stages and micro-batches; AdamW on each stage. Runs in turn. elaunch sums gradients bitwise reproducibly "
             "and passes a commit barrier in each step, torch does neither",
+            "after its first steps elaunch imports torch for replacements, at a quarter of a core: "
+            f"{args.settle_s:g} s of its steps are left out for that",
             "a run is a new job; a step lasts from commit to commit on the worker of rank 0 (first stage)",
         ],
     )

@@ -124,7 +124,7 @@ def main() -> int:
 
         def emulated(snapshots: int, total: int) -> Job:
             flags = [f"--time-scale={args.time_scale}", f"--width={args.width}", f"--snapshots={snapshots}"]
-            return EmulatedJob("elaunch", case, total, folder, flags)
+            return EmulatedJob("elaunch", case, folder, flags, total)
 
         try:
             lost = compare(report, "emulated", emulated, args.pairs, 3, args.steps)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
@@ -165,12 +165,14 @@ Message = (
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool, "dict[str, Any]": dict}
+_FIELDS = {cls: {one.name: _TYPES[str(one.type)] for one in fields(cls)} for cls in _KINDS.values()}
+_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(message: Message) -> bytes:
     """Writes one message as a line."""
-    body = {"v": VERSION, "kind": type(message).__name__, "body": asdict(message)}
-    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    body = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+    return _TO_JSON({"v": VERSION, "kind": type(message).__name__, "body": body}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
@@ -191,8 +193,8 @@ def decode(line: bytes) -> Message:
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None or not isinstance(body, dict):
         raise ProtocolError(f"unknown message {reprlib.repr(kind)}")
-    expected = {f.name: _TYPES[str(f.type)] for f in fields(cls)}
-    if set(body) != set(expected) or not all(_fits(body[name], expected[name]) for name in expected):
+    expected = _FIELDS[cls]
+    if body.keys() != expected.keys() or not all(_fits(body[name], expected[name]) for name in expected):
         raise ProtocolError(f"damaged message {kind}: {line[:200]!r}")
     message: Message = cls(**body)
     return message

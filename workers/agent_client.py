@@ -79,7 +79,7 @@ class Client(Protocol):
 
 
 class AgentClient:
-    """Talks to the agent over its control socket. Sends are queued and never block the training thread.
+    """Talks to the agent over its control socket. Sends never block the training thread.
 
     Args:
         path: of the socket.
@@ -100,6 +100,7 @@ class AgentClient:
         self._ended = False
         self._closing = threading.Event()
         self._outbox: deque[bytes] = deque()
+        self._sending = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lines = LineBuffer()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -158,9 +159,15 @@ class AgentClient:
         self.send(Ready(address, takes_plans))
 
     def send(self, message: Message) -> None:
-        """Queues a message to the agent; its thread sends it. Never blocks."""
+        """Sends a message to the agent, behind those before it. What its socket does not take now, its thread sends."""
         self._outbox.append(encode(message))
-        os.eventfd_write(self._wake, 1)
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send_queued()
+            finally:
+                self._sending.release()
+        if self._outbox:
+            os.eventfd_write(self._wake, 1)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Delivers what is queued, then hangs up."""
@@ -194,26 +201,32 @@ class AgentClient:
         """Receives and sends until either end hangs up."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        unsent = b""
         while not self._ended:
-            poll.register(self._socket, select.POLLIN | (select.POLLOUT if unsent else 0))
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
             for fd, events in poll.poll():
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
                 elif events & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._receive()
-            while self._outbox or unsent:
-                unsent = unsent or self._outbox[0]
-                try:
-                    unsent = unsent[self._socket.send(unsent) :]
-                except BlockingIOError:
-                    break
-                except OSError:
+            with self._sending:
+                if not self._send_queued():
                     self._end()
-                    break
-                if not unsent:
+
+    def _send_queued(self) -> bool:
+        """Sends what the socket takes of what is queued, under `_sending`; returns False when the agent has hung up."""
+        try:
+            while self._outbox:
+                left = self._outbox[0][self._socket.send(self._outbox[0]) :]
+                if left:
+                    self._outbox[0] = left
+                else:
                     self._outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
 
     def _receive(self) -> None:
         try:

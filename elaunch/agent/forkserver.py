@@ -28,6 +28,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from elaunch.agent.slow_import import pausing
+
 if TYPE_CHECKING:
     import types
 
@@ -48,7 +50,8 @@ def start() -> tuple[socket.socket, int]:
     Returns:
         The agent's end of the socket, and the fork server's pid. Each line on the socket is one JSON object:
         to the fork server {"op": "spawn", "worker", "argv", "env", "program" or null, "stdout" and "stderr": a path to
-        append to or null, "cpus": those it may run on or null}, {"op": "warm", "env", "modules"},
+        append to or null, "cpus": those it may run on or null}, {"op": "warm", "env", "modules",
+        "share": of a core that the imports take until a worker waits for them},
         {"op": "signal", "worker", "signal"}, {"op": "remove at the end", "folder"}; from it {"started": worker, "pid"},
         {"exited": worker, "pid", "exitcode", "signal", "t"}, {"warm": bool, "error"}.
     """
@@ -244,7 +247,7 @@ class ForkServer:
         end_with_parent(forkserver)
         os.environ.clear()
         os.environ.update(request["env"])
-        program = _keep_warm(theirs, forkserver, request["modules"])
+        program = _keep_warm(theirs, forkserver, request["modules"], request.get("share", 1.0))
         if program is None:
             os._exit(0)
         return program
@@ -291,17 +294,18 @@ class ForkServer:
             _signal_group(self._pids[worker], number)
 
 
-def _keep_warm(link: socket.socket, forkserver: int, modules: list[str]) -> Program | None:
+def _keep_warm(link: socket.socket, forkserver: int, modules: list[str], share: float) -> Program | None:
     """Imports the heavy modules, then forks a worker for each request. Returns in the forked worker."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     error = ""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be the one thread that imports start
-    for module in modules:
-        try:
-            __import__(module)
-        except Exception as failure:
-            error = f"cannot import {module}: {failure}"
-            break
+    with pausing(link, share):
+        for module in modules:
+            try:
+                __import__(module)
+            except Exception as failure:
+                error = f"cannot import {module}: {failure}"
+                break
     threads = len(os.listdir("/proc/self/task"))
     cuda = sys.modules.get("torch.cuda")
     if not error and threads > 1:

@@ -175,7 +175,7 @@ def _host_rendezvous(rendezvous: RendezvousSettings, local_addr: str) -> tuple[E
             return None, "", host
     find_etcd()
     directory = make_folder()
-    hosted = EmbeddedEtcd(directory, name, port)
+    hosted = EmbeddedEtcd(directory, name, port, cores=1 if rendezvous.backend == "standalone" else None)
     try:
         hosted.start()
     except BaseException as error:

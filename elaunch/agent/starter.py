@@ -23,6 +23,9 @@ from elaunch.agent.supervisor import (
 from elaunch.agent.tcp_store.process import StoreOffer
 from elaunch.errors import DeviceError
 
+SHARE_OF_CORE = 0.25
+"""What the imports for replacements take from workers that compute on all cores: ten seconds of it for torch."""
+
 
 class WorkerStarter:
     """Knows what the workers of one node are started with.
@@ -95,7 +98,9 @@ class WorkerStarter:
             env = {**os.environ}
             if self._config.nproc_per_node > 1:
                 env.setdefault("OMP_NUM_THREADS", "1")
-            self._supervisor.warm(env, self._config.start.preload)
+            # Where there are no more cores than workers, the imports take theirs from them.
+            has_free_cores = len(os.sched_getaffinity(0)) > self._config.nproc_per_node
+            self._supervisor.warm(env, self._config.start.preload, 1.0 if has_free_cores else SHARE_OF_CORE)
 
     def _program_of(self, local_rank: int) -> dict[str, Any] | None:
         """Returns what a fork of the preloaded process runs."""

@@ -69,9 +69,9 @@ class Supervisor:
         """Sends signal `number` to a worker's process group; does nothing to a worker that has ended."""
         self._send(op="signal", worker=worker, signal=number)
 
-    def warm(self, env: dict[str, str], modules: tuple[str, ...]) -> None:
-        """Begins to keep a process that has the modules imported."""
-        self._send(op="warm", env=env, modules=list(modules))
+    def warm(self, env: dict[str, str], modules: tuple[str, ...], share: float = 1.0) -> None:
+        """Begins to keep a process that has the modules imported, which takes so much of a core until it is needed."""
+        self._send(op="warm", env=env, modules=list(modules), share=share)
 
     def remove_at_the_end(self, folder: str) -> None:
         """Has a folder removed when this process ends, even if it is killed."""

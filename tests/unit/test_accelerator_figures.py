@@ -17,6 +17,7 @@ from benchmarks.accelerator import (
     add_targets,
     joined_s,
     native_backend,
+    reported_s,
     windows,
 )
 from benchmarks.commits import Commit, commits_of
@@ -44,6 +45,14 @@ def test_a_replacement_is_a_member_once_all_commit_in_a_later_generation() -> No
     assert joined_s([*before, *without], 2.1, 4) == math.inf
     # A step that was through when the worker died belongs to the generation before.
     assert joined_s([*before, *commits(2.2, first=2), *again], 2.1, 4) == pytest.approx(1.9)
+
+
+def test_a_death_is_reported_when_its_parent_has_it_from_the_kernel() -> None:
+    exits = [{"kind": "worker_exited", "t": t, "pid": pid} for t, pid in [(1.0, 7), (2.03, 8), (2.06, 7)]]
+    lines = [{"kind": "step", "t": 2.01}, *exits]
+    assert reported_s(lines, 2.0, 7) == pytest.approx(0.06)
+    assert reported_s(lines, 2.0, 8) == pytest.approx(0.03)
+    assert math.isnan(reported_s(lines, 2.05, 8))
 
 
 def test_a_log_that_is_read_in_parts_has_the_same_commits(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from elaunch.failures import ERROR_FILE, summary
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import Generation, GenerationStage
-from elaunch.wire import Announce, Attach, LineBuffer, Progress, Welcome, decode, encode
+from elaunch.wire import Announce, Attach, LineBuffer, Message, Progress, Report, Welcome, decode, encode
+from elaunch.workers.agent_client import AgentClient
 from tests.helpers import ROOT, child_environment
 
 LIMIT_S = 60.0
@@ -158,3 +160,40 @@ def test_a_client_that_was_closed_ends_nothing(start: Callable[[str], Worker]) -
     code, said = worker.end()
     assert (code, said) == (7, "")
     assert not os.path.exists(worker.error_file)
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Iterator[tuple[AgentClient, socket.socket]]:
+    """A client of this process, and the end of its agent."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "agent"))
+        server.listen()
+        with ThreadPoolExecutor(1) as pool:
+            making = pool.submit(AgentClient, str(tmp_path / "agent"), "a/0#1")
+            link, _ = server.accept()
+            link.settimeout(LIMIT_S)
+            link.sendall(encode(Welcome("token", "127.0.0.1", "a", 0, 1)))
+            client = making.result(LIMIT_S)
+        with link:
+            link.recv(1 << 16)
+            yield client, link
+            client.close()
+
+
+def test_what_is_sent_is_with_the_agent_when_the_call_returns(attached: tuple[AgentClient, socket.socket]) -> None:
+    client, link = attached
+    link.setblocking(False)
+    for number in range(200):
+        client.send(Progress(number))
+        assert link.recv(1 << 16) == encode(Progress(number))
+
+
+def test_what_the_socket_does_not_take_follows_in_order(attached: tuple[AgentClient, socket.socket]) -> None:
+    client, link = attached
+    sent = [Report("step", {"step": number, "text": "x" * 10_000}) for number in range(300)]
+    for message in sent:
+        client.send(message)
+    lines, found = LineBuffer(), list[Message]()
+    while len(found) < len(sent):
+        found += [decode(line) for line in lines.feed(link.recv(1 << 16))]
+    assert found == sent

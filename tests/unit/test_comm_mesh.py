@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
+from tests.helpers import ROOT
 from tests.unit.comm_crew import crew
 
 
@@ -88,3 +91,9 @@ def test_what_is_no_mesh_of_these_members_is_refused(world: World) -> None:
     for shape, names in (((2,), ("tp",)), ((1,), ("dp", "tp")), ((), ())):
         with pytest.raises(ValueError, match="cannot be made of 1 members"):
             world.meshes.make(world.group, "cpu", shape, names)
+
+
+def test_they_are_imported_without_dynamo() -> None:
+    code = "import sys, elaunch.workers.comm.mesh; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

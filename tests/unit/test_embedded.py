@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaunch.errors import EtcdNotFound, LaunchError
@@ -27,8 +28,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., EmbeddedEtcd]]:
     """Makes servers in `tmp_path` and ends them after the test."""
     made: list[EmbeddedEtcd] = []
 
-    def one(name: str = "etcd", host: str = "127.0.0.1", port: int = 0) -> EmbeddedEtcd:
-        made.append(EmbeddedEtcd(str(tmp_path / name), host, port))
+    def one(name: str = "etcd", host: str = "127.0.0.1", port: int = 0, cores: int | None = None) -> EmbeddedEtcd:
+        made.append(EmbeddedEtcd(str(tmp_path / name), host, port, cores))
         return made[-1]
 
     yield one
@@ -66,6 +67,18 @@ def write_and_read(server: EmbeddedEtcd, key: str, value: bytes) -> bytes | None
         return entry.value if entry else None
     finally:
         store.close()
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("3", "3")])
+def test_a_server_of_one_core_runs_on_one_unless_the_user_says_otherwise(
+    make: Callable[..., EmbeddedEtcd], monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMAXPROCS", given)
+    server = started(make(cores=1))
+    assert psutil.Process(server.pid).environ()["GOMAXPROCS"] == found
+    assert write_and_read(server, "/a", b"1") == b"1"
 
 
 class TestFinding:

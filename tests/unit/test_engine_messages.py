@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm import group as groups
+from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.messages import Rows, exchanges, peers
 from elaunch.workers.layers.snapshots import links
@@ -65,3 +66,22 @@ def test_a_large_group_trains_over_the_links_that_its_plan_needs(monkeypatch: py
 
     monkeypatch.setattr(Transport, "connect", some)
     assert train(plan, 2, snapshots=1)[0] == expected
+
+
+@pytest.mark.parametrize(("dp", "pp", "operations"), [(1, 2, 1), (2, 1, 2)])
+def test_where_each_layer_has_one_holder_no_operation_is_opened_for_its_new_values(
+    monkeypatch: pytest.MonkeyPatch, dp: int, pp: int, operations: int
+) -> None:
+    workers = ["a/0#0", "a/1#0"]
+    alone, _ = train(symmetric(["a"], 5, 8, 1), 2)
+    opened: list[int] = []
+    open_one = groups.Group.open
+
+    def counted(group: groups.Group) -> Traffic:
+        opened.append(group.rank)
+        return open_one(group)
+
+    monkeypatch.setattr(groups.Group, "open", counted)
+    expected, _ = train(symmetric(workers, 5, 8, 1, dp=dp, pp=pp), 2)
+    assert expected == alone
+    assert sorted(opened) == sorted([0, 1] * 2 * operations)

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,7 +134,7 @@ def signal_request(worker: str, number: int) -> Message:
 
 
 def warm_request(*modules: str) -> Message:
-    return {"op": "warm", "env": environment(), "modules": list(modules)}
+    return {"op": "warm", "env": environment(), "modules": list(modules), "share": 1.0}
 
 
 @pytest.fixture
@@ -428,6 +429,28 @@ class TestFork:
         assert forkserver.hear("warm")["warm"] is False
         forkserver.send(signal_request("w", signal.SIGTERM))
         assert forkserver.hear("exited", "w")["signal"] == signal.SIGTERM
+
+
+class TestSlowImports:
+    """On cores that workers compute on, the imports of the warm parent take a share only."""
+
+    def begin(self, forkserver: ForkServer, share: float) -> None:
+        forkserver.send({**warm_request("tests.jobs.busy_module"), "share": share})
+
+    def test_they_pause(self, forkserver: ForkServer) -> None:
+        begin_s = time.monotonic()
+        self.begin(forkserver, 0.1)
+        assert forkserver.hear("warm")["warm"]
+        assert time.monotonic() - begin_s > 0.5
+
+    def test_they_do_not_once_a_worker_waits_for_them(
+        self, forkserver: ForkServer, script: Callable[..., Path]
+    ) -> None:
+        path = script("import sys; print('pauses', any(type(one).__name__ == '_Pauses' for one in sys.meta_path))")
+        self.begin(forkserver, 0.0005)  # 100 s
+        assert forkserver.run("w", path, warm=True)["exitcode"] == 0
+        assert "pauses False" in forkserver.agent.text()
+        assert forkserver.hear("warm")["warm"]
 
 
 def spawn_late(forkserver: ForkServer, *requests: Message) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as redistribute
-from torch.distributed.tensor import debug
 
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import NAME, ElasticProcessGroup
@@ -135,6 +135,8 @@ def _forget_equal_meshes() -> None:
 
     What they hold refers to the former mesh: to its groups, and to the place that this worker had in it.
     """
-    debug._clear_sharding_prop_cache()
+    # What torch.distributed.tensor.debug does, which to import takes dynamo, and with that a second.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute._gen_transform_infos.cache_clear()
     redistribute.clear_redistribute_planner_cache()

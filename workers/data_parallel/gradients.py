@@ -20,7 +20,7 @@ Launch = Callable[[int, torch.Tensor], None]
 _Named = tuple[str, nn.Parameter]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Slot:
     """The place of one parameter's gradient."""
 
@@ -31,7 +31,7 @@ class _Slot:
     final: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Bucket:
     flat: torch.Tensor
     slots: list[_Slot] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -176,7 +177,7 @@ class Engine:
             norm = math.sqrt(whole.squares.value)
             coefficient = min(1.0, self._settings.clip_norm / (norm + 1e-6))
         self.apply(Commit(step, coefficient, whole.loss.value / batch, norm))
-        with part.group.open() as traffic:
+        with part.group.open() if part.zero.travels else nullcontext() as traffic:
             part.zero.share(traffic)
         self._stale = False
         assert self.report is not None

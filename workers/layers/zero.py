@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,17 @@ class ZeroOptimizer:
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
 
+    @cached_property
+    def travels(self) -> bool:
+        """Returns whether new values go from any worker to another one, which is the same for all of them."""
+        layout = self._layout
+        return any(
+            peer != layout.owner(shard)
+            for shard in layout.all_shards
+            for replica in range(len(layout.holders[shard.layer]))
+            for peer in layout.receivers(shard, replica)
+        )
+
     @torch.no_grad()
     def take_values(self) -> None:
         """Makes the parameters' present values those of the masters of this worker's pieces."""
@@ -53,16 +65,17 @@ class ZeroOptimizer:
         return sum((_square_sum(gradient, shard.start) for shard, gradient in gradients.items()), NOTHING)
 
     @torch.no_grad()
-    def share(self, traffic: Traffic, lacking: Lacking | None = None) -> int:
+    def share(self, traffic: Traffic | None, lacking: Lacking | None = None) -> int:
         """Gives the new values to those who hold the parameters, and takes those of the shards that others own.
 
         Args:
-            traffic: of this operation.
+            traffic: of this operation; None: nothing travels.
             lacking: by worker, which of its layers need values; None: all of all.
 
         Returns:
             The bytes that this worker received.
         """
+        assert traffic is not None or not self.travels
         layout, worker = self._layout, self._worker
         incoming: dict[tuple[str, int], list[Tensor]] = {}
         flats: dict[tuple[int, int, int], Tensor] = {}
@@ -80,6 +93,7 @@ class ZeroOptimizer:
                     for peer in receivers:
                         if peer != worker and peer not in told:
                             told.add(peer)
+                            assert traffic is not None
                             traffic.send(peer, part, memory(sent), sent)
                 if worker not in receivers:
                     continue
@@ -94,8 +108,10 @@ class ZeroOptimizer:
                 else:
                     incoming.setdefault((owner, part), []).append(place)
         for (owner, part), places in incoming.items():
+            assert traffic is not None
             traffic.post(owner, part, memory(places[0]))
         for (owner, part), places in incoming.items():
+            assert traffic is not None
             traffic.wait(owner, part)
             for place in places[1:]:
                 place.copy_(places[0])
