@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO
 
 from elaunch.agent.config import STATIC_SHIFT, AgentConfig, RendezvousSettings
 from elaunch.agent.forkserver import end_with_parent
@@ -23,6 +23,9 @@ from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, pars
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 
 AGAIN_S = 0.2
+AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks", "_after_fork"}
+"""What logging, threading and concurrent.futures have called before and after a fork."""
+
 _struck: list[int] = []  # signals that have come before the agent handles them
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
@@ -128,7 +131,7 @@ def _follow_caller() -> None:
         end_with_parent(int(parent), signal.SIGTERM)
 
 
-def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
+def _stop_early(number: int, frame: FrameType | None) -> None:
     """Handles signals until the agent does.
 
     What is raised in a callback of the interpreter, as after a fork, is lost; so the signal comes once more.
@@ -136,6 +139,8 @@ def _stop_early(number: int, frame: FrameType | None) -> NoReturn:
     _struck.append(number)
     signal.signal(signal.SIGALRM, _strike_again)
     signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+    if frame is not None and frame.f_code.co_name in AROUND_FORKS:
+        return  # there it would only be printed
     raise LaunchError(f"stopped by {signal.Signals(number).name}")
 
 

@@ -27,3 +27,29 @@ def test_one_that_strikes_in_a_callback_of_the_interpreter_is_not_lost() -> None
     told = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=True)
     assert "Exception ignored" in told.stderr
     assert told.stdout == "stopped by SIGTERM\n"
+
+
+AROUND_A_FORK = """
+import os, signal, time
+from elaunch.agent import launch
+from elaunch.errors import LaunchError
+
+def _releaseLock():
+    signal.raise_signal(signal.SIGTERM)
+
+os.register_at_fork(after_in_parent=_releaseLock)
+signal.signal(signal.SIGTERM, launch._stop_early)
+try:
+    if os.fork() == 0:
+        os._exit(0)
+    time.sleep(30)
+except LaunchError as error:
+    print(error)
+"""
+
+
+def test_one_that_strikes_around_a_fork_prints_no_traceback() -> None:
+    command = [sys.executable, "-c", AROUND_A_FORK]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stderr == ""
+    assert told.stdout == "stopped by SIGTERM\n"
