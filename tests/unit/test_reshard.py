@@ -27,6 +27,7 @@ from elaunch.workers.state.reshard import (
     SMALLEST_MESSAGE_BYTES,
     Buffer,
     Moved,
+    Scratch,
     TensorChunk,
     messages_of,
     plan_stages,
@@ -496,9 +497,10 @@ def test_what_one_message_takes_in_another_of_any_memory_gives_out(places: list[
 
 def test_the_bytes_of_one_run_of_memory_are_that_memory() -> None:
     tensor = torch.tensor([1, 2], dtype=torch.int16)
-    buffer = Buffer([tensor])
+    scratch = Scratch()
+    buffer = Buffer([tensor], scratch)
     assert bytes(buffer.bytes) == bytes([1, 0, 2, 0])
-    assert buffer.extra_bytes == 0
+    assert scratch.n_bytes == 0
     buffer.bytes[:] = bytes(4)
     assert not tensor.any()
 
@@ -510,8 +512,21 @@ def test_a_message_outlives_its_tensor() -> None:
 
 
 def test_what_is_on_a_device_travels_through_host_memory() -> None:
-    buffer = Buffer([torch.zeros(2, device="meta")])
-    assert (len(buffer.bytes), buffer.extra_bytes) == (8, 8)
+    scratch = Scratch()
+    buffer = Buffer([torch.zeros(2, device="meta")], scratch)
+    assert (len(buffer.bytes), scratch.n_bytes) == (8, 8)
+
+
+def test_one_message_after_the_other_is_packed_in_the_same_memory() -> None:
+    scratch = Scratch()
+    for length in (5, 3, 5):
+        columns = torch.arange(2 * length).view(length, 2).unbind(1)
+        buffer = Buffer(columns, scratch)
+        buffer.pack(columns)
+        into = [torch.empty_like(one) for one in columns]
+        buffer.unpack(into)
+        assert all(map(torch.equal, into, columns))
+    assert scratch.n_bytes == 48 + 40
 
 
 @pytest.mark.parametrize("ends", [(-1, 3), (0, 9), (7, 9)])

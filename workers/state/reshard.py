@@ -36,6 +36,7 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group, memory
 from elaunch.workers.comm.stream import Messages
+from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
 from elaunch.workers.state.chunks import Chunk, ChunkedState, copy_box, covering
 from elaunch.workers.state.routes import HOPS, ChunkTransfer, Router, Routes
@@ -201,6 +202,7 @@ class _Window:
             if old.box == box:
                 return old
         chunk = Chunk(box, allocate(name, box))
+        use_large_pages(chunk.tensors)
         self._moved.hold(chunks_bytes=sum(tensor.nbytes for tensor in chunk.tensors))
         return chunk
 
@@ -211,9 +213,10 @@ class _Window:
 
     def _send(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
         codes = bytearray()
-        for message in messages_of(pieces, self._items, message_bytes):
-            views = [self._held(part) for part in message]
-            with self._buffer(views) as buffer:
+        with self._scratch() as scratch:
+            for message in messages_of(pieces, self._items, message_bytes):
+                views = [self._held(part) for part in message]
+                buffer = self._buffer(views, scratch)
                 buffer.pack(views)
                 if self._checksum:
                     codes += _code(buffer)
@@ -224,9 +227,10 @@ class _Window:
 
     def _receive(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
         codes: list[tuple[bytes, TensorChunk]] = []
-        for message in messages_of(pieces, self._items, message_bytes):
-            views = [self._place(part) for part in message]
-            with self._buffer(views) as buffer:
+        with self._scratch() as scratch:
+            for message in messages_of(pieces, self._items, message_bytes):
+                views = [self._place(part) for part in message]
+                buffer = self._buffer(views, scratch)
                 yield buffer.bytes
                 if self._checksum:
                     codes.append((_code(buffer), message[0]))
@@ -242,14 +246,19 @@ class _Window:
                         "again, look for errors of this machine's or that machine's memory or network card"
                     )
 
+    def _buffer(self, views: Sequence[Tensor], scratch: Scratch) -> Buffer:
+        had_bytes = scratch.n_bytes
+        buffer = Buffer(views, scratch)
+        self._moved.hold(buffers_bytes=scratch.n_bytes - had_bytes)
+        return buffer
+
     @contextmanager
-    def _buffer(self, views: Sequence[Tensor]) -> Iterator[Buffer]:
-        buffer = Buffer(views)
-        self._moved.hold(buffers_bytes=buffer.extra_bytes)
+    def _scratch(self) -> Iterator[Scratch]:
+        scratch = Scratch()
         try:
-            yield buffer
+            yield scratch
         finally:
-            self._moved.hold(buffers_bytes=-buffer.extra_bytes)
+            self._moved.hold(buffers_bytes=-scratch.n_bytes)
 
     def _held(self, part: TensorChunk) -> Tensor:
         sources = self.chunks if part.hop else self._snapshots if part.snapshot else self._state
@@ -266,17 +275,38 @@ def _code(buffer: Buffer) -> bytes:
     return xxhash.xxh3_64_digest(buffer.bytes)
 
 
+class Scratch:
+    """Memory in which one message after the other is packed: fresh memory for each costs more than the packing."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def n_bytes(self) -> int:
+        """Returns how much it takes."""
+        return self._flat.nbytes
+
+    def take(self, n_bytes: int) -> Tensor:
+        """Returns so many bytes of it; what it held is lost."""
+        if n_bytes > self._flat.nbytes:
+            self._flat = torch.empty(0, dtype=torch.uint8)
+            self._flat = torch.empty(n_bytes, dtype=torch.uint8)
+        return self._flat[:n_bytes]
+
+
 class Buffer:
     """The memory of one message: the tensor itself where it is one run of host memory, else a buffer to pack.
 
+    Args:
+        views: what the message consists of.
+        scratch: where it is packed; None: in memory of its own.
+
     Attributes:
         bytes: what travels.
-        extra_bytes: of the buffer; none where there is none.
     """
 
-    def __init__(self, views: Sequence[Tensor]) -> None:
+    def __init__(self, views: Sequence[Tensor], scratch: Scratch | None = None) -> None:
         self._packed: list[Tensor] = []
-        self.extra_bytes = 0
         if len(views) == 1 and views[0].device.type == "cpu" and views[0].is_contiguous():
             self.bytes = memory(views[0])
             return
@@ -284,10 +314,10 @@ class Buffer:
         for view in views:
             starts.append(_aligned(end))
             end = starts[-1] + view.nbytes
-        flat = torch.empty(end, dtype=torch.uint8)
+        flat = (scratch or Scratch()).take(end)
         for start, view in zip(starts, views, strict=True):
             self._packed.append(flat[start : start + view.nbytes].view(view.dtype).view(view.shape))
-        self.bytes, self.extra_bytes = memory(flat), end
+        self.bytes = memory(flat)
 
     def pack(self, views: Sequence[Tensor]) -> None:
         """Takes in what is to be sent."""
