@@ -20,14 +20,13 @@ from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.reshard import (
     SMALLEST_MESSAGE_BYTES,
-    Buffer,
     Moved,
-    Scratch,
     TensorChunk,
     messages_of,
     plan_stages,
@@ -36,8 +35,10 @@ from elaunch.workers.state.reshard import (
 )
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
+from elaunch.workers.state.staging import Buffer, Scratch
 from tests.helpers import scaled
 from tests.unit.comm_crew import addresses, connect_all, each, outcomes, together
+from tests.unit.late_copies import LateCopies
 from tests.unit.plan_strategies import valid_plans
 from tests.unit.test_routes import specs
 
@@ -129,6 +130,7 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             return
     bound = data.draw(st.sampled_from([None, 4 * SMALLEST_MESSAGE_BYTES, 1 << 20]))
     checksum = data.draw(st.booleans())
+    late = data.draw(st.sampled_from([None, 0, 1]))
     members = list(dict.fromkeys((*before, *after)))
 
     def work(transport: Transport) -> Moved:
@@ -150,7 +152,9 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             TRUTH.check(state, before.get(worker, {}))
         return moved
 
-    with transports_of(members) as transports:
+    with pytest.MonkeyPatch.context() as patch, transports_of(members) as transports:
+        if late is not None:
+            patch.setattr(reshard_module, "copies_of", lambda _, bounded: LateCopies(0 if bounded else late))
         moved = each(partial(_stopping_all, transports, work), transports)
     routes = [router.of(worker) for worker in members]
     for one, mine in zip(moved, routes, strict=True):

@@ -14,9 +14,10 @@ from torch import Tensor
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.chunks import ChunkedState, copy_box
-from elaunch.workers.state.reshard import Buffer, TensorChunk, by_peer, messages_of, view_of
+from elaunch.workers.state.reshard import TensorChunk, by_peer, messages_of, view_of
 from elaunch.workers.state.routes import ChunkTransfer, Routes
 from elaunch.workers.state.space import Item
+from elaunch.workers.state.staging import Buffer
 
 MESSAGE_BYTES = 1 << 20
 """What the traffic itself wants to send may have to wait for so much."""
