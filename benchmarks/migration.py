@@ -3,6 +3,7 @@ pausing, or during the next step.
 
     python benchmarks/migration.py
     python benchmarks/migration.py --quick --json migration.json
+    python benchmarks/migration.py --slow-links     # more state, and links as slow as a network's
 
 After ElasWave's figure 13. Two stages of two replicas each, four processes on this machine with links over loopback;
 the engines, their steps, messages and state are real, compute is emulated (`benchmarks/emulation.py`): a layer sleeps.
@@ -13,6 +14,9 @@ Moved are the parameters of the layers (float32) and what AdamW keeps of them. S
 
 and for the two layouts of the optimizer's state over the replicas of a stage, *contiguous* and *interleaved*.
 
+With `--slow-links` there are eight layers of 13 M parameters, and links are TCP connections that the kernel paces to
+1 GB/s each in each direction (emulated: no network is there). It takes about 6 GB of memory.
+
 The stall is the time from the end of the step before the change to the end of the step after it, less what a step of
 the old plan takes. Where layers move, the larger stage has as many before as after, so that both plans take the same.
 """
@@ -20,10 +24,12 @@ the old plan takes. Where layers move, the larger stage has as many before as af
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,12 +42,14 @@ from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import OptimizerLayout, Plan, Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.workers.comm.here import LINKS
+from elaunch.workers.device import keep_freed_memory
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 
 WORKERS = [f"n{number // 2}/{number % 2}#0" for number in range(4)]
-LAYERS, REPLICAS, UNITS = 16, 2, 16
 MOVED = (1, 2, 4)
+SO_MAX_PACING_RATE = 47  # asm-generic/socket.h
 LAYOUTS: tuple[OptimizerLayout, ...] = ("contiguous", "interleaved")
 LEAST_SAVED = 0.51
 
@@ -49,21 +57,40 @@ Way = tuple[bool, OptimizerLayout]
 """Whether it pauses, and the layout."""
 
 
-def plan_of(first: int, layers: int, zero: OptimizerLayout) -> Plan:
+def plan_of(first: int, layers: int, units: int, zero: OptimizerLayout) -> Plan:
     """Two stages, the first of `first` layers."""
     names = [(worker,) for worker in WORKERS]
     cut = [Stage(range(first), tuple(names[:2])), Stage(range(first, layers), tuple(names[2:]))]
-    return stages(layers, UNITS, 1, cut, zero=zero)
+    return stages(layers, units, 1, cut, zero=zero)
 
 
-def both(moved: int, zero: OptimizerLayout) -> tuple[Plan, Plan]:
+@dataclass(frozen=True)
+class Size:
+    """Of the job.
+
+    Attributes:
+        layers, units: of the model, and samples of a step.
+        width: features; a layer has their square of parameters.
+        layer_s: what forward of a sample takes in a layer, emulated.
+        link_bytes_s: what a link carries in a direction; None: as much as memory is copied.
+    """
+
+    layers: int
+    units: int
+    width: int
+    layer_s: float
+    link_bytes_s: float | None
+
+
+def both(size: Size, moved: int, zero: OptimizerLayout) -> tuple[Plan, Plan]:
     """Before and after `moved` layers go from the first stage to the second; none: before and after replicas join."""
     if not moved:
-        alone = symmetric(WORKERS[::2], LAYERS, UNITS, 1, pp=2, zero=zero)
-        return replace(alone, idle=tuple(WORKERS[1::2])), plan_of(LAYERS // 2, LAYERS, zero)
-    layers = LAYERS - moved % 2
+        alone = symmetric(WORKERS[::2], size.layers, size.units, 1, pp=2, zero=zero)
+        joined = plan_of(size.layers // 2, size.layers, size.units, zero)
+        return replace(alone, idle=tuple(WORKERS[1::2])), joined
+    layers = size.layers - moved % 2
     first = (layers + moved) // 2
-    return plan_of(first, layers, zero), plan_of(first - moved, layers, zero)
+    return plan_of(first, layers, size.units, zero), plan_of(first - moved, layers, size.units, zero)
 
 
 class MigrationRank(Rank):
@@ -71,12 +98,17 @@ class MigrationRank(Rank):
 
     engine: Engine | None = None
 
-    def begin(self, pausing: bool, zero: OptimizerLayout, moved: int, width: int, layer_s: float) -> None:
+    def begin(self, pausing: bool, zero: OptimizerLayout, moved: int, size: Size) -> None:
         """Make an engine, and do its first steps, which warm up."""
+        keep_freed_memory(os.environ)  # as jobs do
         torch.manual_seed(0)
-        self.plans = both(moved, zero)
+        if size.link_bytes_s is not None:
+            for link in self.transport._links.values():
+                link.socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(size.link_bytes_s))
+        self.plans = both(size, moved, zero)
         # The rest of a profile is nothing to emulated layers.
-        layer = LayerProfile(layer_s, 2 * layer_s, 0, 0, 0, 0)
+        layer = LayerProfile(size.layer_s, 2 * size.layer_s, 0, 0, 0, 0)
+        width = size.width
         profile = Profile("even", (layer,) * self.plans[0].n_layers, 1, 1e9, 0.0)
         self.engine = Engine(
             emulated_layers(profile, width=width),
@@ -124,31 +156,40 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, help="in each, every way makes an engine anew (default 2, quick 1)")
     parser.add_argument("--turns", type=int, help="changes of plan by each of them (default 4, quick 2)")
-    parser.add_argument("--width", type=int, default=768, help="features; a layer has their square of parameters")
-    parser.add_argument("--layer-s", type=float, default=0.002, help="forward of a sample in a layer")
+    parser.add_argument("--slow-links", action="store_true", help="with 1 to 2 GB of state, over links of 1 GB/s")
+    parser.add_argument("--width", type=int, help="features; a layer has their square of parameters (default 768)")
+    parser.add_argument("--layer-s", type=float, help="forward of a sample in a layer (default 0.002)")
     args = parser.parse_args()
     rounds, turns = args.rounds or (1 if args.quick else 2), args.turns or (2 if args.quick else 4)
+    size = Size(8, 8, 3584, 0.04, 1e9) if args.slow_links else Size(16, 16, 768, 0.002, None)
+    size = replace(size, width=args.width or size.width, layer_s=args.layer_s or size.layer_s)
+    if size.link_bytes_s is not None:
+        os.environ[LINKS] = "tcp"  # the kernel paces no other sockets
     torch.set_num_threads(1)
     ways: list[Way] = [(pausing, zero) for pausing in (True, False) for zero in LAYOUTS]
+    if args.slow_links:
+        ways = [ways[0], ways[-1]]  # those that are compared
     report = Report(
         "migration: layers go to the next stage",
         notes=[
-            f"two stages of two replicas, {LAYERS} layers of {args.width**2 / 1e6:.1f} M parameters, {UNITS} samples a "
-            f"step; emulated compute, {1e3 * args.layer_s:g} ms forward and twice that backward for a layer and sample",
+            f"two stages of two replicas, {size.layers} layers of {size.width**2 / 1e6:.1f} M parameters, {size.units} "
+            f"samples a step; emulated compute, {1e3 * size.layer_s:g} ms forward and twice that backward for a layer "
+            "and sample",
             "stall: until the end of the step after the change, less a step; moved: by all workers together",
-            "no network: the two cores that run the workers also copy and move the bytes",
+            "no network: the cores that run the workers also copy and move the bytes"
+            + (f"; links emulated at {size.link_bytes_s / 1e9:g} GB/s each way" if size.link_bytes_s else ""),
         ],
     )
     limit_time(1500)
     with crew(WORKERS, MigrationRank) as all_of:
-        for moved in (4, 0) if args.quick else (*MOVED, 0):
+        for moved in (4,) if args.slow_links else (4, 0) if args.quick else (*MOVED, 0):
             what = f"{moved} layer{'s' if moved > 1 else ''}" if moved else "join"
             stalls: dict[Way, list[float]] = {way: [] for way in ways}
             steps: dict[Way, list[float]] = {way: [] for way in ways}
             bytes_: dict[Way, int] = {}
             for number in range(rounds):
                 for way in ways if number % 2 == 0 else ways[::-1]:
-                    all_of("begin", *way, moved, args.width, args.layer_s)
+                    all_of("begin", *way, moved, size)
                     for turn in range(turns if moved else 2 * turns):
                         ordinary = all_of("steps", 3)[0]
                         ended: list[tuple[float, int]] = all_of("turn")

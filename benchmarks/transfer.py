@@ -3,7 +3,7 @@
     python benchmarks/transfer.py
     python benchmarks/transfer.py --quick --json transfer.json
 
-Four processes on one machine, links over loopback, real bytes: a small Llama (bfloat16 parameters, float32 masters and
+Four processes on one machine, links within it, real bytes: a small Llama (bfloat16 parameters, float32 masters and
 two moments) changes its degrees of parallelism. After DynaTran's figure 8, tables 1 and 3, scaled to this machine. Side
 by side, in turn, after the same change:
 
@@ -13,7 +13,10 @@ by side, in turn, after the same change:
 - *elaunch, straight*: nothing is passed on by receivers; all comes from those who had it.
 - *buffered*: messages packed in the same way, one pair of workers at a time, each waiting for the other.
 - *naive*: each tensor's part by itself, blocking, one pair at a time, straight from those who had it.
-- *sockets*: the same number of bytes between the same pairs over bare TCP sockets, from and into buffers that exist.
+- *tcp*, *unix*, *shared*: the same number of bytes between the same pairs, from and into memory that is there and was
+  used before, over bare TCP sockets, Unix sockets, and shared memory (each pair has two slots of 1 MiB, which one
+  process fills and the other empties). *new*: the best of the three, into memory that was allocated for it, which is
+  what a change needs.
 - *checkpoint*: `torch.distributed.checkpoint` save and load of the same boxes, on tmpfs and on the disk.
 
 Timed is from a barrier until the last process has all that it needs. The result of each way of elaunch is compared with
@@ -26,6 +29,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import mmap
+import os
 import shutil
 import socket
 import sys
@@ -34,6 +39,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +63,7 @@ from benchmarks.jobs import limit_time
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.routes import Parameters, described
 from elaunch.plan import OptimizerLayout, Plan, symmetric
+from elaunch.workers.comm.group import memory
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec
@@ -151,6 +158,10 @@ class Degrees:
         text = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "one worker"
         return text if self.zero == "interleaved" else f"{text}, contiguous"
 
+
+BARE = ("tcp", "unix", "shared")
+BARE_NEW = ("tcp new", "unix new", "shared new")
+SLOT_BYTES = 1 << 20
 
 ONE_TO_MANY = "one to many"
 
@@ -320,46 +331,126 @@ class TransferRank(Rank):
 
         return work
 
-    def _sockets(self, _: str, after: contextlib.ExitStack) -> Callable[[], None]:
-        routes = self.router.of(self.worker)
-        links = self._bare_links(after)
-        outgoing: dict[int, memoryview] = {}
-        incoming: dict[int, memoryview] = {}
-        for peer, worker in enumerate(WORKERS):
-            sent = n_bytes(self.change.items, [piece for piece in routes.send if piece.to == worker])
-            taken = n_bytes(self.change.items, [piece for piece in routes.receive if piece.source == worker])
-            outgoing |= {peer: memoryview(bytearray(sent))} if sent else {}
-            incoming |= {peer: memoryview(bytearray(taken))} if taken else {}
+    def _tcp(self, _: str, after: contextlib.ExitStack, new: bool = False) -> Callable[[], None]:
+        return self._over_sockets(self._bare_links(after, socket.AF_INET), new)
 
-        def receive(peer: int) -> None:
-            left = incoming[peer]
+    def _unix(self, _: str, after: contextlib.ExitStack, new: bool = False) -> Callable[[], None]:
+        return self._over_sockets(self._bare_links(after, socket.AF_UNIX), new)
+
+    def _tcp_new(self, folder: str, after: contextlib.ExitStack) -> Callable[[], None]:
+        return self._tcp(folder, after, new=True)
+
+    def _unix_new(self, folder: str, after: contextlib.ExitStack) -> Callable[[], None]:
+        return self._unix(folder, after, new=True)
+
+    def _shared_new(self, folder: str, after: contextlib.ExitStack) -> Callable[[], None]:
+        return self._shared(folder, after, new=True)
+
+    def _sizes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Bytes that go to each peer, and that come from it."""
+        routes = self.router.of(self.worker)
+        sent = {
+            peer: n_bytes(self.change.items, [piece for piece in routes.send if piece.to == worker])
+            for peer, worker in enumerate(WORKERS)
+        }
+        taken = {
+            peer: n_bytes(self.change.items, [piece for piece in routes.receive if piece.source == worker])
+            for peer, worker in enumerate(WORKERS)
+        }
+        return {peer: n for peer, n in sent.items() if n}, {peer: n for peer, n in taken.items() if n}
+
+    def _over_sockets(self, links: Mapping[int, socket.socket], new: bool) -> Callable[[], None]:
+        sent, taken = self._sizes()
+        outgoing = {peer: _used(n) for peer, n in sent.items()}
+        warm = {} if new else {peer: _used(n) for peer, n in taken.items()}
+
+        def receive(peer: int, into: Tensor) -> None:
+            left = memory(into)
             while left:
                 left = left[links[peer].recv_into(left) :]
 
         def work() -> None:
-            threads = [threading.Thread(target=links[peer].sendall, args=(body,)) for peer, body in outgoing.items()]
-            threads += [threading.Thread(target=receive, args=(peer,)) for peer in incoming]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            incoming = warm or {peer: torch.empty(n, dtype=torch.uint8) for peer, n in taken.items()}
+            _all_at_once(
+                [partial(links[peer].sendall, memory(body)) for peer, body in outgoing.items()]
+                + [partial(receive, peer, into) for peer, into in incoming.items()]
+            )
 
         return work
 
-    def _bare_links(self, after: contextlib.ExitStack) -> dict[int, socket.socket]:
-        listener = after.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ports: list[Any] = [None] * len(WORKERS)
-        dist.all_gather_object(ports, listener.getsockname()[1])
+    def _shared(self, _: str, after: contextlib.ExitStack, new: bool = False) -> Callable[[], None]:
+        links = self._bare_links(after, socket.AF_UNIX)
+        sent, taken = self._sizes()
+        outgoing = {peer: _used(n) for peer, n in sent.items()}
+        warm = {} if new else {peer: _used(n) for peer, n in taken.items()}
+        ours = {peer: self._slots(after, self.place, peer, create=True) for peer in outgoing}
+        dist.barrier()
+        theirs = {peer: self._slots(after, peer, self.place, create=False) for peer in taken}
+        # A link carries single bytes: "filled" of one direction and "emptied" of the other.
+        filled = {peer: threading.Semaphore(0) for peer in links}
+        emptied = {peer: threading.Semaphore(2) for peer in links}
+
+        def listen(peer: int) -> None:
+            left = -(-outgoing[peer].numel() // SLOT_BYTES) if peer in outgoing else 0
+            left += -(-taken[peer] // SLOT_BYTES) if peer in taken else 0
+            while left:
+                for word in links[peer].recv(64):
+                    left -= 1
+                    (filled if word == 1 else emptied)[peer].release()
+
+        def fill(peer: int) -> None:
+            for number, part in enumerate(outgoing[peer].split(SLOT_BYTES)):
+                emptied[peer].acquire()
+                ours[peer][number % 2][: len(part)].copy_(part)
+                links[peer].sendall(b"\1")
+
+        def empty(peer: int, into: Tensor) -> None:
+            for number, part in enumerate(into.split(SLOT_BYTES)):
+                filled[peer].acquire()
+                part.copy_(theirs[peer][number % 2][: len(part)])
+                links[peer].sendall(b"\2")
+
+        def work() -> None:
+            incoming = warm or {peer: torch.empty(n, dtype=torch.uint8) for peer, n in taken.items()}
+            _all_at_once(
+                [partial(listen, peer) for peer in links]
+                + [partial(fill, peer) for peer in outgoing]
+                + [partial(empty, peer, into) for peer, into in incoming.items()]
+            )
+
+        return work
+
+    def _slots(self, after: contextlib.ExitStack, from_: int, to: int, create: bool) -> list[Tensor]:
+        """Two of them, of the memory that a pair shares in one direction, warm."""
+        path = Path(f"/dev/shm/elaunch-transfer-{os.getppid()}-{from_}-{to}")
+        if create:
+            path.write_bytes(bytes(2 * SLOT_BYTES))
+            after.callback(path.unlink)
+        with path.open("r+b") as file:
+            shared = mmap.mmap(file.fileno(), 2 * SLOT_BYTES)
+        whole = torch.frombuffer(shared, dtype=torch.uint8)
+        whole.add_(0)
+        return list(whole.split(SLOT_BYTES))
+
+    def _bare_links(self, after: contextlib.ExitStack, family: int) -> dict[int, socket.socket]:
+        listener = after.enter_context(socket.socket(family))
+        listener.bind(("127.0.0.1", 0) if family == socket.AF_INET else f"\0elaunch-transfer-{os.getpid()}")
+        listener.listen()
+        addresses: list[Any] = [None] * len(WORKERS)
+        dist.all_gather_object(addresses, listener.getsockname())
         links = {}
         for peer in range(self.place):
-            links[peer] = after.enter_context(socket.create_connection(("127.0.0.1", ports[peer]), PATIENCE_S))
+            links[peer] = after.enter_context(socket.socket(family))
+            links[peer].connect(addresses[peer])
             links[peer].sendall(bytes([self.place]))
         for _ in range(self.place + 1, len(WORKERS)):
             link = after.enter_context(listener.accept()[0])
             links[link.recv(1)[0]] = link
         for link in links.values():
-            link.settimeout(None)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if family == socket.AF_INET:
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            else:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         return links
 
     def _checkpoint(self, folder: str, _: contextlib.ExitStack) -> Callable[[], Chunks]:
@@ -387,6 +478,19 @@ class TransferRank(Rank):
         }
 
 
+def _used(n_bytes: int) -> Tensor:
+    """Memory that the kernel has mapped already."""
+    return torch.ones(n_bytes, dtype=torch.uint8)
+
+
+def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
+    running = [threading.Thread(target=call) for call in calls]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+
+
 def _part(state: Chunks, piece: Any) -> tuple[Tensor, ...]:
     for chunk in state[piece.item]:
         if all(a <= c and d <= b for (a, b), (c, d) in zip(chunk.box, piece.box, strict=True)):
@@ -398,6 +502,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cases", default="", help="of all, those with these numbers, as in 0,1,4")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -410,12 +515,12 @@ def main() -> int:
         "straight": ("straight", None),
         "buffered": ("buffered", None),
         "naive": ("naive", None),
-        "sockets": ("sockets", None),
+        **{way: (way.replace(" ", "_"), None) for way in (*BARE, *BARE_NEW)},
         "checkpoint tmpfs": ("checkpoint", Path("/dev/shm")),
         "checkpoint disk": ("checkpoint", args.disk),
     }
     report = Report(
-        "transfer: a change of plan, four processes on this machine, links over loopback",
+        "transfer: a change of plan, four processes on this machine",
         notes=[
             f"{sum(n for n in (_elements(item) for name, item in items.items() if '@' not in name)) / 1e6:.0f} M "
             "parameters in bfloat16, 12 bytes of optimizer state each; seconds: median of "
@@ -425,7 +530,9 @@ def main() -> int:
     )
     limit_time(1500)
     with crew(WORKERS, TransferRank) as all_of:
-        for name, old, new in CASES[:: 3 if args.quick else 1]:
+        numbers = [int(number) for number in args.cases.split(",") if number]
+        chosen = [CASES[number] for number in numbers] or CASES[:: 3 if args.quick else 1]
+        for name, old, new in chosen:
             before, after = (_held(name, one.plan(len(specs)), specs) for one in (old, new))
             change = Change(name, old, new, items, before, after)
             all_of("begin", change)
@@ -453,15 +560,16 @@ def main() -> int:
                     "moved_mb": sum(moved) / 1e6,
                     "most_sent_mb": max(n_bytes(items, routes.send) for routes in relayed) / 1e6,
                     "most_sent_straight_mb": max(n_bytes(items, routes.send) for routes in straight) / 1e6,
-                    **{f"{way}_s": median for way, median in medians.items()},
+                    **{f"{way}_s": median for way, median in medians.items() if way not in BARE_NEW},
+                    "new_s": min(medians[way] for way in BARE_NEW),
                     "gb_per_s": sum(moved) / 1e9 / medians["elaunch"],
                 }
             )
             case = f"{old} to {new}"
             if sum(moved) > 64 << 20:
-                report.target(
-                    f"bandwidth of bare sockets, {case}", medians["sockets"] / medians["elaunch"], "of it", at_least=0.8
-                )
+                for kind, bare in (("", BARE), (", into new memory", BARE_NEW)):
+                    best = min(medians[way] for way in bare)
+                    report.target(f"bare bandwidth{kind}, {case}", best / medians["elaunch"], "of it", at_least=0.8)
             report.target(
                 f"checkpoint on tmpfs, {case}", medians["checkpoint tmpfs"] / medians["elaunch"], "x", at_least=10
             )

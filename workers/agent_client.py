@@ -33,6 +33,7 @@ from elaunch.wire import (
     encode,
 )
 from elaunch.workers import heartbeat
+from elaunch.workers.comm.here import let_read, process_of
 from elaunch.workers.fatal import end_process
 
 WELCOME_TIMEOUT_S = 30.0
@@ -128,6 +129,7 @@ class AgentClient:
             welcome.local_rank,
         )
         self.min_nodes = welcome.min_nodes
+        let_read(process_of(self._socket))
         self._take(early)
         self._socket.setblocking(False)
         self._thread = threads.start("elaunch-agent-client", self._run, self._died)

@@ -59,10 +59,10 @@ class Links:
         def breaking(name: str) -> None:
             original: Callable[..., Any] = getattr(Link, name)
 
-            def post(link: Link, *args: Any) -> Any:
+            def post(link: Link, *args: Any, **more: Any) -> Any:
                 if other in link.peer and job.step >= from_step:
                     raise link.fail("the other slot's worker is not talked to")
-                return original(link, *args)
+                return original(link, *args, **more)
 
             setattr(Link, name, post)
 

@@ -1,14 +1,33 @@
-"""The memory of a worker that computes on the CPU."""
+"""The memory of a worker that computes on the CPU, and of the state that moves."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from elaunch.workers.device import keep_freed_memory
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+NEW_MEMORY = """
+import resource, torch
+from elaunch.workers.device import use_large_pages
+
+def faults(advise):
+    new = [torch.empty(size, dtype=torch.uint8) for size in (33 << 20, 100, 7 << 20)]
+    if advise:
+        use_large_pages(new)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for one in new:
+        one.fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(False), faults(True))
+"""
 
 FAULTS = """
 import resource, torch
@@ -32,6 +51,17 @@ def test_blocks_that_each_step_frees_are_not_mapped_anew() -> None:
     assert kept == "True"
     assert int(before) > 5 * 20, "the first blocks were not mapped by the kernel: the test shows nothing"
     assert int(after) < 10
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this kernel gives no large pages"
+)
+def test_new_memory_for_state_is_mapped_in_large_pages() -> None:
+    told = subprocess.run([sys.executable, "-c", NEW_MEMORY], capture_output=True, text=True, timeout=60, check=True)
+    before, after = map(int, told.stdout.split())
+    if "[madvise]" in LARGE_PAGES.read_text():
+        assert before > 40 * 200, "it has large pages without being asked: the test shows nothing"
+    assert after < 40 * 100
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])

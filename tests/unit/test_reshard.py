@@ -20,12 +20,12 @@ from elaunch.plan import Plan, symmetric
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state import routes as routes_module
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.reshard import (
     SMALLEST_MESSAGE_BYTES,
-    Buffer,
     Moved,
     TensorChunk,
     messages_of,
@@ -35,8 +35,10 @@ from elaunch.workers.state.reshard import (
 )
 from elaunch.workers.state.routes import CUT_BYTES, HOPS, Router
 from elaunch.workers.state.space import OPTIMIZER, Holdings, Item, holdings_of_plan, items_of_layers
+from elaunch.workers.state.staging import Buffer, Scratch
 from tests.helpers import scaled
 from tests.unit.comm_crew import addresses, connect_all, each, outcomes, together
+from tests.unit.late_copies import LateCopies
 from tests.unit.plan_strategies import valid_plans
 from tests.unit.test_routes import specs
 
@@ -128,6 +130,7 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             return
     bound = data.draw(st.sampled_from([None, 4 * SMALLEST_MESSAGE_BYTES, 1 << 20]))
     checksum = data.draw(st.booleans())
+    late = data.draw(st.sampled_from([None, 0, 1]))
     members = list(dict.fromkeys((*before, *after)))
 
     def work(transport: Transport) -> Moved:
@@ -149,7 +152,9 @@ def test_any_change_of_plan_gives_each_worker_exactly_what_the_new_plan_asks_for
             TRUTH.check(state, before.get(worker, {}))
         return moved
 
-    with transports_of(members) as transports:
+    with pytest.MonkeyPatch.context() as patch, transports_of(members) as transports:
+        if late is not None:
+            patch.setattr(reshard_module, "copies_of", lambda _, bounded: LateCopies(0 if bounded else late))
         moved = each(partial(_stopping_all, transports, work), transports)
     routes = [router.of(worker) for worker in members]
     for one, mine in zip(moved, routes, strict=True):
@@ -496,9 +501,10 @@ def test_what_one_message_takes_in_another_of_any_memory_gives_out(places: list[
 
 def test_the_bytes_of_one_run_of_memory_are_that_memory() -> None:
     tensor = torch.tensor([1, 2], dtype=torch.int16)
-    buffer = Buffer([tensor])
+    scratch = Scratch()
+    buffer = Buffer([tensor], scratch)
     assert bytes(buffer.bytes) == bytes([1, 0, 2, 0])
-    assert buffer.extra_bytes == 0
+    assert scratch.n_bytes == 0
     buffer.bytes[:] = bytes(4)
     assert not tensor.any()
 
@@ -510,8 +516,21 @@ def test_a_message_outlives_its_tensor() -> None:
 
 
 def test_what_is_on_a_device_travels_through_host_memory() -> None:
-    buffer = Buffer([torch.zeros(2, device="meta")])
-    assert (len(buffer.bytes), buffer.extra_bytes) == (8, 8)
+    scratch = Scratch()
+    buffer = Buffer([torch.zeros(2, device="meta")], scratch)
+    assert (len(buffer.bytes), scratch.n_bytes) == (8, 8)
+
+
+def test_one_message_after_the_other_is_packed_in_the_same_memory() -> None:
+    scratch = Scratch()
+    for length in (5, 3, 5):
+        columns = torch.arange(2 * length).view(length, 2).unbind(1)
+        buffer = Buffer(columns, scratch)
+        buffer.pack(columns)
+        into = [torch.empty_like(one) for one in columns]
+        buffer.unpack(into)
+        assert all(map(torch.equal, into, columns))
+    assert scratch.n_bytes == 48 + 40
 
 
 @pytest.mark.parametrize("ends", [(-1, 3), (0, 9), (7, 9)])

@@ -1,9 +1,10 @@
 """Communication between workers: links, groups over links, and the torch adapter.
 
-A *link* is one TCP connection to one peer. It is keyed by the peer's identity and outlives generations.
+A *link* is one connection to one peer. It is keyed by the peer's identity and outlives generations.
 
     wire            what travels on a link: the handshake lines and the frame header
     connection      one connection: bytes in, bytes out, what its kernel knows of it, and that it breaks
+    here            within a machine: Unix sockets, and reading in another worker's memory
     link            a connection that carries frames, and what an interrupted operation left half done
     outgoing        its sending half; `incoming` is its receiving half
     drive           the loop that moves an operation's bytes over links, in whichever thread runs it

@@ -12,7 +12,7 @@ from math import inf
 
 from elaunch.errors import LinkLost
 from elaunch.workers import heartbeat
-from elaunch.workers.comm.here import SEND_BUFFER_BYTES
+from elaunch.workers.comm.here import SEND_BUFFER_BYTES, process_of
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -47,11 +47,13 @@ class Connection:
 
     Attributes:
         broken: why it carries nothing any more; None: it works.
+        process: of the peer, where it is one of this user on this machine, so that its memory may be read; else None.
     """
 
     def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
         sock.setblocking(False)
         self._here = sock.family == socket.AF_UNIX
+        self.process = process_of(sock) if self._here else None
         if self._here:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         else:
@@ -102,6 +104,12 @@ class Connection:
             raise self.fail("closed by the peer")
         heartbeat.moved()
         return got
+
+    def has_read(self, n_bytes: int, seconds: float) -> None:
+        """Counts bytes that this side has read from the memory of the peer."""
+        self._sent_bytes += n_bytes
+        self._sending_s += seconds / 2  # one copy; see `rate`
+        heartbeat.moved()
 
     def ensure_works(self) -> None:
         """Raises `LinkLost` when the connection is broken."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable
 
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.connection import DISCARD, Connection
+from elaunch.workers.comm.here import fetch
+from elaunch.workers.comm.outgoing import Outgoing
 
 _WAITS = select.POLLRDHUP
 _READS = select.POLLRDHUP | select.POLLIN
@@ -25,8 +28,8 @@ class Incoming:
         parked: nothing is read until more is posted: the peer is in a later operation already.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, outgoing: Outgoing) -> None:
+        self._connection, self._outgoing = connection, outgoing
         self._position = (0, 0)  # generation and number of the operation
         self.wanted: dict[int, Destination] = {}
         # The header, and where the body goes (None: it is discarded).
@@ -37,6 +40,9 @@ class Incoming:
         self.parked = False
         self._target: memoryview | None = None
         self._left_bytes = 0
+        # An offer of the peer's, and whether it was told to send instead.
+        self._offer = memoryview(bytearray(wire.OFFER_BYTES))
+        self._refuses = connection.process is None
         # Of an open operation; `_late` has where the early parts go that were posted while they came.
         self._open = False
         self._arrived: Callable[[int], None] | None = None
@@ -45,9 +51,19 @@ class Incoming:
 
     def events(self) -> int:
         """Returns the poll events that let it go on; 0 when nothing may come that this operation takes."""
-        if not (self._open or self.wanted):
+        if not self._reads:
             return 0
         return _WAITS if self.parked else _READS
+
+    @property
+    def _reads(self) -> bool:
+        return self._open or bool(self.wanted) or self._outgoing.awaits_answer
+
+    def expect_answers(self, generation: int, op: int) -> None:
+        """Says of which operation the answers are that are awaited, if nothing else is."""
+        if not self._reads:
+            self._position = (generation, op)
+            self.parked = False
 
     def open(self, generation: int, op: int, arrived: Callable[[int], None]) -> None:
         """Begins an open operation; `arrived` gets the number of each complete part."""
@@ -83,7 +99,7 @@ class Incoming:
             LinkLost: the connection breaks, or what came is not what was posted.
             GenerationChanged: the peer, which still owes a part, has gone on to a newer generation.
         """
-        if self.parked or not (self._open or self.wanted):
+        if self.parked or not self._reads:
             return False
         if self._frame is None:
             self._header_bytes += self._connection.receive(self._header[self._header_bytes :])
@@ -94,6 +110,10 @@ class Incoming:
                 self._frame = wire.unpack_header(bytes(self._header))
             except ProtocolError as error:
                 raise self._connection.fail(str(error)) from None
+            if self._frame.kind in wire.ANSWERS:
+                self._outgoing.answered(self._frame.op, self._frame.kind == wire.FETCHED)
+                self._frame = None
+                return True
             self._left_bytes = self._frame.nbytes
             self._aimed = False
         if not self._aimed and not self._aim(self._frame):
@@ -135,24 +155,64 @@ class Incoming:
         if destination is None:
             have = f"operation {frame.op} part {frame.part} of generation {frame.generation}"
             raise self._connection.fail(f"protocol: got {have}, expected operation {op} parts {sorted(self.wanted)}")
-        if isinstance(destination, bytearray):
-            size = len(destination)
-            destination.extend(bytes(frame.nbytes))
-            self._target = memoryview(destination)[size:]
-        else:
-            room = len(destination)
-            if frame.nbytes > room or (frame.kind == wire.LAST and frame.nbytes != room):
-                raise self._misfit(frame.part, frame.nbytes, room)
-            self._target = destination[: frame.nbytes]
+        offered = frame.kind in wire.OFFERS
+        self._target = self._offer if offered else self._room(frame.part, frame.nbytes, frame.kind == wire.LAST)
         self._aimed = True
         return True
+
+    def _room(self, part: int, n_bytes: int, last: bool) -> memoryview:
+        """Returns where the next bytes of a part go; raises `LinkLost` where they do not fit."""
+        destination = self.wanted[part]
+        if isinstance(destination, bytearray):
+            size = len(destination)
+            destination.extend(bytes(n_bytes))
+            return memoryview(destination)[size:]
+        room = len(destination)
+        if n_bytes > room or (last and n_bytes != room):
+            raise self._misfit(part, n_bytes, room)
+        return destination[:n_bytes]
+
+    def _fetch(self, frame: wire.Header) -> int | None:
+        """Fetches what the peer offers, and answers; returns how many bytes came, None if none did.
+
+        Raises:
+            LinkLost: the peer's process has ended, or what it offers does not fit.
+        """
+        try:
+            offer = wire.unpack_offer(bytes(self._offer))
+        except ProtocolError as error:
+            raise self._connection.fail(str(error)) from None
+        process, found = self._connection.process, "refused"
+        if process is not None and not self._refuses:
+            target = self._room(frame.part, offer.nbytes, frame.kind == wire.OFFER_LAST)
+            begin_s = time.perf_counter()
+            found = fetch(process, offer, target)
+            target.release()
+            if found == "fetched":
+                self._connection.has_read(offer.nbytes, time.perf_counter() - begin_s)
+                self._outgoing.answer(offer.number, fetched=True)
+                return offer.nbytes
+            destination = self.wanted[frame.part]
+            if isinstance(destination, bytearray):
+                del destination[-offer.nbytes :]
+        if found == "gone":
+            raise self._connection.fail("its process has ended")
+        if found == "refused":
+            self._refuses = True
+            self._outgoing.answer(offer.number, fetched=False)
+        return None  # withdrawn: the peer has given the operation up, and what is awaited never comes
 
     def _complete(self, frame: wire.Header) -> None:
         wanted, self._target, self._frame = self._target is not None, None, None
         if not wanted:
             return
+        n_bytes: int | None = frame.nbytes
+        if frame.kind in wire.OFFERS:
+            n_bytes = self._fetch(frame)
+            if n_bytes is None:
+                return
         destination = self.wanted[frame.part]
-        if frame.kind == wire.LAST:
+        if frame.kind in (wire.LAST, wire.OFFER_LAST):
             del self.wanted[frame.part]
             if frame.part not in self.early:
                 if self._arrived is not None:
@@ -160,7 +220,7 @@ class Incoming:
             elif frame.part in self._late:
                 self._hand_over(frame.part)
         elif isinstance(destination, memoryview):
-            self.wanted[frame.part] = destination[frame.nbytes :]
+            self.wanted[frame.part] = destination[n_bytes:]
 
     def _hand_over(self, part: int) -> None:
         """Copies a part that had begun to come before it was posted."""

@@ -36,7 +36,7 @@ class Link(Connection):
     def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
         super().__init__(peer, sock, timeout_s)
         self._outgoing = Outgoing(self)
-        self._incoming = Incoming(self)
+        self._incoming = Incoming(self, self._outgoing)
 
     def open(self, generation: int, op: int, arrived: Callable[[int], None]) -> None:
         """Begins an open operation: the link is read from now on. `arrived` gets the number of each complete part."""
@@ -49,14 +49,22 @@ class Link(Connection):
         self._incoming.settle()
 
     def post_send(
-        self, generation: int, op: int, part: int, body: memoryview, left: Callable[[], None] | None = None
+        self,
+        generation: int,
+        op: int,
+        part: int,
+        body: memoryview,
+        left: Callable[[], None] | None = None,
+        may_offer: bool = False,
     ) -> None:
         """Queues `body`, cut into frames, and calls `left` when the kernel has all of it.
 
-        The caller leaves it unchanged until then, or until the operation has ended.
+        The caller leaves it unchanged until then, or until the operation has ended. With `may_offer` a peer on this
+        machine may read it where it is, and `left` is called when it has: the caller waits for the peer.
         """
         self.ensure_works()
-        self._outgoing.post(generation, op, part, body, left)
+        if self._outgoing.post(generation, op, part, body, left, may_offer):
+            self._incoming.expect_answers(generation, op)
 
     def post_receive(self, generation: int, op: int, part: int, destination: Destination) -> None:
         """Says where the bytes of this part go when they come."""
@@ -70,8 +78,8 @@ class Link(Connection):
 
     @property
     def sending(self) -> bool:
-        """Whether something of this operation waits to leave."""
-        return self._outgoing.events() != 0
+        """Whether something of this operation waits to leave, or is being read by the peer."""
+        return self._outgoing.awaits_answer or self._outgoing.events() != 0
 
     def wants(self) -> int:
         """The poll events that let this link go on; 0 when its share of the operation is done."""
@@ -82,6 +90,7 @@ class Link(Connection):
         self.push()
         if not self._incoming.pull() and events & HANG_UP and self.wants():
             raise self.fail("closed by the peer")
+        self.push()  # what has come may have been an offer, and somebody waits for the answer
 
     def push(self) -> None:
         """Moves out what the socket takes now."""

@@ -7,7 +7,8 @@
             # resumed when it has left
 
 At any moment a link has one message of each direction under way, so what a transfer needs beside the data itself is two
-buffers a link. A receiver that is behind does not read, and the kernel holds the sender back.
+buffers a link. A receiver that is behind does not read, and the kernel holds the sender back. On one machine the
+receiver reads a message where the sender has it (`elaunch.workers.comm.here`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Flow:
                 self._outgoing = None
             else:
                 self._sending = True
-                self._link.post_send(self._generation, self._op, self._sent, body, self._has_left)
+                self._link.post_send(self._generation, self._op, self._sent, body, self._has_left, may_offer=True)
                 self._sent += 1
                 self._link.push()
         if self._incoming is not None and not self._link.receiving:

@@ -114,7 +114,7 @@ class _Line:
             if found is None:
                 self._background.popleft()
             else:
-                self._link.post_send(self._generation, self._op, *found)
+                self._link.post_send(self._generation, self._op, *found, may_offer=True)
 
     def _has_arrived(self, part: int) -> None:
         self.arrived.add(part)

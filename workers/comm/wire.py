@@ -1,7 +1,7 @@
 """What travels on a link: three handshake lines, then frames.
 
     dialler                                     acceptor
-      elaunch/2 TOKEN {"from", "for"}         ->
+      elaunch/5 TOKEN {"from", "for"}         ->
                                               <-  {"worker"} or {"error"}
       {"go": true}                            ->             only for a link, not for a probe
       frames                                 <->             frames
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from elaunch.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 
@@ -31,10 +31,21 @@ SEGMENT_BYTES = 4 << 20
 MORE, LAST = 1, 2
 """Kinds of frame: further frames of this part follow, or not."""
 
+OFFER_MORE, OFFER_LAST = 3, 4
+"""The same, where the body says in which memory the bytes are, for the receiver to fetch them."""
+
+FETCHED, REFUSED = 5, 6
+"""Answers to an offer: the bytes are here; or they must be sent, as those of all further offers. In the place of the
+operation's number stands that of the offer; there is no body."""
+
+OFFERS = OFFER_MORE, OFFER_LAST
+ANSWERS = FETCHED, REFUSED
+
 _PROTOCOL = f"elaunch/{VERSION} ".encode()
 _MAGIC = b"eL"
 _HEADER = struct.Struct("<2sBBIQQQ")
-HEADER_BYTES = _HEADER.size
+_OFFER = struct.Struct("<QQQQQ")
+HEADER_BYTES, OFFER_BYTES = _HEADER.size, _OFFER.size
 
 Purpose = Literal["link", "probe"]
 
@@ -47,6 +58,24 @@ class Header(NamedTuple):
     generation: int
     op: int
     nbytes: int
+
+
+class Offer(NamedTuple):
+    """Says where bytes are in the memory of the sender.
+
+    Attributes:
+        address: of the bytes.
+        nbytes: how many there are.
+        mark_address: where the sender's `OfferMark` is.
+        secret: what stands there first.
+        number: of the offer; it holds as long as the number that stands there second is not above it.
+    """
+
+    address: int
+    nbytes: int
+    mark_address: int
+    secret: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -65,9 +94,25 @@ def pack_header(header: Header) -> bytes:
 def unpack_header(data: bytes | bytearray) -> Header:
     """Reads a header; raises `ProtocolError` when the bytes are not one."""
     magic, version, kind, part, generation, op, nbytes = _HEADER.unpack(data)
-    if magic != _MAGIC or version != VERSION or kind not in (MORE, LAST) or nbytes > SEGMENT_BYTES:
+    most = OFFER_BYTES if kind in OFFERS else 0 if kind in ANSWERS else SEGMENT_BYTES
+    if magic != _MAGIC or version != VERSION or not MORE <= kind <= REFUSED or nbytes > most:
         raise ProtocolError(f"not a frame of version {VERSION}: {bytes(data).hex()}")
     return Header(kind, part, generation, op, nbytes)
+
+
+def pack_offer(offer: Offer) -> bytes:
+    """Returns the body of an offer."""
+    return _OFFER.pack(*offer)
+
+
+def unpack_offer(body: bytes) -> Offer:
+    """Reads the body of an offer; raises `ProtocolError` when the bytes are not one."""
+    if len(body) != OFFER_BYTES:
+        raise ProtocolError(f"not an offer: {body.hex()}")
+    offer = Offer(*_OFFER.unpack(body))
+    if not 0 < offer.nbytes <= SEGMENT_BYTES:
+        raise ProtocolError(f"an offer of {offer.nbytes} bytes, expected 1 to {SEGMENT_BYTES}")
+    return offer
 
 
 def hello_line(token: str, hello: Hello) -> bytes:

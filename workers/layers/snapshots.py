@@ -30,9 +30,13 @@ from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
+from elaunch.workers.state.staging import to_host
 
 BATCH_BYTES = 16 << 20
 """Of state that a worker sends to each holder in a step while a copy is being made; a single shard may be larger."""
+
+BUNDLE_BYTES = 1 << 20
+"""Gradients of small shards travel together, up to so much: what a message costs depends little on its size."""
 
 _LENGTHS = struct.Struct("<QQ")
 
@@ -134,17 +138,19 @@ class Snapshots:
             if copy.batch:
                 traffic.post(copy.owner, self._tag(copy, 0), memory(copy.heads))
             copy.gradients = {}
-            for shard in copy.shards[: copy.count + copy.batch]:
-                gradient = torch.empty(shard.stop - shard.start, dtype=self._layout.sum_dtype(shard.layer))
-                copy.gradients[shard] = gradient
-                traffic.post(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(gradient))
+            for shards in self._bundles(copy):
+                sizes = [shard.stop - shard.start for shard in shards]
+                whole = torch.empty(sum(sizes), dtype=self._layout.sum_dtype(shards[0].layer))
+                copy.gradients |= zip(shards, whole.split(sizes), strict=True)
+                traffic.post(copy.owner, self._bundle_tag(shards), memory(whole))
 
     def ship(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
         """Sends the gradients of this worker's shards to those who copy them."""
-        for shard in self._own.shards[: self._own.count + self._own.batch] if self._holders else ():
-            sent = gradients[shard].cpu()
+        bundles = self._bundles(self._own) if self._holders else []
+        wholes = [torch.cat([gradients[shard] for shard in one]) if one[1:] else gradients[one[0]] for one in bundles]
+        for shards, sent in zip(bundles, to_host(wholes), strict=True):
             for holder in self._holders:
-                traffic.send(holder, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]), memory(sent), sent)
+                traffic.send(holder, self._bundle_tag(shards), memory(sent), sent)
 
     def arrive(self, traffic: Traffic) -> None:
         """Waits until all of the step is here: after that it may commit."""
@@ -158,8 +164,8 @@ class Snapshots:
                 traffic.wait(copy.owner, self._tag(copy, 1))
                 traffic.wait(copy.owner, self._tag(copy, 2))
                 copy.came = json.loads(bytes(memory(head))), body
-            for shard in copy.gradients:
-                traffic.wait(copy.owner, tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shard]))
+            for shards in self._bundles(copy):
+                traffic.wait(copy.owner, self._bundle_tag(shards))
 
     def commit(self, coefficient: float) -> None:
         """Updates the copies in the background, now that the step has committed."""
@@ -232,6 +238,23 @@ class Snapshots:
                 break
             taken += 1
         return taken
+
+    def _bundles(self, copy: _OwnerCopy) -> list[tuple[OptimizerShard, ...]]:
+        """Shards whose gradients are one message of this step, of one type; both ends find the same."""
+        found: list[list[OptimizerShard]] = []
+        kind, size = None, 0
+        for shard in copy.shards[: copy.count + copy.batch]:
+            dtype = self._layout.sum_dtype(shard.layer)
+            n_bytes = (shard.stop - shard.start) * dtype.itemsize
+            if dtype != kind or size + n_bytes > BUNDLE_BYTES:
+                found.append([])
+                kind, size = dtype, 0
+            found[-1].append(shard)
+            size += n_bytes
+        return [tuple(shards) for shards in found]
+
+    def _bundle_tag(self, shards: Sequence[OptimizerShard]) -> int:
+        return tag(Kind.SNAPSHOT_GRADIENT, self._numbers[shards[0]])
 
     def _tag(self, copy: _OwnerCopy, which: int) -> int:
         return tag(Kind.SNAPSHOT_STATE, 3 * self._numbers[copy.shards[copy.count]] + which)

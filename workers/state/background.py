@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.chunks import ChunkedState, copy_box
-from elaunch.workers.state.reshard import Buffer, TensorChunk, by_peer, messages_of, view_of
+from elaunch.workers.state.reshard import TensorChunk, by_peer, messages_of, view_of
 from elaunch.workers.state.routes import ChunkTransfer, Routes
 from elaunch.workers.state.space import Item
+from elaunch.workers.state.staging import Buffer
 
 MESSAGE_BYTES = 1 << 20
 """What the traffic itself wants to send may have to wait for so much."""
@@ -54,6 +56,7 @@ class BackgroundMove:
     def begin(self, traffic: Traffic) -> None:
         """Lets it flow; what this worker has already is put in its place."""
         self._traffic = traffic
+        use_large_pages(tensor for chunks in self._places.values() for chunk in chunks for tensor in chunk.tensors)
         for source, pieces in by_peer(lambda piece: piece.source, self._routes.receive).items():
             for number, message in self._numbered(pieces):
                 places = [view_of(self._places[part.item], part) for part in message]

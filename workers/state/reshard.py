@@ -34,12 +34,14 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
-from elaunch.workers.comm.group import Group, memory
+from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
+from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
 from elaunch.workers.state.chunks import Chunk, ChunkedState, copy_box, covering
 from elaunch.workers.state.routes import HOPS, ChunkTransfer, Router, Routes
 from elaunch.workers.state.space import Item
+from elaunch.workers.state.staging import ALIGN, Buffer, Staging, aligned, copies_of
 
 MESSAGE_BYTES = 4 << 20
 """Of a message, where memory is not bounded more tightly."""
@@ -47,7 +49,6 @@ MESSAGE_BYTES = 4 << 20
 SMALLEST_MESSAGE_BYTES = 64 << 10
 """Under a tight bound fewer links work at a time, rather than with smaller messages."""
 
-_ALIGN = 16
 _CODE_BYTES = 8
 
 Allocate = Callable[[str, Box], tuple[Tensor, ...]]
@@ -145,7 +146,9 @@ def reshard(
     for window in windows:
         part = Routes(*(tuple(p for name in window for p in for_items[kind].get(name, ())) for kind in for_items))
         needed = {name: router.needed[name].get(worker, ()) for name in window}
-        filled = _Window(group, router.items, part, needed, state, snapshots, allocate, moved, checksum)
+        filled = _Window(
+            group, router.items, part, needed, state, snapshots, allocate, moved, checksum, max_extra_bytes is not None
+        )
         filled.run(stages)
         if max_extra_bytes is not None:
             # Nobody lets go before everybody has what it needs.
@@ -174,11 +177,16 @@ class _Window:
         allocate: Allocate,
         moved: Moved,
         checksum: bool,
+        bounded: bool,
     ) -> None:
         self._group, self._items, self._routes = group, items, routes
         self._state, self._snapshots = state, snapshots
         self._moved, self._checksum = moved, checksum
         self.chunks = {name: [self._chunk(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
+        devices = (
+            one.device for chunks in (*state.values(), *self.chunks.values()) for c in chunks for one in c.tensors
+        )
+        self._copies = copies_of(next((one for one in devices if one.type != "cpu"), torch.device("cpu")), bounded)
 
     def run(self, stages: Sequence[TransferStage]) -> None:
         """Fills the new chunks."""
@@ -201,6 +209,7 @@ class _Window:
             if old.box == box:
                 return old
         chunk = Chunk(box, allocate(name, box))
+        use_large_pages(chunk.tensors)
         self._moved.hold(chunks_bytes=sum(tensor.nbytes for tensor in chunk.tensors))
         return chunk
 
@@ -211,10 +220,9 @@ class _Window:
 
     def _send(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
         codes = bytearray()
-        for message in messages_of(pieces, self._items, message_bytes):
-            views = [self._held(part) for part in message]
-            with self._buffer(views) as buffer:
-                buffer.pack(views)
+        messages = messages_of(pieces, self._items, message_bytes)
+        with self._staging() as staging:
+            for buffer in staging.leaving([self._held(part) for part in message] for message in messages):
                 if self._checksum:
                     codes += _code(buffer)
                 self._moved.sent_bytes += len(buffer.bytes)
@@ -224,14 +232,14 @@ class _Window:
 
     def _receive(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
         codes: list[tuple[bytes, TensorChunk]] = []
-        for message in messages_of(pieces, self._items, message_bytes):
-            views = [self._place(part) for part in message]
-            with self._buffer(views) as buffer:
-                yield buffer.bytes
-                if self._checksum:
-                    codes.append((_code(buffer), message[0]))
-                buffer.unpack(views)
-                self._moved.received_bytes += len(buffer.bytes)
+        with self._staging() as staging:
+            for message in messages_of(pieces, self._items, message_bytes):
+                with staging.coming([self._place(part) for part in message]) as buffer:
+                    yield buffer.bytes
+                    if self._checksum:
+                        codes.append((_code(buffer), message[0]))
+                    self._moved.received_bytes += len(buffer.bytes)
+            staging.end()
         if self._checksum:
             told = bytearray(_CODE_BYTES * len(codes))
             yield memoryview(told)
@@ -243,13 +251,12 @@ class _Window:
                     )
 
     @contextmanager
-    def _buffer(self, views: Sequence[Tensor]) -> Iterator[Buffer]:
-        buffer = Buffer(views)
-        self._moved.hold(buffers_bytes=buffer.extra_bytes)
+    def _staging(self) -> Iterator[Staging]:
+        staging = Staging(self._copies, lambda n_bytes: self._moved.hold(buffers_bytes=n_bytes))
         try:
-            yield buffer
+            yield staging
         finally:
-            self._moved.hold(buffers_bytes=-buffer.extra_bytes)
+            staging.close()
 
     def _held(self, part: TensorChunk) -> Tensor:
         sources = self.chunks if part.hop else self._snapshots if part.snapshot else self._state
@@ -266,38 +273,11 @@ def _code(buffer: Buffer) -> bytes:
     return xxhash.xxh3_64_digest(buffer.bytes)
 
 
-class Buffer:
-    """The memory of one message: the tensor itself where it is one run of host memory, else a buffer to pack.
-
-    Attributes:
-        bytes: what travels.
-        extra_bytes: of the buffer; none where there is none.
-    """
-
-    def __init__(self, views: Sequence[Tensor]) -> None:
-        self._packed: list[Tensor] = []
-        self.extra_bytes = 0
-        if len(views) == 1 and views[0].device.type == "cpu" and views[0].is_contiguous():
-            self.bytes = memory(views[0])
-            return
-        starts, end = [], 0
-        for view in views:
-            starts.append(_aligned(end))
-            end = starts[-1] + view.nbytes
-        flat = torch.empty(end, dtype=torch.uint8)
-        for start, view in zip(starts, views, strict=True):
-            self._packed.append(flat[start : start + view.nbytes].view(view.dtype).view(view.shape))
-        self.bytes, self.extra_bytes = memory(flat), end
-
-    def pack(self, views: Sequence[Tensor]) -> None:
-        """Takes in what is to be sent."""
-        for place, view in zip(self._packed, views):
-            place.copy_(view)
-
-    def unpack(self, views: Sequence[Tensor]) -> None:
-        """Puts what has come where it belongs."""
-        for view, place in zip(views, self._packed):
-            view.copy_(place)
+def _device_of(*states: ChunkedState) -> torch.device:
+    """The accelerator on which some of the chunks are; the CPU if none is."""
+    chunks = (chunk for state in states for of_item in state.values() for chunk in of_item)
+    devices = (tensor.device for chunk in chunks for tensor in chunk.tensors)
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def messages_of(
@@ -315,7 +295,7 @@ def messages_of(
             n_bytes = n_elements(piece.box) * dtype.itemsize
             for box in _cut(piece.box, -(-n_bytes // message_bytes)):
                 part = TensorChunk(piece.item, box, tensor, piece.snapshot, piece.hop)
-                part_bytes = _aligned(n_elements(box) * dtype.itemsize)
+                part_bytes = aligned(n_elements(box) * dtype.itemsize)
                 if 2 * part_bytes >= message_bytes:
                     yield (part,)
                     continue
@@ -336,7 +316,7 @@ def plan_stages(members: int, max_buffer_bytes: int | None) -> list[TransferStag
     at_a_time = max(1, min(steps - 1, max_buffer_bytes // (2 * SMALLEST_MESSAGE_BYTES)))
     message_bytes = max(SMALLEST_MESSAGE_BYTES, min(MESSAGE_BYTES, max_buffer_bytes // (2 * at_a_time)))
     return [
-        TransferStage(range(first, min(first + at_a_time, steps)), message_bytes // _ALIGN * _ALIGN)
+        TransferStage(range(first, min(first + at_a_time, steps)), message_bytes // ALIGN * ALIGN)
         for first in range(1, steps, at_a_time)
     ]
 
@@ -403,7 +383,3 @@ def _let_go(
         if any(intersect(old.box, box) for box in lonely):
             snapshots.setdefault(name, []).append(Chunk(old.box, tuple(tensor.cpu() for tensor in old.tensors)))
             moved.guarded_bytes += n_bytes
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGN) * _ALIGN
