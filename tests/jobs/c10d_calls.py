@@ -251,7 +251,8 @@ class Calls:
         assert world is not None
 
         def mean(tensor: torch.Tensor) -> torch.Tensor:
-            return functional.all_reduce(tensor * 2, "sum", world) / dist.get_world_size()
+            total: torch.Tensor = functional.all_reduce(tensor * 2, "sum", world)
+            return total / dist.get_world_size()
 
         torch._dynamo.reset()
         compiled = torch.compile(mean, backend="aot_eager", fullgraph=True)
@@ -297,6 +298,7 @@ class Runtime:
         say(f"calls {size} {self.member.native.backend or 'links'} {' '.join(names)}")
         if size == 4:
             self.of_all, self.of_two = dist.new_group([0, 1, 2, 3]), dist.new_group([1, 2])
+            dist.barrier()  # all have come so far
             if self.member.worker.startswith("node0/3#"):
                 self.dies()
             dist.all_reduce(torch.ones(LARGE))

@@ -236,13 +236,17 @@ def test_a_member_does_not_commit_a_step_in_which_an_operation_failed(monkeypatc
             member.commit()
         agreed: list[StepInterrupted | None] = []
         monkeypatch.setattr(member, "agree", agreed.append)
-        with member.attempt():
-            raise RuntimeError("torch's words for it")
+
+        def fails(words: str) -> None:
+            with member.attempt():
+                raise RuntimeError(words)
+
+        fails("torch's words for it")
         assert agreed == [failed]
         member._hooks.pause()
-        assert works.error is None
+        works.finish()
         member.commit()
-        with pytest.raises(RuntimeError, match="of the script's own"), member.attempt():
-            raise RuntimeError("of the script's own")
+        with pytest.raises(RuntimeError, match="of the script's own"):
+            fails("of the script's own")
     finally:
         member.close()

@@ -155,7 +155,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return [torch.device("cpu"), *([torch.device(accelerator.type)] if accelerator is not None else [])]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:

@@ -32,7 +32,11 @@ def enter_default(group: ElasticProcessGroup) -> None:
     if world.default_pg is not None:
         raise RuntimeError("torch.distributed is initialized already; this group takes the place of its default group")
     if NAME not in dist.Backend.backend_list:
-        devices = ["cpu", *([acc.type] if (acc := torch.accelerator.current_accelerator()) is not None else [])]
+        devices = [
+            "cpu",
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+        ]
         dist.Backend.register_backend(NAME, _refuse, devices=devices)
     enter(group, NAME, "default")
     distributed_c10d._update_default_pg(group)
@@ -44,7 +48,7 @@ def enter(group: ElasticProcessGroup, name: str, *tags: str) -> None:
     """Enters a group in the tables; the first tag is its own."""
     world = distributed_c10d._world
     world.pg_map[group] = (NAME, group.get_group_store())
-    world.pg_names[group] = name
+    world.pg_names[group] = distributed_c10d.GroupName(name)
     world.pg_group_ranks[group] = group.ranks
     world.pg_backend_config[group] = f"cpu:{NAME},cuda:{NAME}"
     world.pg_to_tag[group] = tags[0]
