@@ -107,7 +107,7 @@ def attach(hooks: Hooks) -> Member:
     """
     folder = os.environ.get(FOLDER)
     if not folder:
-        return Member(agent_client.connect(), hooks)
+        return Member(agent_client.connect(), hooks, native=True)
     if not callable(getattr(hooks, "hold", None)):
         raise UsageError(
             f"--checkpoint-dir={folder} ({FOLDER}) was given, and the hooks that the script passes to elaunch.attach() "
@@ -115,6 +115,6 @@ def attach(hooks: Hooks) -> Member:
             "out and save the state in the script"
         )
     savable = _SavableHooks(hooks)  # type: ignore[arg-type]
-    member = Member(agent_client.connect(), savable, savable.durable)
+    member = Member(agent_client.connect(), savable, savable.durable, native=True)
     savable.member = member
     return member

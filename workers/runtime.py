@@ -75,13 +75,13 @@ class Member:
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
         transport: its links to other members; None: it makes its own.
-        native: whether gradients may go over a native group of the members.
+        native: whether collectives may go over a native group of the members.
 
     Attributes:
         device: where this worker computes.
         checkpoints: its part in them.
         policy: its policy selector, and the plans of the job.
-        native: the native groups of the members.
+        native: the native groups of the members, and `torch_groups` what `torch.distributed` sees.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Member:
         native = native and uses_native(os.environ, self.device.type)
         self.native = NativeGroups(maker(client.host, self.device) if native else None)
         self._transport.watch(self.native.poison)
-        parts = self.checkpoints, self.policy, self._reports, self.native
+        self.torch_groups = TorchGroups(lambda: self.group, self.device.type, self.native, lambda: self.generation)
+        parts = self.checkpoints, self.policy, self._reports, self.native, self.torch_groups.works
         self._hooks = RuntimeHooks(client.worker, hooks, step, *parts)
         self._recovery = Recovery(client, self._transport, self._hooks)
         self._notes = Notes()
         self._change_due = self._replan_due = False
         self._finished = self._closed = False
-        self._torch_groups = TorchGroups(lambda: self.group, self.device.type)
         atexit.register(self.close)
 
     @property
@@ -180,7 +180,7 @@ class Member:
     @property
     def process_group(self) -> ElasticProcessGroup:
         """The default group of `torch.distributed`, over the group of the time. What is interrupted raises."""
-        return self._torch_groups.default
+        return self.torch_groups.default
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], without: Collection[str] = ()) -> DeviceMesh | None:
         """Returns a device mesh of the first members of the group, row by row; None if this worker has no place in it.
@@ -195,7 +195,7 @@ class Member:
         Raises:
             ValueError: the mesh has more places than there are members for it.
         """
-        return self._torch_groups.mesh(shape, names, without)
+        return self.torch_groups.mesh(shape, names, without)
 
     # -- plans --------------------------------------------------------------------------------------------------
 
@@ -301,8 +301,8 @@ class Member:
         heartbeat.enter(Phase.SCRIPT)
         try:
             yield
-        except StepInterrupted as error:
-            self.agree(error)
+        except (StepInterrupted, RuntimeError) as error:
+            self.agree(self.torch_groups.works.interruption(error))
 
     def commit(self, note: bytes = b"") -> list[bytes]:
         """Passes the commit barrier of the step in flight; returns what each member noted, in their order.
@@ -337,6 +337,7 @@ class Member:
             StepInterrupted: not all have come to the barrier.
             DifferentSettings: the members run with different settings.
         """
+        self.torch_groups.works.finish()
         newest = self._recovery.newest_generation()
         packed = pack(self.policy.note(self._transport), note)
         notes = {self.group.rank: packed} if packed else {}

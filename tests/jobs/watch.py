@@ -75,6 +75,7 @@ PRELOADS = {
     "plans.py": _EAGER,
     "early.py": _EAGER,
     "smallest_runtime.py": _EAGER,
+    "c10d_calls.py": _COMPILER,
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,

@@ -37,6 +37,11 @@ def addresses(transports: Sequence[Transport]) -> dict[str, str]:
     return {transport.worker: transport.address for transport in transports}
 
 
+def introduce_all(transports: Sequence[Transport]) -> None:
+    for transport in transports:
+        transport.introduce(addresses(transports))
+
+
 def connect_all(transports: Sequence[Transport], generation: int = 1) -> None:
     members = addresses(transports)
     each(lambda f: f.connect(members, generation=generation, timeout_s=PATIENCE_S), transports)

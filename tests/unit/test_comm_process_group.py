@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.errors import GenerationChanged
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
-from tests.unit.comm_crew import crew, each
+from tests.unit.comm_crew import crew, each, introduce_all
 
 
 def elastic(groups: list[Group]) -> list[ElasticProcessGroup]:
@@ -92,6 +92,7 @@ def test_collectives_of_torch_distributed() -> None:
 def test_messages_between_two_members() -> None:
     with crew(2) as transports:
         groups = [Group(transport, 1, [one.worker for one in transports]) for transport in transports]
+        introduce_all(transports)
         got = torch.zeros(3, 2)
 
         def run(pg: ElasticProcessGroup) -> None:
@@ -138,11 +139,14 @@ def test_data_parallel_training_goes_on_after_a_member_has_left() -> None:
 
 
 def test_as_the_default_group_it_serves_calls_that_name_none() -> None:
+    torchs = dist.init_process_group
     with crew(1) as (transport,):
         current = Group(transport, 1, [transport.worker])
         pg = ElasticProcessGroup(lambda: current)
         pg.register()
+        kept = dist.init_process_group
         try:
+            kept()
             with pytest.raises(RuntimeError, match="initialized already"):
                 pg.register()
             tensor = torch.ones(2, 2)
@@ -164,3 +168,7 @@ def test_as_the_default_group_it_serves_calls_that_name_none() -> None:
         finally:
             dist.destroy_process_group()
         assert not dist.is_initialized()
+        assert dist.init_process_group is torchs
+        kept("gloo", store=dist.HashStore(), rank=0, world_size=1)  # whoever has imported it gets torch's own
+        assert dist.get_backend() == "gloo"
+        dist.destroy_process_group()

@@ -13,9 +13,10 @@ A *link* is one connection to one peer. It is keyed by the peer's identity and o
     transport       all links of this worker, and the operations on them (`Transport.exchange`, `Transport.open`)
     group           collectives of one generation, written over `exchange`, and `Group.open`
     process_group   a `torch.distributed.ProcessGroup` over whatever group is current
+    c10d/           what it is made of; there `mail` has the messages that go beside the operations of links
 
-Use `Transport`, `Group`, their `Traffic` and `ElasticProcessGroup`; the rest is theirs. Only `group` and
-`process_group` import torch.
+Use `Transport`, `Group`, their `Traffic` and `ElasticProcessGroup`; the rest is theirs. What a transport is made of
+does not import torch.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ class Group:
         self.size = len(self.members)
         self.rank = self.members.index(transport.worker)
         self._direct = self.size <= DIRECT_MEMBERS
+        self.number = number
         self._first_op = number << 32
         self._others = [member for member in range(self.size) if member != self.rank]
         self._collectives = 0

@@ -64,6 +64,7 @@ class _Handshake:
     order: _Order | None = None
     connected: bool = True
     line: bytes = b""
+    is_mail: bool = False
 
     @property
     def dialled(self) -> bool:
@@ -84,6 +85,7 @@ class Listener:
 
     `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
+    `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
     reach must be replaced.
     """
@@ -97,9 +99,10 @@ class Listener:
         joined: Callable[[str, socket.socket], None],
         failed: Callable[[str, str], None],
         died: Callable[[BaseException], None] = _end_worker,
+        mail: Callable[[str, socket.socket], None] | None = None,
     ) -> None:
         self._worker, self._token = worker, token
-        self._linked, self._joined, self._failed = linked, joined, failed
+        self._linked, self._joined, self._failed, self._mail = linked, joined, failed, mail
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=1024)
         port = self._server.getsockname()[1]
@@ -177,7 +180,7 @@ class Listener:
         while self._orders:
             order = self._orders.popleft()
             # Asked here and not before: a connection may have come since the order was given, and it is in use.
-            if not self._linked(order.peer) and all(one.peer != order.peer for one in self._handshakes):
+            if not self._linked(order.peer) and all(one.peer != order.peer or one.is_mail for one in self._handshakes):
                 self._dial(order)
 
     def _dial(self, order: _Order) -> None:
@@ -271,6 +274,8 @@ class Listener:
             own = [one for one in self._handshakes if one.dialled and one.peer == hello.worker]
             if hello.purpose == "link" and own and self._worker > hello.worker:
                 raise ProtocolError(_CROSSED)
+            if hello.purpose == "mail" and self._mail is None:
+                raise ProtocolError("this worker takes no messages")
         except ProtocolError as error:
             handshake.socket.send(wire.refusal_line(str(error)))
             raise
@@ -280,7 +285,8 @@ class Listener:
             return
         handshake.peer = hello.worker
         self._strangers.pop(handshake, None)
-        for crossed in own:
+        handshake.is_mail = hello.purpose == "mail"
+        for crossed in own if hello.purpose == "link" else ():
             self._drop(crossed, None)
 
     def _acknowledged(self, handshake: _Handshake, line: bytes) -> None:
@@ -298,10 +304,15 @@ class Listener:
     def _settle(self, handshake: _Handshake) -> None:
         """Hands the connection over and drops the others with this peer, which it makes obsolete."""
         self._forget(handshake)
-        for other in [one for one in self._handshakes if one.peer == handshake.peer]:
-            self._drop(other, None)
+        takes = self._joined
+        if handshake.is_mail:
+            assert self._mail is not None
+            takes = self._mail
+        else:
+            for other in [one for one in self._handshakes if one.peer == handshake.peer and not one.is_mail]:
+                self._drop(other, None)
         try:
-            self._joined(handshake.peer, handshake.socket)
+            takes(handshake.peer, handshake.socket)
         except BaseException:
             handshake.socket.close()
             raise

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as redistribute
 
+from elaunch.workers.comm.c10d.tables import NAME, enter
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.process_group import NAME, ElasticProcessGroup
+from elaunch.workers.comm.process_group import ElasticProcessGroup
 
 
 class AxisGroup(ElasticProcessGroup):
@@ -37,8 +38,7 @@ class AxisGroup(ElasticProcessGroup):
     def __init__(self, group: Group, name: str, ranks: Sequence[int]) -> None:
         super().__init__(lambda: group)
         self._name = name
-        self._seen = group
-        self._ranks.update({rank: place for place, rank in enumerate(ranks)})
+        self._row = {rank: place for place, rank in enumerate(ranks)}
 
     @property
     def group_name(self) -> str:
@@ -51,15 +51,15 @@ class AxisGroup(ElasticProcessGroup):
 
     def register(self) -> None:
         """Enters it in the tables of `torch.distributed`; `dist.destroy_process_group(group)` undoes it."""
-        world = distributed_c10d._world
-        world.pg_map[self] = (NAME, None)
-        world.pg_names[self] = self._name
-        world.pg_group_ranks[self] = self._ranks
-        world.pg_backend_config[self] = f"cpu:{NAME},cuda:{NAME}"
-        world.pg_to_tag[self] = f"ptd:{self._name}"
-        world.tags_to_pg.setdefault(f"ptd:{self._name}", []).append(self)
-        world.tags_to_pg.setdefault("", []).append(self)
-        distributed_c10d._register_process_group(distributed_c10d.GroupName(self._name), self)
+        enter(self, self._name, f"ptd:{self._name}", "")
+
+    def shutdown(self) -> None:
+        """Does nothing: the links belong to the transport."""
+
+    abort = shutdown
+
+    def _places(self) -> dict[int, int]:
+        return self._row
 
 
 class Meshes:

@@ -31,6 +31,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
+from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import Destination, Link
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
@@ -66,7 +67,8 @@ class Transport:
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
         self._floor = 0
-        self._watchers: list[Callable[[int], None]] = []
+        self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
+        self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
         self._closed = False
         self._changed = threading.Condition()
@@ -74,7 +76,7 @@ class Transport:
         self._opened: queue.SimpleQueue[Traffic | None] = queue.SimpleQueue()
         self._driver: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener = Listener(worker, token, host, self._has, self._joined, self._failed)
+        self._listener = Listener(worker, token, host, self._has, self._joined, self._failed, mail=self.mail.accept)
         self.address = self._listener.address
         _FABRICS.add(self)
 
@@ -137,6 +139,19 @@ class Transport:
         with self._changed:
             links = [self._links[peer] for peer in peers if peer in self._links]
         return tuple(link.peer for link in links if link.hung_up())
+
+    def check(self, peers: Collection[str]) -> None:
+        """Looks at the links to `peers`, for whoever waits for them by other ways.
+
+        Raises:
+            LinkLost: one has broken, or is silent.
+        """
+        with self._changed:
+            links = [self._links[peer] for peer in peers if peer in self._links]
+        for link in links:
+            if link.hung_up():
+                raise link.fail("closed by the peer")
+            link.check()
 
     def prepare(self, members: Mapping[str, str], timeout_s: float = PREPARE_TIMEOUT_S) -> None:
         """Connects as `connect` does, but in the background: it neither waits nor raises."""
@@ -289,6 +304,7 @@ class Transport:
                 return
             self._closing = True
         self._listener.close()
+        self.mail.close()
         self.retain(())
         with self._running, self._changed:
             self._closed = True
@@ -350,6 +366,9 @@ class Transport:
             traffic.run()
             self._running.release()
 
+    def _known_address(self, peer: str) -> str | None:
+        return self._known.get(peer)
+
     def _has(self, peer: str) -> bool:
         link = self._links.get(peer)
         return link is not None and link.broken is None
@@ -385,6 +404,7 @@ class Transport:
 
     def _close_in_child(self) -> None:
         self._listener.close_in_child()
+        self.mail.close_in_child()
         for link in (*self._links.values(), *self._replaced):
             link.socket.close()
 

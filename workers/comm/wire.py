@@ -3,7 +3,7 @@
     dialler                                     acceptor
       elaunch/5 TOKEN {"from", "for"}         ->
                                               <-  {"worker"} or {"error"}
-      {"go": true}                            ->             only for a link, not for a probe
+      {"go": true}                            ->             only for a link or for mail, not for a probe
       frames                                 <->             frames
 
 Anybody can reach a worker's port. So the acceptor compares the first line with the version and the token it expects,
@@ -17,7 +17,7 @@ import hmac
 import json
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from elaunch.errors import ProtocolError
 
@@ -47,7 +47,7 @@ _HEADER = struct.Struct("<2sBBIQQQ")
 _OFFER = struct.Struct("<QQQQQ")
 HEADER_BYTES, OFFER_BYTES = _HEADER.size, _OFFER.size
 
-Purpose = Literal["link", "probe"]
+Purpose = Literal["link", "probe", "mail"]
 
 
 class Header(NamedTuple):
@@ -133,9 +133,9 @@ def read_hello(line: bytes, token: str) -> Hello:
         raise ProtocolError("wrong token: this worker belongs to another job")
     message = _object(line[len(expected) :])
     worker, purpose = message.get("from"), message.get("for")
-    if not isinstance(worker, str) or not worker.isprintable() or purpose not in ("link", "probe"):
+    if not isinstance(worker, str) or not worker.isprintable() or purpose not in get_args(Purpose):
         raise ProtocolError(f"hello without a worker or purpose: from={worker!r} for={purpose!r}")
-    return Hello(worker, "link" if purpose == "link" else "probe")
+    return Hello(worker, purpose)  # type: ignore[arg-type]  # it is one of them
 
 
 def ack_line(worker: str) -> bytes:

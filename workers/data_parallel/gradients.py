@@ -2,6 +2,7 @@
 
 Unlike DistributedDataParallel's reducer, whose layout is rebuilt from what the first backward saw, the buckets depend
 on the parameters alone. So a worker that joins late, or has no samples in a step, has the same buckets as its peers.
+Nor can that reducer be used again after an interrupted backward: it divides by the former number of members, or raises.
 """
 
 from __future__ import annotations

@@ -99,9 +99,10 @@ class Job(BaseJob):
         optimizer's step, alike on all members: what a change interrupts there has unspecified results, and the step is
         done again.
         """
-        group = ElasticProcessGroup(self._current_group, self._reducer.interrupt)
-        group.register()
-        return group
+        if not self._member.joined:
+            raise StateError("call register() first: this worker is no member of its job yet")
+        self._member.torch_groups.interrupted = self._reducer.interrupt
+        return self._member.process_group
 
     def wrap(self, model: nn.Module, first_bucket_bytes: int = 1 << 20, bucket_bytes: int = 25 << 20) -> DataParallel:
         """Makes a model data-parallel over the members of the job, like DistributedDataParallel.
@@ -438,11 +439,6 @@ class Job(BaseJob):
     def _become_member(self) -> None:
         if not self._member.joined:
             self._member.join()
-
-    def _current_group(self) -> Group:
-        if not self._member.joined:
-            raise StateError("call register() first: this worker is no member of its job yet")
-        return self._member.group
 
     # -- hooks (elaunch.workers.hooks.Hooks) --------------------------------------------------------------------
 

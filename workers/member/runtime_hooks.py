@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.workers.checkpoints import Checkpoints
+from elaunch.workers.comm.c10d.native import NativeWorks
+from elaunch.workers.comm.c10d.store import store_of
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
@@ -21,8 +20,6 @@ from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
 NATIVE = "elaunch.native"
 """Among the facts of a vote: the generation whose native group the voter may still be in."""
 
-STORE_TIMEOUT = timedelta(seconds=30)
-
 
 class RuntimeHooks:
     """What `Recovery` calls on a member.
@@ -31,7 +28,7 @@ class RuntimeHooks:
         worker: identity of this worker.
         hooks: the framework's.
         step: returns the number of steps that have committed here; by default, what the hooks vote.
-        checkpoints, policy, reports, native: of this worker.
+        checkpoints, policy, reports, native, works: of this worker.
 
     Attributes:
         entered: whether this worker has complete gradients of a step that has not committed: what it votes.
@@ -47,10 +44,11 @@ class RuntimeHooks:
         policy: Policy,
         reports: StepReports,
         native: NativeGroups,
+        works: NativeWorks,
     ) -> None:
         self._worker, self._hooks, self._step = worker, hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
-        self._native = native
+        self._native, self._works = native, works
         self.entered = False
         self.group: Group | None = None
         self._agreed = 0  # number of the generation of the last agreement
@@ -69,6 +67,7 @@ class RuntimeHooks:
     def pause(self) -> None:
         """Has the framework stop all communication of the generation left behind."""
         self._native.pause()
+        self._works.drop()
         self._hooks.pause()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
@@ -100,15 +99,5 @@ class RuntimeHooks:
         self._policy.entered(generation, group.members, verdict)
         self.entered = False
         self._checkpoints.entered(group.members)
-        self._native.enter(generation.number, group.members, group.rank, lambda: _store_of(generation))
+        self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
-
-
-def _store_of(generation: Generation) -> dist.Store:
-    """Returns a client of the store that the agent of the generation's first node serves.
-
-    torchrun's outlives an attempt, in the next of which the numbers of generations begin anew.
-    """
-    master = generation.master
-    store = dist.TCPStore(master.addr, master.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
-    return dist.PrefixStore(f"elaunch/{generation.attempt}", store)

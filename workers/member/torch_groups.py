@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from elaunch.rendezvous.membership import Generation
+from elaunch.workers.comm.c10d.native import NativeWorks
+from elaunch.workers.comm.c10d.store import JobStore
+from elaunch.workers.comm.c10d.works import Interrupted
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 
 # Meshes take a second to import, and most jobs have none.
@@ -21,16 +26,30 @@ class TorchGroups:
 
     Args:
         current: returns the group of the members of the time.
-        device_type: of the tensors on meshes.
+        device_type: of the tensors on meshes, and of those that the native group takes.
+        native: the native groups of the member.
+        generation: returns the generation that it is a member of.
+
+    Attributes:
+        works: what is under way in the native group.
+        interrupted: takes the interruptions of the default group's operations; None: these raise them.
     """
 
-    def __init__(self, current: Callable[[], Group], device_type: str) -> None:
-        self._current, self._device_type = current, device_type
+    def __init__(
+        self,
+        current: Callable[[], Group],
+        device_type: str,
+        native: NativeGroups,
+        generation: Callable[[], Generation],
+    ) -> None:
+        self._current, self._device_type, self._generation = current, device_type, generation
+        self.works = NativeWorks(lambda: native.current, device_type, native.failed)
+        self.interrupted: Interrupted | None = None
 
     @cached_property
     def default(self) -> ElasticProcessGroup:
         """The default group of `torch.distributed`, registered when it is first asked for."""
-        group = ElasticProcessGroup(self._current)
+        group = ElasticProcessGroup(self._current, self.interrupted, self.works, JobStore(self._generation))
         group.register()
         return group
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,13 @@ class Bulk(Protocol):
 
         Raises:
             RuntimeError: the group is poisoned, or the backend refuses.
+        """
+
+    def backend_group(self) -> Any:
+        """Returns the backend's own group, for all else that it does; each of its operations begins like a sum.
+
+        Raises:
+            RuntimeError: the group is poisoned, or not open.
         """
 
     def poison(self) -> None:

@@ -62,11 +62,15 @@ class GlooBulk:
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to sum a tensor over the members, in place."""
+        work: dist.Work = self.backend_group().allreduce([tensor], _sum())
+        return work
+
+    def backend_group(self) -> Any:
+        """Returns Gloo's group."""
         group = self._group
         if group is None or self._poisoned:
             raise RuntimeError("the group is closed")
-        work: dist.Work = group.allreduce([tensor], _sum())
-        return work
+        return group
 
     def poison(self) -> None:
         """Shuts the connections down."""

@@ -79,10 +79,15 @@ class NcclBulk:
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to sum a tensor over the members, in place, after what its stream has to do."""
-        if self._group is None or self._poisoned:
-            raise RuntimeError("the group is closed")
-        work: dist.Work = self._group.allreduce([tensor])
+        work: dist.Work = self.backend_group().allreduce([tensor])
         return work
+
+    def backend_group(self) -> Any:
+        """Returns NCCL's group."""
+        group = self._group
+        if group is None or self._poisoned:
+            raise RuntimeError("the group is closed")
+        return group
 
     def poison(self) -> None:
         """Aborts the communicator, in a thread of its own: the call returns half a second after its effect."""

@@ -1,0 +1,114 @@
+"""`torch.distributed.all_reduce` on the CPU: over links, in the native group, and by plain Gloo, side by side in turn.
+
+    python benchmarks/collectives.py            # half a minute; --quick: ten seconds
+    python benchmarks/collectives.py --json collectives.json
+
+Four processes on one machine. *links* and *native* are the default group of a job before and after its native group
+stands; *gloo* is what `init_process_group("gloo")` makes. *exchange* is `batch_isend_irecv` of a ring: each process
+sends to the one after it and receives from the one before it. A call is timed from a barrier until it has returned on
+the last process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.crew import Rank, crew
+from benchmarks.report import Report, add_arguments, spread
+from elaunch.workers.comm.c10d.native import NativeWorks
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.process_group import ElasticProcessGroup
+
+WORKERS = [f"n0/{number}#0" for number in range(4)]
+WAYS = ("links", "native", "gloo")
+SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
+BUDGET_S = 3.0
+"""For each size of a call and each way, about."""
+
+
+class CollectiveRank(Rank):
+    """One process, with a group of each kind."""
+
+    def __init__(self, workers: Sequence[str], place: int, store: dist.Store) -> None:
+        super().__init__(workers, place, store)
+        dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=place, world_size=len(workers))
+        bulk = GlooBulk("127.0.0.1")
+        bulk.open(dist.PrefixStore("native", store), place, len(workers))
+        plain = dist.group.WORLD
+        assert plain is not None
+        self._groups: dict[str, dist.ProcessGroup] = {
+            "links": ElasticProcessGroup(lambda: self.group),
+            "native": ElasticProcessGroup(lambda: self.group, None, NativeWorks(lambda: bulk, "cpu")),
+            "gloo": plain,
+        }
+
+    def run(self, call: str, way: str, n_bytes: int, times: int) -> list[float]:
+        """Makes a call so many times; returns the seconds of each."""
+        group = self._groups[way]
+        tensor, other = torch.ones(n_bytes // 4), torch.empty(n_bytes // 4)
+        found = []
+        for _ in range(times):
+            self.group.barrier()
+            begin_s = time.perf_counter()
+            if call == "all_reduce":
+                dist.all_reduce(tensor, group=group)
+            else:
+                self._exchange(group, tensor, other)
+            self.group.barrier()
+            found.append(time.perf_counter() - begin_s)
+            tensor.fill_(1.0)
+        return found
+
+    def _exchange(self, group: dist.ProcessGroup, sent: Tensor, got: Tensor) -> None:
+        size = len(WORKERS)
+        works = [group.send([sent], (self.place + 1) % size, 0), group.recv([got], (self.place - 1) % size, 0)]
+        for work in works:
+            work.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Collectives of torch.distributed, side by side.")
+    add_arguments(parser)
+    args = parser.parse_args()
+    report = Report(
+        "Collectives of torch.distributed on the CPU", ["four processes on one machine", "times include a barrier"]
+    )
+    with crew(WORKERS, CollectiveRank) as all_of:
+        for call in ("all_reduce", "exchange"):
+            for size, n_bytes in SIZES.items():
+                seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+                once_s = max(max(took) for took in all_of("run", call, "links", n_bytes, 2))
+                rounds = 3 if args.quick else 8
+                times = max(1, min(200, int((0.3 if args.quick else BUDGET_S) / rounds / once_s)))
+                for _ in range(rounds):
+                    for way in WAYS:
+                        took = all_of("run", call, way, n_bytes, times)
+                        seconds[way] += [max(each) for each in zip(*took, strict=True)]
+                medians = {way: spread(values).median for way, values in seconds.items()}
+                report.row(
+                    {
+                        "call": call,
+                        "size": size,
+                        "calls": len(seconds["links"]),
+                        **{f"{way}_ms": 1e3 * median for way, median in medians.items()},
+                        "links_to_gloo": medians["links"] / medians["gloo"],
+                        "native_to_gloo": medians["native"] / medians["gloo"],
+                    }
+                )
+    report.print()
+    report.write(args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
