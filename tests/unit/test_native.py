@@ -53,6 +53,45 @@ def test_gloo_sums_over_the_members() -> None:
             assert total.tolist() == [7.0] * 1000
 
 
+def test_gloo_matches_messages_between_two_members_in_order() -> None:
+    def work(bulk: GlooBulk, rank: int) -> list[float]:
+        out, found = [torch.full((3,), 10.0 * rank + number) for number in range(2)], torch.zeros(2, 3)
+        works = [bulk.receive(one, 1 - rank) for one in found]
+        works += [bulk.send(one, 1 - rank) for one in out]
+        for one in works:
+            one.wait()
+        return found[:, 0].tolist()
+
+    with gloo(2) as bulks:
+        assert each(work, bulks, [0, 1]) == [[10.0, 11.0], [0.0, 1.0]]
+
+
+def test_gloo_exchanges_tensors_of_any_length_between_the_members() -> None:
+    def work(bulk: GlooBulk, rank: int) -> list[list[float]]:
+        """Sends `to` so many elements, and nothing to the first."""
+        out = [torch.full((to if to != rank else 0,), float(rank)) for to in range(3)]
+        found = [torch.zeros(rank if from_ != rank else 0) for from_ in range(3)]
+        for one in bulk.exchange(out, found):
+            one.wait()
+        return [one.tolist() for one in found]
+
+    with gloo(3) as bulks:
+        assert each(work, bulks, [0, 1, 2]) == [[[], [], []], [[0.0], [], [2.0]], [[0.0, 0.0], [1.0, 1.0], []]]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_who_waits_for_a_message_of_a_gloo_group_is_freed(sends: bool) -> None:
+    with gloo(2) as bulks:
+        work = bulks[0].send(torch.ones(1 << 20), 1) if sends else bulks[0].receive(torch.ones(3), 1)
+        waiting = Task(work.wait)
+        assert waiting.running
+        bulks[0].poison()
+        with pytest.raises(RuntimeError):
+            waiting.result(10)
+        with pytest.raises(RuntimeError, match="closed"):
+            bulks[0].send(torch.ones(1), 1)
+
+
 @pytest.mark.parametrize("silent", [0, 1, 2, 3])
 def test_who_waits_for_a_silent_member_of_a_gloo_group_is_freed(silent: int) -> None:
     with gloo(4) as bulks:
@@ -117,7 +156,7 @@ class Device:
         self.opens = threading.Event()
         self.opened = self.poisoned = self.closed = False
 
-    def open(self, store: dist.Store, rank: int, size: int) -> None:
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         self.opens.wait(20)
         if self.poisoned:
             raise RuntimeError("the members have changed while it was opened")
@@ -231,9 +270,9 @@ def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
 
 def test_who_leaves_waits_for_what_is_being_opened() -> None:
     class Slow(Device):
-        def open(self, store: dist.Store, rank: int, size: int) -> None:
+        def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
             inside.set()
-            super().open(store, rank, size)
+            super().open(store, rank, size, messages)
 
         def poison(self) -> None:
             self.poisoned = True  # and nobody in it is freed
@@ -275,7 +314,7 @@ def test_members_between_whom_it_fails_again_and_again_stay_with_links(capsys: p
 
 def test_a_group_that_does_not_open_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     class Refused(Device):
-        def open(self, store: dist.Store, rank: int, size: int) -> None:
+        def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
             raise RuntimeError("no route\nto host")
 
     device = Refused()
