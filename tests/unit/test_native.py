@@ -19,7 +19,7 @@ from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.ended import FREED_S, reach
 from elaunch.workers.comm.native.gloo import GlooBulk
-from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
+from elaunch.workers.comm.native.groups import MOST_FAILURES, GroupKey, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
 from elaunch.workers.data_parallel.reducer import Reducer
 from tests.helpers import wait_until
@@ -59,7 +59,7 @@ def test_gloo_matches_messages_between_two_members_in_order() -> None:
         out, found = [torch.full((3,), 10.0 * rank + number) for number in range(2)], torch.zeros(2, 3)
         works = [bulk.receive(one, 1 - rank) for one in found]
         works += [bulk.send(one, 1 - rank) for one in out]
-        for one in works:
+        for one in [*works, *works]:  # to wait for one again does no harm
             one.wait()
         return found[:, 0].tolist()
 
@@ -298,6 +298,58 @@ def test_who_leaves_waits_for_what_is_being_opened() -> None:
     assert device.closed
 
 
+def test_the_groups_that_members_need_are_opened_in_one_order_and_stay_when_others_come_to_them() -> None:
+    first, second, third = GroupKey("rows", ("a", "b")), GroupKey("rows", ("b", "c")), GroupKey("tp", ("a", "b", "c"))
+    made: list[Device] = []
+
+    def make() -> Device:
+        made.append(Device())
+        return made[-1]
+
+    store, members = dist.HashStore(), ("a", "b", "c")
+    for key in (first, second, third):
+        dist.PrefixStore(key.place, dist.PrefixStore("native/1", store)).add("here", len(key.members) - 1)
+    groups = NativeGroups(make)
+    groups.needs = lambda all_of_them: [first, second]
+    groups.enter(1, members, 0, lambda: store)
+    assert len(made) == 1, "it is no member of the second one"
+    made[0].opens.set()
+    wait_until(lambda: groups.ready() == 1, 20, "the first group to open")
+    assert groups.passed((1, 1))
+    assert groups.in_use == {first: made[0]}
+    assert groups.serves([first, second])
+    assert not groups.serves([first])
+    assert using(groups) is None, "there is none of all members"
+    groups.needs = lambda all_of_them: [first, third]
+    groups.enter(1, members, 0, lambda: store)
+    assert not groups.in_use, "links serve until all have what they need"
+    assert groups.ready() == 0
+    assert not groups.passed((0, 1))
+    made[1].opens.set()
+    wait_until(lambda: groups.ready() == 1, 20, "the other group to open")
+    assert groups.passed((1, 1))
+    assert groups.in_use == {first: made[0], third: made[1]}
+    groups.poison(2)
+    assert all(device.poisoned for device in made)
+    groups.pause()
+    groups.settled([0])
+    wait_until(lambda: all(device.closed for device in made), 20, "all groups to be closed")
+
+
+def test_who_needs_no_group_is_ready_for_those_of_the_others() -> None:
+    groups = NativeGroups(Device)
+    groups.needs = lambda members: [GroupKey("rows", ("b", "c"))]
+    groups.enter(1, ("a", "b", "c"), 0, dist.HashStore)
+    assert groups.ready() == 1
+    assert groups.passed((1, 1))
+    assert groups.backend is None
+    groups.close()
+    groups = NativeGroups(Device)
+    groups.needs = lambda members: ()
+    groups.enter(1, ("a", "b"), 0, dist.HashStore)
+    assert groups.ready() == 0, "nobody needs any"
+
+
 def test_one_member_alone_has_no_native_group() -> None:
     groups = NativeGroups(lambda: pytest.fail("a group is made"))
     groups.enter(1, ("a",), 0, alone("a"))
@@ -442,6 +494,8 @@ def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert not uses_native({}, "cpu")
     assert uses_native({}, "cuda")
     assert not uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda")
+    assert uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda", keeps_order=True)
+    assert not uses_native({}, "cpu", keeps_order=True)
     assert not uses_native({"ELAUNCH_COLLECTIVES": "links"}, "cuda")
     assert uses_native({"ELAUNCH_COLLECTIVES": "native"}, "cpu")
     made = maker(HOST, cpu)

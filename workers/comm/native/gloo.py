@@ -119,14 +119,18 @@ class GlooBulk:
 
 
 class _Patient(dist.Work):
-    """A message, which else would wait no longer than the opening may take."""
+    """A message: Gloo's own waits no longer than the opening may take, and whoever waits for it again waits forever."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
         self._work = work
+        self._waited = False
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Returns when the message has come or, of one that is sent, left."""
+        """Returns when the message has come or, of one that is sent, left; what has gone wrong is raised once."""
+        if self._waited:
+            return True
+        self._waited = True
         return self._work.wait(timeout)
 
 
