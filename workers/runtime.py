@@ -75,7 +75,8 @@ class Member:
         state_is_whole: whether every member holds the whole state, so that one that leaves has nothing to hand over.
         closers: called when this worker leaves the job, after its communication has been interrupted.
         transport: its links to other members; None: it makes its own.
-        native: whether collectives may go over a native group of the members.
+        native: whether tensors may go over native groups of the members.
+        keeps_order: whether they do so in a fixed order where that is asked for.
 
     Attributes:
         device: where this worker computes.
@@ -96,6 +97,7 @@ class Member:
         closers: Sequence[Callable[[], None]] = (),
         transport: Transport | None = None,
         native: bool = False,
+        keeps_order: bool = False,
     ) -> None:
         self._client = client
         self._transport = Transport(client.worker, client.token, client.host) if transport is None else transport
@@ -105,7 +107,7 @@ class Member:
         self.policy = Policy(client, self.checkpoints.newest)
         self._reports = StepReports(client)
         self.device = take_device(client.local_rank)
-        native = native and uses_native(os.environ, self.device.type)
+        native = native and uses_native(os.environ, self.device.type, keeps_order)
         self.native = NativeGroups(maker(client.host, self.device) if native else None)
         self._transport.watch(self.native.poison)
         self.torch_groups = TorchGroups(lambda: self.group, self.device.type, self.native, lambda: self.generation)

@@ -32,17 +32,18 @@ def parse(text: str | None, name: str = NAME) -> Collectives:
     return text or "auto"  # type: ignore[return-value]
 
 
-def uses_native(environment: Mapping[str, str], device_type: str) -> bool:
-    """Returns whether a worker's gradients go over a group of torch's own backends once that is open.
+def uses_native(environment: Mapping[str, str], device_type: str, keeps_order: bool = False) -> bool:
+    """Returns whether a worker's tensors go over groups of torch's own backends once these are open.
 
     Args:
         environment: of the worker.
         device_type: where it computes, such as "cpu".
+        keeps_order: whether sums over native groups have a fixed order where that is asked for.
 
     Raises:
         UsageError: the setting is none of the choices.
     """
     choice = parse(environment.get(NAME))
     if choice == "auto":
-        return device_type != "cpu" and environment.get(settings.CONSISTENCY) != "bitwise"
+        return device_type != "cpu" and (keeps_order or environment.get(settings.CONSISTENCY) != "bitwise")
     return choice == "native"

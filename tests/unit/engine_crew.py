@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from elaunch.plan.tiling import Plan
+from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.engine import Engine, StepReport
 from elaunch.workers.layers.settings import EngineSettings
+from tests.helpers import wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together
 
 TRAIN_S = 250.0
@@ -91,6 +98,66 @@ def loss(logits: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), words.flatten())
 
 
+@dataclass
+class Natively:
+    """A crew whose tensors travel in Gloo groups in some of its steps, and over links in the others.
+
+    Attributes:
+        begin: the first step that uses the groups.
+        end: the first one that does so no more.
+        calls: of the groups of all workers together, by name.
+    """
+
+    begin: int = 1
+    end: int = 1 << 30
+    calls: Counter[str] = field(default_factory=Counter)
+    store: dist.Store = field(default_factory=dist.HashStore)
+
+    def make(self) -> GlooBulk:
+        calls = self.calls
+
+        class Counting(GlooBulk):
+            def backend_group(self) -> Any:
+                calls["all"] += 1
+                return super().backend_group()
+
+            def send(self, tensor: Tensor, to: int) -> dist.Work:
+                calls["send"] += 1
+                return super().send(tensor, to)
+
+            def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Sequence[dist.Work]:
+                calls["exchange"] += 1
+                return super().exchange(outgoing, incoming)
+
+            def all_reduce(self, tensor: Tensor) -> dist.Work:
+                calls["all_reduce"] += 1
+                return super().all_reduce(tensor)
+
+        return Counting("127.0.0.1")
+
+    def steps(self, engine: Engine, group: Group, groups: NativeGroups, count: int) -> list[StepReport]:
+        """Trains as the runtime does: the groups are opened in the background, and taken into use at a barrier."""
+        groups.needs = lambda members: engine.needs
+        groups.enter(group.generation, group.members, group.rank, lambda: self.store)
+
+        def barrier(record: StepRecord) -> StepRecord:
+            ready = groups.ready() if record.step[0] == self.begin - 1 else 0
+            whole = reduce(group, replace(record, native=(ready, ready)))
+            assert groups.passed(whole.native) == (record.step[0] == self.begin - 1)
+            return whole
+
+        reports = []
+        for step in range(count):
+            if step == self.begin - 1 and group.size > 1:
+                wait_until(lambda: groups.ready() != 0, 60, "the groups to open")
+            if step == self.end:
+                group.barrier()  # all have left the last step
+                groups.pause()
+                groups.settled(())
+            reports.append(engine.train_step(barrier))
+        return reports
+
+
 def model(n_layers: int) -> list[Any]:
     """Any number of layers, from one."""
     if n_layers == 1:
@@ -107,6 +174,8 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
     layers = settings.pop("layers", None) or model(plan.n_layers)
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     loss_fn = settings.pop("loss_fn", loss)
+    natively: Natively | None = settings.pop("natively", None)
+    groups = [NativeGroups(natively.make if natively is not None else None) for _ in transports]
     script = settings.pop("script", lambda engine: None)
 
     def work(place: int) -> list[StepReport]:
@@ -114,11 +183,17 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
         try:
             transport.connect(addresses(transports), generation=1, timeout_s=PATIENCE_S)
             group = Group(transport, 1, plan.workers)
-            engine = engines[place] = Engine(layers, loss_fn, optimizer, plan, EngineSettings(**settings), group=group)
+            engine = engines[place] = Engine(
+                layers, loss_fn, optimizer, plan, EngineSettings(**settings), group=group, native=groups[place]
+            )
             script(engine)
+            if natively is not None:
+                return natively.steps(engine, group, groups[place], steps)
             return [engine.train_step() for _ in range(steps)]
         except BaseException:
             # As when a process ends: the others must not wait for it.
+            for one in groups:
+                one.poison(1 << 60)
             transport.interrupt(1 << 60)
             transport.close()
             raise
@@ -127,6 +202,8 @@ def train(plan: Plan, steps: int, **settings: Any) -> tuple[list[StepReport], di
         with switching_often():
             reports = together([partial(work, place) for place in range(len(transports))], TRAIN_S)
     finally:
+        for one in groups:
+            one.close()
         for transport in transports:
             transport.interrupt(1 << 60)
             transport.close()

@@ -17,10 +17,11 @@ from elaunch.policy.collectives import parse, uses_native
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.ended import FREED_S, reach
 from elaunch.workers.comm.native.gloo import GlooBulk
-from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
+from elaunch.workers.comm.native.groups import MOST_FAILURES, GroupKey, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
-from elaunch.workers.data_parallel.reducer import FREED_S, NativeSums, Reducer
+from elaunch.workers.data_parallel.reducer import Reducer
 from tests.helpers import wait_until
 from tests.unit.comm_crew import Task, crew, each, outcomes, together
 
@@ -51,6 +52,45 @@ def test_gloo_sums_over_the_members() -> None:
     with gloo(3) as bulks:
         for total in each(sum_of, bulks, [1.0, 2.0, 4.0]):
             assert total.tolist() == [7.0] * 1000
+
+
+def test_gloo_matches_messages_between_two_members_in_order() -> None:
+    def work(bulk: GlooBulk, rank: int) -> list[float]:
+        out, found = [torch.full((3,), 10.0 * rank + number) for number in range(2)], torch.zeros(2, 3)
+        works = [bulk.receive(one, 1 - rank) for one in found]
+        works += [bulk.send(one, 1 - rank) for one in out]
+        for one in [*works, *works]:  # to wait for one again does no harm
+            one.wait()
+        return found[:, 0].tolist()
+
+    with gloo(2) as bulks:
+        assert each(work, bulks, [0, 1]) == [[10.0, 11.0], [0.0, 1.0]]
+
+
+def test_gloo_exchanges_tensors_of_any_length_between_the_members() -> None:
+    def work(bulk: GlooBulk, rank: int) -> list[list[float]]:
+        """Sends `to` so many elements, and nothing to the first."""
+        out = [torch.full((to if to != rank else 0,), float(rank)) for to in range(3)]
+        found = [torch.zeros(rank if from_ != rank else 0) for from_ in range(3)]
+        for one in bulk.exchange(out, found):
+            one.wait()
+        return [one.tolist() for one in found]
+
+    with gloo(3) as bulks:
+        assert each(work, bulks, [0, 1, 2]) == [[[], [], []], [[0.0], [], [2.0]], [[0.0, 0.0], [1.0, 1.0], []]]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_who_waits_for_a_message_of_a_gloo_group_is_freed(sends: bool) -> None:
+    with gloo(2) as bulks:
+        work = bulks[0].send(torch.ones(1 << 20), 1) if sends else bulks[0].receive(torch.ones(3), 1)
+        waiting = Task(work.wait)
+        assert waiting.running
+        bulks[0].poison()
+        with pytest.raises(RuntimeError):
+            waiting.result(10)
+        with pytest.raises(RuntimeError, match="closed"):
+            bulks[0].send(torch.ones(1), 1)
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2, 3])
@@ -117,7 +157,7 @@ class Device:
         self.opens = threading.Event()
         self.opened = self.poisoned = self.closed = False
 
-    def open(self, store: dist.Store, rank: int, size: int) -> None:
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         self.opens.wait(20)
         if self.poisoned:
             raise RuntimeError("the members have changed while it was opened")
@@ -132,6 +172,15 @@ class Device:
 
     def backend_group(self) -> Any:
         return self
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        return self.all_reduce(torch.empty_like(tensor))
+
+    def receive(self, tensor: torch.Tensor, from_: int) -> Any:
+        return self.all_reduce(tensor)
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Any:
+        return [self.all_reduce(tensor) for tensor in incoming]
 
     def poison(self) -> None:
         self.poisoned = True
@@ -237,9 +286,9 @@ def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
 
 def test_who_leaves_waits_for_what_is_being_opened() -> None:
     class Slow(Device):
-        def open(self, store: dist.Store, rank: int, size: int) -> None:
+        def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
             inside.set()
-            super().open(store, rank, size)
+            super().open(store, rank, size, messages)
 
         def poison(self) -> None:
             self.poisoned = True  # and nobody in it is freed
@@ -253,6 +302,58 @@ def test_who_leaves_waits_for_what_is_being_opened() -> None:
     device.opens.set()
     leaving.result(20)
     assert device.closed
+
+
+def test_the_groups_that_members_need_are_opened_in_one_order_and_stay_when_others_come_to_them() -> None:
+    first, second, third = GroupKey("rows", ("a", "b")), GroupKey("rows", ("b", "c")), GroupKey("tp", ("a", "b", "c"))
+    made: list[Device] = []
+
+    def make() -> Device:
+        made.append(Device())
+        return made[-1]
+
+    store, members = dist.HashStore(), ("a", "b", "c")
+    for key in (first, second, third):
+        dist.PrefixStore(key.place, dist.PrefixStore("native/1", store)).add("here", len(key.members) - 1)
+    groups = NativeGroups(make)
+    groups.needs = lambda all_of_them: [first, second]
+    groups.enter(1, members, 0, lambda: store)
+    assert len(made) == 1, "it is no member of the second one"
+    made[0].opens.set()
+    wait_until(lambda: groups.ready() == 1, 20, "the first group to open")
+    assert groups.passed((1, 1))
+    assert groups.in_use == {first: made[0]}
+    assert groups.serves([first, second])
+    assert not groups.serves([first])
+    assert using(groups) is None, "there is none of all members"
+    groups.needs = lambda all_of_them: [first, third]
+    groups.enter(1, members, 0, lambda: store)
+    assert not groups.in_use, "links serve until all have what they need"
+    assert groups.ready() == 0
+    assert not groups.passed((0, 1))
+    made[1].opens.set()
+    wait_until(lambda: groups.ready() == 1, 20, "the other group to open")
+    assert groups.passed((1, 1))
+    assert groups.in_use == {first: made[0], third: made[1]}
+    groups.poison(2)
+    assert all(device.poisoned for device in made)
+    groups.pause()
+    groups.settled([0])
+    wait_until(lambda: all(device.closed for device in made), 20, "all groups to be closed")
+
+
+def test_who_needs_no_group_is_ready_for_those_of_the_others() -> None:
+    groups = NativeGroups(Device)
+    groups.needs = lambda members: [GroupKey("rows", ("b", "c"))]
+    groups.enter(1, ("a", "b", "c"), 0, dist.HashStore)
+    assert groups.ready() == 1
+    assert groups.passed((1, 1))
+    assert groups.backend is None
+    groups.close()
+    groups = NativeGroups(Device)
+    groups.needs = lambda members: ()
+    groups.enter(1, ("a", "b"), 0, dist.HashStore)
+    assert groups.ready() == 0, "nobody needs any"
 
 
 def test_one_member_alone_has_no_native_group() -> None:
@@ -281,7 +382,7 @@ def test_members_between_whom_it_fails_again_and_again_stay_with_links(capsys: p
 
 def test_a_group_that_does_not_open_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     class Refused(Device):
-        def open(self, store: dist.Store, rank: int, size: int) -> None:
+        def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
             raise RuntimeError("no route\nto host")
 
     device = Refused()
@@ -334,19 +435,17 @@ def test_a_worker_whose_device_never_comes_to_the_end_of_poisoned_sums_ends(monk
     def end(what: str, error: BaseException) -> None:
         raise SystemExit(f"{what}: {error}")
 
-    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.end_process", end)
-    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.POLL_S", 0.0)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.end_process", end)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.POLL_S", 0.0)
     device = Device()
-    sums = NativeSums(device)
-    sums.add(torch.ones(1, device="meta"))
-    slow = Mark(5000)
-    sums.reach(slow, slow.clock)
+    slow, meta = Mark(5000), torch.device("meta")
+    reach(meta, slow, device.errored, slow.clock)
     assert slow.now_s == 5000, "as long as the members are the same, the hang detector judges"
     device.poisoned = True
     freed, stuck = Mark(100), Mark(float("inf"))
-    sums.reach(freed, freed.clock)
+    reach(meta, freed, device.errored, freed.clock)
     with pytest.raises(SystemExit) as ended:
-        sums.reach(stuck, stuck.clock)
+        reach(meta, stuck, device.errored, stuck.clock)
     assert str(ended.value) == "native group: meta was not done with its sums 120 s after their end (aborted)"
     assert FREED_S <= stuck.now_s <= FREED_S + 2
 
@@ -401,6 +500,8 @@ def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert not uses_native({}, "cpu")
     assert uses_native({}, "cuda")
     assert not uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda")
+    assert uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda", keeps_order=True)
+    assert not uses_native({}, "cpu", keeps_order=True)
     assert not uses_native({"ELAUNCH_COLLECTIVES": "links"}, "cuda")
     assert uses_native({"ELAUNCH_COLLECTIVES": "native"}, "cpu")
     made = maker(HOST, cpu)

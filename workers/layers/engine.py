@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
 from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.groups import NativeGroups, Needs
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.layers.change.assembly import Assembly
@@ -30,7 +30,7 @@ from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.untrained.duties import copy_peers
 from elaunch.workers.layers.untrained.moving import move
-from elaunch.workers.state.chunks import Chunk, holdings_of
+from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 from elaunch.workers.state.reshard import reshard
 
@@ -73,6 +73,7 @@ class Engine:
         settings: how it is trained.
         group: the workers of the plan; default: this process alone.
         joining: `change` will say what this worker does; it holds nothing before.
+        native: the native groups of the members; None: all goes over links.
 
     Raises:
         PlanError: the plan does not tile layers and samples, or its workers are not those of the group.
@@ -89,9 +90,10 @@ class Engine:
         *,
         group: Group | None = None,
         joining: bool = False,
+        native: NativeGroups | None = None,
     ) -> None:
         self._settings = settings
-        self.builder = Builder(layers, loss_fn, optimizer, plan, settings)
+        self.builder = Builder(layers, loss_fn, optimizer, plan, settings, native)
         """It builds this worker's parts, and knows the layers without running them."""
         self.step = 0
         self.report: StepReport | None = None
@@ -177,8 +179,7 @@ class Engine:
             norm = math.sqrt(whole.squares.value)
             coefficient = min(1.0, self._settings.clip_norm / (norm + 1e-6))
         self.apply(Commit(step, coefficient, whole.loss.value / batch, norm))
-        with part.group.open() if part.zero.travels else nullcontext() as traffic:
-            part.zero.share(traffic)
+        self._here.share()
         self._stale = False
         assert self.report is not None
         return self.report
@@ -188,7 +189,7 @@ class Engine:
         with part.group.open() as traffic:
             part.begin_copies(traffic)
             load = self.builder.samples.begin(part.plan, step, part.executor.loaded)
-            outcome = part.executor.run(traffic, step, load, part.sums, watch=watch)
+            outcome = part.executor.run(part.for_step(traffic), step, load, part.sums, watch=watch)
             part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 
@@ -229,6 +230,18 @@ class Engine:
             self._part.snapshots.drop()
             self._part.copies.drop()
 
+    def pause(self) -> None:
+        """Leaves what is under way in native groups, which are over."""
+        for part in (self._part, self._next):
+            if part is not None:
+                part.leave()
+
+    @property
+    def needs(self) -> Needs:
+        """Returns the native groups that the members need after what they do now."""
+        coming = self._next if self._migration is not None else self._part
+        return coming.routes.needs if coming is not None else ()
+
     # -- changes of plan ------------------------------------------------------------------------------------------
 
     def held_state(self) -> HeldState:
@@ -236,21 +249,8 @@ class Engine:
         settings = self.builder.fingerprint
         if self._part is None:
             return HeldState(settings=settings)
-        shards, copies, hosted = self._part.zero.shards, self._part.snapshots, self._hosted
-        schedule = shards.schedule()
-        if schedule is None:
-            schedule = copies.schedule() if hosted is None else hosted.schedule
-        return HeldState(
-            plan=str(self._part.plan),
-            stale=self._stale,
-            boxes=None if self._mixed is None else holdings_of(self._mixed),
-            hosted=None if hosted is None else holdings_of(hosted.chunks),
-            snapshots=copies.pieces(),
-            copied=self.builder.copied.holdings(),
-            forms={**(copies.forms() if hosted is None else hosted.forms), **shards.forms()},
-            schedule=schedule,
-            settings=settings,
-        )
+        copied = self.builder.copied.holdings()
+        return self._part.held_state(self._stale, self._mixed, self._hosted, copied, settings)
 
     def change(self, group: Group, plan: Plan, step: int) -> int:
         """Moves to another plan, or into the job; it takes effect with `install`.
@@ -310,7 +310,9 @@ class Engine:
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
         self._stale = self._stale or migration_plan.stale
         with group.open() as traffic:
-            received_bytes += part.zero.share(traffic, None if migration_plan.stale else migration_plan.lacking)
+            received_bytes += part.zero.share(
+                part.over_links(traffic), None if migration_plan.stale else migration_plan.lacking
+            )
         self._next = part
         return received_bytes
 
@@ -433,7 +435,7 @@ class Engine:
         found = go_back(lambda saved: self.builder.read(saved, plan, layout, worker))
         part = self.builder.part_of(plan, group, layout, found.state.layers, found.state.shards)
         with group.open() as traffic:
-            part.zero.share(traffic)
+            part.zero.share(part.over_links(traffic))
         self._next, self._next_step, self._next_hosted, self._next_migration = part, found.saved.step, None, None
         return found
 

@@ -10,9 +10,9 @@ of a greedy colouring (Chameleon IV-B): of one round no worker has two.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -23,8 +23,8 @@ from elaunch.errors import StateError
 from elaunch.plan.schedule import Action, schedule
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
 from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
-from elaunch.workers.comm.group import memory
-from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.layers.carry.carrier import Carrier
+from elaunch.workers.layers.carry.tp_sums import TPGroupSum, added
 from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.layers.model import Chain, Draw, Layer, SavedActivations
 from elaunch.workers.layers.samples import Load
@@ -34,9 +34,6 @@ from elaunch.workers.state.layout import LayerSpec, OptimizerShard, StateLayout
 
 LOOK_AHEAD = 2
 """Messages of so many actions to come are received in the background."""
-
-SMALL_BYTES = 32 << 10
-"""Up to this size a sum over a tensor-parallel group takes one round instead of two."""
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 LayerKey = tuple[int, int]
@@ -119,7 +116,7 @@ class Executor:
 
     def run(
         self,
-        traffic: Traffic,
+        carrier: Carrier,
         step: int,
         load: Load,
         sums: Mapping[tuple[str, ...], TPGroupSum],
@@ -129,7 +126,7 @@ class Executor:
         """Does all actions of step number `step`.
 
         Args:
-            traffic: of the step.
+            carrier: of the tensors of the step.
             step: its number.
             load: of the samples.
             sums: over tensor-parallel groups.
@@ -140,66 +137,28 @@ class Executor:
             StepInterrupted: a link broke, or the membership changes.
             StateError: a layer or the loss does something that cannot be used.
         """
-        return _Step(self, traffic, step, load, sums, ready, watch).run()
+        return _Step(self, carrier, step, load, sums, ready, watch).run()
+
+    @cached_property
+    def _taker(self) -> dict[int, Action]:
+        """By part of rows that come from others, the action that needs it."""
+        found: dict[int, Action] = {}
+        for action in self.order:
+            peers = self._exchanges[action.tile, action.micro_batch]
+            kind, rows = (Kind.ACTIVATION, peers.x_from) if action.kind == "F" else (Kind.INPUT_GRADIENT, peers.dy_from)
+            found |= {tag(kind, one.number): action for one in rows if one.peer != self._worker}
+        return found
 
     def _replicas_of(self, tile: int) -> dict[int, int]:
         workers = self._plan.tiles[tile].workers
         return {layer: self._layout.holders[layer].index(workers) for layer in self._plan.tiles[tile].layers}
 
 
-class TPGroupSum:
-    """Sums over the members of a tensor-parallel group, in the order of their ranks."""
-
-    def __init__(self, workers: tuple[str, ...], worker: str) -> None:
-        self._others = [other for other in workers if other != worker]
-        self._workers, self._rank = workers, workers.index(worker)
-        self._traffic: Traffic | None = None
-        self._watch: Stopwatch | None = None
-        self._number = 0
-
-    def begin(self, traffic: Traffic, watch: Stopwatch | None = None) -> None:
-        """Uses the messages of this step; `watch` is told how long they were waited for."""
-        self._traffic, self._watch, self._number = traffic, watch, 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum over all members, bitwise the same on each."""
-        host = x.detach().cpu().contiguous().view(-1)
-        if len(self._workers) == 2 or host.nbytes <= SMALL_BYTES:
-            parts = self._round([host] * len(self._workers), [host.numel()] * len(self._workers), host.dtype)
-            parts[self._rank] = host
-            return _added(parts).view(x.shape).to(x.device)
-        cuts = list(host.tensor_split(len(self._workers)))
-        counts = [cut.numel() for cut in cuts]
-        parts = self._round(cuts, [counts[self._rank]] * len(cuts), host.dtype)
-        parts[self._rank] = cuts[self._rank]
-        own = _added(parts)
-        wholes = self._round([own] * len(cuts), counts, host.dtype)
-        wholes[self._rank] = own
-        return torch.cat(wholes).view(x.shape).to(x.device)
-
-    def _round(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Sends each member its tensor and receives one from each."""
-        traffic, part = self._traffic, tag(Kind.TENSOR, self._number)
-        assert traffic is not None
-        self._number += 1
-        found = [torch.empty(count, dtype=dtype) for count in incoming]
-        for rank, other in enumerate(self._workers):
-            if rank != self._rank:
-                traffic.post(other, part, memory(found[rank]))
-                traffic.send(other, part, memory(outgoing[rank]), outgoing[rank])
-        begin_s = time.perf_counter()
-        for other in self._others:
-            traffic.wait(other, part)
-        if self._watch is not None:
-            self._watch.waited_s += time.perf_counter() - begin_s
-        return found
-
-
 class _Step:
     def __init__(
         self,
         executor: Executor,
-        traffic: Traffic,
+        carrier: Carrier,
         step: int,
         load: Load,
         sums: Mapping[tuple[str, ...], TPGroupSum],
@@ -207,7 +166,7 @@ class _Step:
         watch: Stopwatch | None,
     ) -> None:
         self._of, self._plan = executor, executor._plan
-        self._traffic, self._step, self._load, self._ready, self._watch = traffic, step, load, ready, watch
+        self._carrier, self._step, self._load, self._ready, self._watch = carrier, step, load, ready, watch
         self._saved: dict[tuple[int, int], list[SavedActivations]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
@@ -220,7 +179,7 @@ class _Step:
                 entry = self._sums.setdefault(key, _Sum(TreeSum(self._plan.n_units, _add_all)))
                 entry.left += len(self._plan.tiles[tile].micro_batches)
         for one in sums.values():
-            one.begin(traffic, watch)
+            one.begin(carrier, watch)
 
     def run(self) -> Outcome:
         self._post_gradients()
@@ -230,6 +189,7 @@ class _Step:
                 self._post(coming)
             (self._forward if action.kind == "F" else self._backward)(action)
         gradients = {shard: self._total(shard) for shard in self._of._owned}
+        self._carrier.finish()
         return Outcome(tuple((sample, rows, float(loss)) for sample, rows, loss in self._losses), gradients)
 
     # -- actions ------------------------------------------------------------------------------------------------
@@ -310,18 +270,21 @@ class _Step:
         if not away or tag(kind, away[0].number) in self._posted:
             return
         shape, dtype = self._of._specs[layer].output
-        whole = torch.empty((sum(one.count for one in rows), *shape), dtype=dtype)
+        whole = torch.empty((sum(one.count for one in rows), *shape), dtype=dtype, device=self._of._device)
         for one in away:
             part = tag(kind, one.number)
             self._posted[part] = whole
-            self._traffic.post(one.peer, part, memory(whole[one.first : one.first + one.count]))
+            self._carrier.post(one.peer, part, whole[one.first : one.first + one.count])
+        for one in away:
+            for part in self._carrier.before(one.peer, tag(kind, one.number)):
+                self._post(self._of._taker[part])
 
     def _collect(self, kind: Kind, rows: Sequence[Rows]) -> Tensor:
         """Waits for the rows and puts them together."""
         whole: Tensor | None = None
         for one in rows:
             if one.peer != self._of._worker:
-                self._traffic.wait(one.peer, tag(kind, one.number))
+                self._carrier.wait(one.peer, tag(kind, one.number))
                 whole = self._posted.pop(tag(kind, one.number))
         local = [(one.first, self._local.pop(tag(kind, one.number))) for one in rows if one.peer == self._of._worker]
         if whole is None:
@@ -332,18 +295,17 @@ class _Step:
             )
         for first, rows_here in local:
             whole[first : first + len(rows_here)] = rows_here
-        return whole.to(self._of._device)
+        return whole
 
     def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows]) -> None:
         if not rows:
             return
-        host = whole if all(one.peer == self._of._worker for one in rows) else whole.contiguous().cpu()
+        sent = whole if all(one.peer == self._of._worker for one in rows) else whole.detach().contiguous()
         for one in rows:
             if one.peer == self._of._worker:
                 self._local[tag(kind, one.number)] = whole[one.first : one.first + one.count]
             else:
-                part = host[one.first : one.first + one.count]
-                self._traffic.send(one.peer, tag(kind, one.number), memory(part), part)
+                self._carrier.send(one.peer, tag(kind, one.number), sent[one.first : one.first + one.count])
 
     # -- gradients of parameters ----------------------------------------------------------------------------------
 
@@ -376,14 +338,14 @@ class _Step:
                 flat = flats.get((shard.segment, number))
                 if flat is None:
                     given = dict(zip(names, grads, strict=True))
-                    flat = flats[shard.segment, number] = layout.flatten(layer, shard.segment, workers, given).cpu()
+                    flat = flats[shard.segment, number] = layout.flatten(layer, shard.segment, workers, given)
                 part = flat[shard.start : shard.stop]
                 owner = layout.owner(shard)
                 if owner == worker:
                     self._arriving[shard, number] = part
                 else:
                     message = tag(Kind.GRADIENT, self._of._terms.number(shard, number))
-                    self._traffic.send(owner, message, memory(part), part)
+                    self._carrier.send(owner, message, part)
         entry.tree.clear()
         entry.rest = None
 
@@ -393,9 +355,11 @@ class _Step:
             for number, term in enumerate(terms.terms[shard.layer]):
                 sender = layout.holder(shard, term.replica)
                 if sender != self._of._worker:
-                    part = torch.empty(shard.stop - shard.start, dtype=layout.sum_dtype(shard.layer))
+                    part = torch.empty(
+                        shard.stop - shard.start, dtype=layout.sum_dtype(shard.layer), device=self._of._device
+                    )
                     self._arriving[shard, number] = part
-                    self._traffic.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), memory(part))
+                    self._carrier.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), part)
 
     def _total(self, shard: OptimizerShard) -> Tensor:
         """The gradient of a shard: sums over whole units along the tree, then the rest by TP group, in order."""
@@ -405,23 +369,15 @@ class _Step:
         for number, term in enumerate(terms.terms[shard.layer]):
             sender = layout.holder(shard, term.replica)
             if sender != self._of._worker:
-                self._traffic.wait(sender, tag(Kind.GRADIENT, terms.number(shard, number)))
+                self._carrier.wait(sender, tag(Kind.GRADIENT, terms.number(shard, number)))
             part = self._arriving.pop((shard, number))
             if term.node is None:
                 rest.append(part)
             else:
                 tree.put(term.node, part)
         whole = tree.total()
-        total = _added([*([] if whole is None else [whole]), *rest])
+        total = added([*([] if whole is None else [whole]), *rest])
         return total.mul_(self._plan.micro_batch_size / self._plan.global_batch_size)
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the parts in their order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def _add_all(some: list[Tensor], more: list[Tensor]) -> list[Tensor]:

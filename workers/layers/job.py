@@ -54,6 +54,8 @@ class HybridJob(BaseJob):
     """
 
     def __init__(self, client: agent_client.Client) -> None:
+        # Before the device is used: with the usual 8 queues, a receive that waits could hold up another group's send.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._governor: Governor | None = None
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.local_rank)
         self._engine: Engine | None = None
@@ -71,8 +73,11 @@ class HybridJob(BaseJob):
                 complete=lambda: self._made.arrive(),
                 boundary=self._compare,
                 closers=[self._close],
+                native=True,
+                keeps_order=True,
             )
         )
+        self._member.native.needs = lambda members: self._made.needs
 
     @property
     def step(self) -> int:
@@ -117,7 +122,7 @@ class HybridJob(BaseJob):
         if policy_config.allow_dvfs and self._member.elastic:
             self._governor = Governor(self.find_clocks)
         chosen = EngineSettings.of(device=self.device, **settings)
-        self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True)
+        self._engine = Engine(layers, loss_fn, optimizer, plan, chosen, joining=True, native=self._member.native)
         if self._member.elastic:
             self._member.policy.memory_bytes = _memory_bytes(self.device)
             self._engine.builder.check_widths(policy_config.tp)
@@ -236,7 +241,9 @@ class HybridJob(BaseJob):
         return Vote(engine.step, engine.entered, self._holds and engine.holds, facts)
 
     def pause(self) -> None:
-        """Does nothing: between steps, nothing runs in the background."""
+        """Leaves what was under way in native groups; nothing else runs in the background."""
+        if self._engine is not None:
+            self._engine.pause()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Applies the step that it entered, with the commit of a member that has it, or drops the step."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,16 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.layers.carry.carrier import Carrier
+from elaunch.workers.layers.carry.links import LinkCarrier
+from elaunch.workers.layers.carry.native import NativeCarrier
+from elaunch.workers.layers.carry.routes import Bundle, NativeRoutes
+from elaunch.workers.layers.carry.tp_sums import TPGroupSum
+from elaunch.workers.layers.change.held_state import HeldState, Hosted
 from elaunch.workers.layers.change.migration import keys_of
-from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction, TPGroupSum
+from elaunch.workers.layers.executor import Executor, LayerKey, LossFunction
 from elaunch.workers.layers.model import Factory, Layer, build, check_cuts, describe, digest_of
 from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.settings import EngineSettings
@@ -26,8 +34,9 @@ from elaunch.workers.layers.snapshots import Snapshots
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.untrained.copies import HostCopies, UntrainedCopies
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
+from elaunch.workers.state.chunks import ChunkedState, holdings_of
 from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
-from elaunch.workers.state.space import tensor_items
+from elaunch.workers.state.space import Holdings, tensor_items
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -41,7 +50,12 @@ Place = str
 
 @dataclass(eq=False)
 class WorkerPart:
-    """What a worker has and does under a plan."""
+    """What a worker has and does under a plan.
+
+    Attributes:
+        native: the native groups of the members, for those tensors that they carry once they are in use.
+        exact: whether sums have a fixed order.
+    """
 
     plan: Plan
     group: Group
@@ -52,9 +66,51 @@ class WorkerPart:
     executor: Executor
     snapshots: Snapshots
     copies: UntrainedCopies
+    device: torch.device
+    native: NativeGroups | None
+    exact: bool
     sums: dict[tuple[str, ...], TPGroupSum] = field(default_factory=dict)
     guarded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """While the script may put its first values into the layers: where the job's values belong, and these."""
+    _carrier: Carrier | None = None
+
+    @cached_property
+    def routes(self) -> NativeRoutes:
+        """Returns where messages travel in native groups."""
+        return NativeRoutes(self.plan, self.layout, self.worker, self.exact)
+
+    def over_links(self, traffic: Traffic) -> Carrier:
+        """Returns what carries tensors over the links of an operation."""
+        return LinkCarrier(traffic, self.worker, self.device.type != "cpu")
+
+    def for_step(self, traffic: Traffic) -> Carrier:
+        """Returns what carries the tensors of the step that begins."""
+        return self._natively(lambda: self.routes.gradients) or self.over_links(traffic)
+
+    def share(self) -> None:
+        """Gives the new values of parameters to those who hold them. All members of the group call it."""
+        carrier = self._natively(lambda: self.routes.parameters)
+        if carrier is not None:
+            self.zero.share(carrier)
+            return
+        with self.group.open() as traffic:
+            self.zero.share(self.over_links(traffic))
+
+    def leave(self) -> None:
+        """Leaves what was under way in native groups that are over."""
+        if self._carrier is not None:
+            self._carrier.drop()
+            self._carrier = None
+
+    def _natively(self, bundles: Callable[[], Sequence[Bundle]]) -> Carrier | None:
+        """Returns what carries tensors in native groups, where all members use those of this plan."""
+        native = self.native
+        if native is None or not native.in_use or not native.serves(self.routes.needs):
+            return None
+        self._carrier = NativeCarrier(
+            self.routes, bundles(), native.in_use, self.device, self.group.generation, self.exact, native.failed
+        )
+        return self._carrier
 
     def begin_copies(self, traffic: Traffic) -> None:
         """Has what comes of others' states in a step received."""
@@ -91,6 +147,39 @@ class WorkerPart:
             tensor.copy_(value)
         self.guarded = []
 
+    def held_state(
+        self,
+        stale: bool,
+        mixed: ChunkedState | None,
+        hosted: Hosted | None,
+        copied: Holdings,
+        settings: str,
+    ) -> HeldState:
+        """Returns what the others must know of this worker's state for a change.
+
+        Args:
+            stale: new values of parameters are still under way.
+            mixed: what is here while a change under a bound is under way.
+            hosted: the copies from before the last change, as long as they are of use.
+            copied: what is here of others' frozen parameters and buffers.
+            settings: fingerprint of this worker's settings.
+        """
+        shards, copies = self.zero.shards, self.snapshots
+        schedule = shards.schedule()
+        if schedule is None:
+            schedule = copies.schedule() if hosted is None else hosted.schedule
+        return HeldState(
+            plan=str(self.plan),
+            stale=stale,
+            boxes=None if mixed is None else holdings_of(mixed),
+            hosted=None if hosted is None else holdings_of(hosted.chunks),
+            snapshots=copies.pieces(),
+            copied=copied,
+            forms={**(copies.forms() if hosted is None else hosted.forms), **shards.forms()},
+            schedule=schedule,
+            settings=settings,
+        )
+
     def memory_bytes(self) -> dict[str, int]:
         """Returns what this worker keeps from step to step: parameters, master weights and optimizer states."""
         return {
@@ -118,7 +207,7 @@ class Builder:
     """Builds the parts of this worker: layers, shards of the optimizer's state, executor and copies.
 
     Args:
-        layers, loss_fn, optimizer, plan, settings: see `elaunch.workers.layers.engine.Engine`.
+        layers, loss_fn, optimizer, plan, settings, native: see `elaunch.workers.layers.engine.Engine`.
 
     Attributes:
         specs: of the layers, in their order.
@@ -138,11 +227,13 @@ class Builder:
         optimizer: MakeOptimizer,
         plan: Plan,
         settings: EngineSettings,
+        native: NativeGroups | None = None,
     ) -> None:
         if len(layers) != plan.n_layers:
             raise StateError(f"the plan is for {plan.n_layers} layers, and {len(layers)} are given")
         self._factories, self._loss_fn, self._make_optimizer = tuple(layers), loss_fn, optimizer
-        self._settings = settings
+        self._settings, self._native = settings, native
+        self._bitwise = settings.consistency == "bitwise"
         self._recompute = settings.recomputed(plan.n_layers)
         self.device = torch.device(settings.device)
         self.copied = HostCopies()
@@ -218,7 +309,20 @@ class Builder:
         of_untrained = UntrainedCopies(
             layout, self.specs, plan.workers, worker, layers, self._settings.snapshots, self.copied
         )
-        return WorkerPart(plan, group, worker, layout, layers, zero, executor, copies, of_untrained)
+        return WorkerPart(
+            plan,
+            group,
+            worker,
+            layout,
+            layers,
+            zero,
+            executor,
+            copies,
+            of_untrained,
+            self.device,
+            self._native,
+            self._bitwise,
+        )
 
     def read(self, saved: SavedCheckpoint, plan: Plan, layout: StateLayout, worker: str) -> tuple[RestoredLayers, int]:
         """Returns a worker's part of a checkpoint, and the bytes that were read.
@@ -244,9 +348,7 @@ class Builder:
 
     def executor(self, worker: str, plan: Plan, layout: StateLayout, layers: Mapping[LayerKey, Layer]) -> Executor:
         """Returns what runs a worker's actions under a plan."""
-        settings = self._settings
-        bitwise = settings.consistency == "bitwise"
-        return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, settings.seed, bitwise)
+        return Executor(plan, worker, self.specs, layers, layout, self._loss_fn, self._settings.seed, self._bitwise)
 
     def described(self) -> tuple[tuple[LayerProfile, ...], tuple[int, ...]]:
         """Returns all layers, as far as they are known without being run, and the elements of their parameters.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from elaunch.workers.comm.group import memory
-from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.layers.carry.carrier import Carrier
 from elaunch.workers.layers.executor import LayerKey
 from elaunch.workers.layers.messages import Kind, tag
 from elaunch.workers.layers.model import Layer
@@ -33,22 +31,13 @@ class ZeroOptimizer:
 
     def __init__(self, layout: StateLayout, worker: str, layers: Mapping[LayerKey, Layer], shards: Shards) -> None:
         self._layout, self._worker, self._layers, self.shards = layout, worker, layers, shards
+        parameters = (one for layer in layers.values() for one in layer.module.parameters())
+        self._device = next((one.device for one in parameters), torch.device("cpu"))
         held = {layer for layer, _ in layers} | {piece.shard.layer for piece in shards.pieces}
         self._numbered = [(number, shard) for number, shard in enumerate(layout.all_shards) if shard.layer in held]
         self._places: dict[OptimizerShard, list[int]] = defaultdict(list)
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
-
-    @cached_property
-    def travels(self) -> bool:
-        """Returns whether new values go from any worker to another one, which is the same for all of them."""
-        layout = self._layout
-        return any(
-            peer != layout.owner(shard)
-            for shard in layout.all_shards
-            for replica in range(len(layout.holders[shard.layer]))
-            for peer in layout.receivers(shard, replica)
-        )
 
     @torch.no_grad()
     def take_values(self) -> None:
@@ -65,17 +54,16 @@ class ZeroOptimizer:
         return sum((_square_sum(gradient, shard.start) for shard, gradient in gradients.items()), NOTHING)
 
     @torch.no_grad()
-    def share(self, traffic: Traffic | None, lacking: Lacking | None = None) -> int:
+    def share(self, carrier: Carrier, lacking: Lacking | None = None) -> int:
         """Gives the new values to those who hold the parameters, and takes those of the shards that others own.
 
         Args:
-            traffic: of this operation; None: nothing travels.
+            carrier: of the tensors of this operation.
             lacking: by worker, which of its layers need values; None: all of all.
 
         Returns:
             The bytes that this worker received.
         """
-        assert traffic is not None or not self.travels
         layout, worker = self._layout, self._worker
         incoming: dict[tuple[str, int], list[Tensor]] = {}
         flats: dict[tuple[int, int, int], Tensor] = {}
@@ -93,14 +81,15 @@ class ZeroOptimizer:
                     for peer in receivers:
                         if peer != worker and peer not in told:
                             told.add(peer)
-                            assert traffic is not None
-                            traffic.send(peer, part, memory(sent), sent)
+                            carrier.send(peer, part, sent)
                 if worker not in receivers:
                     continue
                 segment = (*key, shard.segment)
                 if segment not in flats:
                     flats[segment] = torch.empty(
-                        layout.segments[shard.layer][shard.segment].elements, dtype=self._dtype(shard)
+                        layout.segments[shard.layer][shard.segment].elements,
+                        dtype=self._dtype(shard),
+                        device=self._device,
                     )
                 place = flats[segment][shard.start : shard.stop]
                 if sent is not None:
@@ -108,11 +97,9 @@ class ZeroOptimizer:
                 else:
                     incoming.setdefault((owner, part), []).append(place)
         for (owner, part), places in incoming.items():
-            assert traffic is not None
-            traffic.post(owner, part, memory(places[0]))
+            carrier.post(owner, part, places[0])
         for (owner, part), places in incoming.items():
-            assert traffic is not None
-            traffic.wait(owner, part)
+            carrier.wait(owner, part)
             for place in places[1:]:
                 place.copy_(places[0])
         for (layer, replica, number), flat in flats.items():
@@ -121,11 +108,12 @@ class ZeroOptimizer:
             for fragment in layout.segments[layer][number].fragments:
                 view = layout.view(values[fragment.name], fragment, layer, number, workers)
                 view.copy_(flat[fragment.start : fragment.stop].view(fragment.shape))
+        carrier.finish()
         return sum(places[0].nbytes for places in incoming.values())
 
     def _values(self, shard: OptimizerShard) -> Tensor:
         """The masters of a shard as they travel; between parameters there is nothing that counts."""
-        flat = torch.zeros(shard.stop - shard.start, dtype=self._dtype(shard))
+        flat = torch.zeros(shard.stop - shard.start, dtype=self._dtype(shard), device=self._device)
         for place in self._places[shard]:
             piece = self.shards.pieces[place]
             flat[piece.start - shard.start : piece.stop - shard.start].copy_(self.shards.master(place))

@@ -32,11 +32,8 @@ def enter_default(group: ElasticProcessGroup) -> None:
     if world.default_pg is not None:
         raise RuntimeError("torch.distributed is initialized already; this group takes the place of its default group")
     if NAME not in dist.Backend.backend_list:
-        devices = [
-            "cpu",
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
-        ]
         dist.Backend.register_backend(NAME, _refuse, devices=devices)
     enter(group, NAME, "default")
     distributed_c10d._update_default_pg(group)

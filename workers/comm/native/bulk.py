@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,15 @@ class Bulk(Protocol):
 
     backend: str
 
-    def open(self, store: dist.Store, rank: int, size: int) -> None:
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         """Connects to the other members, all of which call this with the same store.
+
+        Args:
+            store: where they meet.
+            rank: of this member.
+            size: number of members.
+            messages: whether they will call `send`, `receive` or `exchange`, so that none of these waits for a
+                connection later.
 
         Raises:
             RuntimeError: it cannot be opened, or was poisoned meanwhile.
@@ -38,6 +46,36 @@ class Bulk(Protocol):
 
         Raises:
             RuntimeError: the group is poisoned, or not open.
+        """
+
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begins to send a contiguous tensor to a member, after what the caller's stream has to do; returns its work.
+
+        What one member sends to another is matched with what that one receives in order. The tensor must stay as it is
+        until the work is done, which is not before the other member receives.
+
+        Raises:
+            RuntimeError: the group is poisoned, or the backend refuses.
+        """
+
+    def receive(self, tensor: torch.Tensor, from_: int) -> dist.Work:
+        """Begins to fill a contiguous tensor with what a member sends; returns its work, as `all_reduce` does.
+
+        Raises:
+            RuntimeError: the group is poisoned, or the backend refuses.
+        """
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        """Begins to send each member a flat tensor and to receive one from each; returns works, all to be waited for.
+
+        All members call it in the same order. None waits in it for one that has nothing for it.
+
+        Args:
+            outgoing: by rank; empty for a member that gets nothing, and for this one.
+            incoming: by rank; empty for a member that sends nothing, and for this one.
+
+        Raises:
+            RuntimeError: the group is poisoned, or the backend refuses.
         """
 
     def poison(self) -> None:

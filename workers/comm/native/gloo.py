@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,9 @@ OPEN_TIMEOUT = timedelta(seconds=30)
 THREADS = 2  # as many all-reduces run at a time
 NO_TIMEOUT = timedelta(days=7)
 """Who is dead the membership finds out, and frees whoever waits."""
+
+MESSAGE, EXCHANGE = 0, 1
+"""Tags; what has the same is matched in order."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -38,7 +42,7 @@ class GlooBulk:
         self._poisoned = False
         _ALIVE.add(self)
 
-    def open(self, store: dist.Store, rank: int, size: int) -> None:
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         """Connects to all other members."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         with _MAKING:  # so that the new listening socket is this group's
@@ -72,6 +76,21 @@ class GlooBulk:
             raise RuntimeError("the group is closed")
         return group
 
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begins to send a tensor to a member."""
+        return _Patient(self.backend_group().send([tensor], to, MESSAGE))
+
+    def receive(self, tensor: torch.Tensor, from_: int) -> dist.Work:
+        """Begins to fill a tensor with what a member sends."""
+        return _Patient(self.backend_group().recv([tensor], from_, MESSAGE))
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        """Begins to send each member a flat tensor and to receive one from each."""
+        group = self.backend_group()
+        works = [group.recv([one], rank, EXCHANGE) for rank, one in enumerate(incoming) if one.numel()]
+        works += [group.send([one], rank, EXCHANGE) for rank, one in enumerate(outgoing) if one.numel()]
+        return [_Patient(work) for work in works]
+
     def poison(self) -> None:
         """Shuts the connections down."""
         with self._lock:
@@ -98,6 +117,22 @@ class GlooBulk:
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
+
+
+class _Patient(dist.Work):
+    """A message: Gloo's own waits no longer than the opening may take, and whoever waits for it again waits forever."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+        self._waited = False
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Returns when the message has come or, of one that is sent, left; what has gone wrong is raised once."""
+        if self._waited:
+            return True
+        self._waited = True
+        return self._work.wait(timeout)
 
 
 def _device(host: str) -> dist.ProcessGroupGloo.Device:

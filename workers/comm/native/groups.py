@@ -1,12 +1,13 @@
-"""The native group of this worker: opened in the background, taken into use by all members at once, freed, closed."""
+"""The native groups of this worker: opened in the background, taken into use by all members at once, freed, closed."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -23,27 +24,57 @@ END_S = 10.0
 MOST_FAILURES = 2
 """With the same members; then they stay with the links."""
 
+EVERYONE = ""
+"""The purpose of the group of all members."""
+
 Connect = Callable[[], dist.Store]
+
+
+class GroupKey(NamedTuple):
+    """A native group of a generation, known by its purpose and members; what is sent in it comes in one order."""
+
+    purpose: str
+    members: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """Returns where its members meet, below the generation's place in the store."""
+        return f"/{self.purpose}/{','.join(self.members)}" if self.purpose != EVERYONE else ""
+
+
+Needs = Sequence[GroupKey]
+"""All groups that the members need, in an order that is the same on all, in which they are opened."""
 
 
 @dataclass(eq=False)
 class _Opening:
-    """A native group of one generation.
+    """The native groups of one generation.
 
     Attributes:
-        is_open: it stands here; whether it does elsewhere, the commit barrier says.
-        in_use: all members have it, and use it.
+        members: of the generation.
+        needs: the groups of all members that must be open before any is used.
+        bulks: those of this worker, whether they are open or not.
+        is_open: those that stand here; whether they do elsewhere, the commit barrier says.
+        in_use: all members have all that they need, and use it.
         poisoned: the generation is over.
-        seconds: that its opening took.
+        seconds: that its openings took.
+        last: the thread that opens what was asked for last.
     """
 
     generation: int
-    bulk: Bulk
-    is_open: bool = False
+    members: tuple[str, ...]
+    needs: tuple[GroupKey, ...] = ()
+    bulks: dict[GroupKey, Bulk] = field(default_factory=dict)
+    is_open: set[GroupKey] = field(default_factory=set)
     in_use: bool = False
     poisoned: bool = False
     seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
+    last: threading.Thread | None = None
+
+    def is_ready(self) -> bool:
+        """Returns whether all that this worker needs is open."""
+        return not self.poisoned and all(key in self.is_open for key in self.needs if key in self.bulks)
 
 
 class NativeGroups:
@@ -53,6 +84,10 @@ class NativeGroups:
 
     Args:
         make: returns a new native group that is not open yet; None: everything goes over links.
+
+    Attributes:
+        needs: returns what the members of a generation need, when it or another plan begins; by default the group of
+            all of them.
     """
 
     def __init__(self, make: Callable[[], Bulk] | None) -> None:
@@ -64,56 +99,77 @@ class NativeGroups:
         self._threads: list[threading.Thread] = []
         self._members: tuple[str, ...] = ()
         self._failures = 0
+        self.needs: Callable[[tuple[str, ...]], Needs] = lambda members: [GroupKey(EVERYONE, members)]
 
     @property
     def current(self) -> Bulk | None:
-        """The group that all members use from the step on that begins now; None: there is none, and links serve."""
+        """The group of all that they use from the step on that begins now; None: there is none, and links serve."""
         newest = self._newest
-        return newest.bulk if newest is not None and newest.in_use else None
+        return self.in_use.get(GroupKey(EVERYONE, newest.members)) if newest is not None else None
+
+    @property
+    def in_use(self) -> Mapping[GroupKey, Bulk]:
+        """The groups of this worker that are used from the step on that begins now; empty: links serve."""
+        newest = self._newest
+        return newest.bulks if newest is not None and newest.in_use else {}
+
+    def serves(self, needs: Needs) -> bool:
+        """Returns whether the groups are in use, alike on all members, and are those of these needs."""
+        newest = self._newest
+        return newest is not None and newest.in_use and newest.needs == tuple(needs)
 
     @property
     def backend(self) -> str | None:
         """Name of the backend in use."""
-        bulk = self.current
-        return bulk.backend if bulk is not None else None
+        return next((bulk.backend for bulk in self.in_use.values()), None)
 
     @property
     def opened_s(self) -> float:
-        """Seconds that the opening of the newest group took here."""
+        """Seconds that the opening of the newest groups took here."""
         return self._newest.seconds if self._newest is not None else 0.0
 
     def ready(self) -> int:
-        """Returns the number of the generation whose group is open here, for the commit barrier; 0: of none."""
+        """Returns the number of the generation whose groups are open here, for the commit barrier; 0: of none."""
         newest = self._newest
-        return newest.generation if newest is not None and newest.is_open and not newest.poisoned else 0
+        return newest.generation if newest is not None and newest.needs and newest.is_ready() else 0
 
     def enter(self, generation: int, members: tuple[str, ...], rank: int, connect: Connect) -> None:
-        """Begins to open the group of a generation in the background; one that there is already stays.
+        """Begins to open the groups of a generation in the background; those that there are already stay.
 
-        Of a generation that is over already none is opened.
+        Of a generation that is over already none is opened. All members call it with the same arguments, also when
+        what they need changes within a generation: then links serve until all have the new groups.
 
         Args:
             generation: its number.
             members: in their order.
             rank: of this one.
-            connect: returns a client of the job's store, for the thread that opens the group.
+            connect: returns a client of the job's store, for the thread that opens the groups.
         """
         if self._make is None or len(members) == 1 or generation < self._floor:
             return
-        if self._newest is not None and self._newest.generation == generation:
-            return
-        assert self._newest is None, f"generation {generation} begins before {self._newest} has been left"
-        self._failures = self._failures if members == self._members else 0
-        self._members = members
-        if self._failures >= MOST_FAILURES:
-            return
-        opening = _Opening(generation, self._make())
+        needs, newest = tuple(self.needs(members)), self._newest
+        if newest is not None and newest.generation == generation:
+            if newest.needs == needs:
+                return
+        else:
+            assert newest is None, f"generation {generation} begins before {newest} has been left"
+            self._failures = self._failures if members == self._members else 0
+            self._members = members
+            if self._failures >= MOST_FAILURES:
+                return
+            newest = _Opening(generation, members)
+        new = [key for key in needs if members[rank] in key.members and key not in newest.bulks]
+        made = {key: self._make() for key in new}
         with self._lock:
-            self._newest = opening
-        self._start("elaunch-native-open", lambda: self._open(opening, rank, len(members), connect))
+            newest.needs, newest.in_use = needs, False
+            newest.bulks |= made
+            self._newest = newest
+        if new:
+            before = newest.last
+            newest.last = self._start("elaunch-native-open", lambda: self._open(newest, new, rank, connect, before))
 
     def passed(self, ready: tuple[int, int]) -> bool:
-        """Takes note of what all members brought to a commit barrier; returns whether they use the group from now on.
+        """Takes note of what all members brought to a commit barrier; returns whether they use the groups from now on.
 
         Args:
             ready: the least and the greatest of what `ready` returned on the members.
@@ -128,9 +184,10 @@ class NativeGroups:
         """Takes note that an operation failed though nobody was known to have left."""
         self._failures += 1
         if self._failures == MOST_FAILURES and self._newest is not None:
+            name = next((bulk.backend for bulk in self._newest.bulks.values()), "a native group")
             _say(
-                f"{self._newest.bulk.backend} has failed {MOST_FAILURES} times between the same members, the last time "
-                f"in generation {generation}: they go on over links"
+                f"{name} has failed {MOST_FAILURES} times between the same members, the last time in generation "
+                f"{generation}: they go on over links"
             )
 
     def poison(self, below: int) -> None:
@@ -141,11 +198,13 @@ class NativeGroups:
             if newest is None or newest.generation >= below or newest.poisoned:
                 return
             newest.poisoned = True
+            bulks = list(newest.bulks.values())
         newest.over.set()
-        newest.bulk.poison()
+        for bulk in bulks:
+            bulk.poison()
 
     def pause(self) -> None:
-        """Leaves the group of the generation that is over: nothing is issued in it any more."""
+        """Leaves the groups of the generation that is over: nothing is issued in them any more."""
         newest = self._newest
         if newest is not None:
             self.poison(newest.generation + 1)
@@ -162,8 +221,8 @@ class NativeGroups:
         for opening in left:
             assert opening.poisoned, "a group is closed before it was poisoned"
             assert opening.generation not in others_in, f"a member still is in the group of {opening.generation}"
-            if opening.is_open:
-                self._start("elaunch-native-close", opening.bulk.close)
+            for key in opening.is_open:
+                self._start("elaunch-native-close", opening.bulks[key].close)
 
     def close(self) -> None:
         """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
@@ -172,26 +231,45 @@ class NativeGroups:
         for thread in self._threads:
             thread.join(END_S)
 
-    def _start(self, name: str, run: Callable[[], None]) -> None:
+    def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threads.start(name, run, lambda _: None))
+        return self._threads[-1]
 
-    def _open(self, opening: _Opening, rank: int, size: int, connect: Connect) -> None:
+    def _open(
+        self, opening: _Opening, keys: Sequence[GroupKey], rank: int, connect: Connect, before: threading.Thread | None
+    ) -> None:
+        """Opens groups in the order of all members, so that none waits for one that waits for it."""
+        if before is not None:
+            before.join()
         begin_s = time.monotonic()
         try:
             store = dist.PrefixStore(f"native/{opening.generation}", connect())
-            meet(store, size, opening.over)
-            opening.bulk.open(store, rank, size)
-        except RuntimeError as error:  # of torch's stores and groups
-            if not opening.poisoned:
-                _say(f"{opening.bulk.backend} cannot be used in generation {opening.generation}; links serve: {error}")
-        else:
-            opening.seconds = time.monotonic() - begin_s
+        except RuntimeError as error:
+            self._refused(opening, keys, error)
+            return
+        for key in keys:
+            bulk, me = opening.bulks[key], opening.members[rank]
+            try:
+                place = dist.PrefixStore(key.place, store) if key.place else store
+                meet(place, len(key.members), opening.over)
+                bulk.open(place, key.members.index(me), len(key.members), messages=key.purpose != EVERYONE)
+            except RuntimeError as error:  # of torch's stores and groups
+                self._refused(opening, [key], error)
+                continue
             with self._lock:
-                opening.is_open = not opening.poisoned
-        if not opening.is_open:
-            opening.bulk.poison()  # whoever poisons it may not have come to it yet
-            opening.bulk.close()
+                if not opening.poisoned:
+                    opening.is_open.add(key)
+            if key not in opening.is_open:
+                _give_back(bulk)
+        opening.seconds += time.monotonic() - begin_s
+
+    def _refused(self, opening: _Opening, keys: Sequence[GroupKey], error: RuntimeError) -> None:
+        if not opening.poisoned:
+            name = opening.bulks[keys[0]].backend
+            _say(f"{name} cannot be used in generation {opening.generation}; links serve: {error}")
+        for key in keys:
+            _give_back(opening.bulks[key])
 
 
 def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float = MEET_TIMEOUT_S) -> None:
@@ -209,6 +287,11 @@ def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float =
         if time.monotonic() >= deadline_s:
             raise RuntimeError(f"not all {size} members have come to its opening within {timeout_s:.0f} s")
         look_s = min(2 * look_s, LONGEST_LOOK_S)
+
+
+def _give_back(bulk: Bulk) -> None:
+    bulk.poison()  # whoever poisons it may not have come to it yet
+    bulk.close()
 
 
 def _say(line: str) -> None:

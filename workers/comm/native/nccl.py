@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,8 @@ SETTINGS = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_NVLS_ENABLE": "0",
+    # Messages of a group come in order by design.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """With others torch ends the process when a peer dies, or the abort waits for the dead."""
 
@@ -52,8 +55,8 @@ class NcclBulk:
         self._lock = threading.Lock()
         self._poisoned = False
 
-    def open(self, store: dist.Store, rank: int, size: int) -> None:
-        """Makes the communicator, and sums once over it."""
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
+        """Makes the communicator, sums once over it, and exchanges a number with each member if there are messages."""
         refuse_version(torch.cuda.nccl.version())
         os.environ.update(SETTINGS)
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
@@ -69,6 +72,10 @@ class NcclBulk:
         group.eager_connect_single_device(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            if messages:
+                # NCCL connects the two ends of a message when it is first sent, and the host would wait for that.
+                numbers = torch.zeros(2, size, 1, device=self._device)
+                group.alltoall(list(numbers[0]), list(numbers[1])).wait()
             done = torch.cuda.Event()
             done.record()
             deadline_s = time.monotonic() + FIRST_SUM_S
@@ -81,6 +88,21 @@ class NcclBulk:
         """Begins to sum a tensor over the members, in place, after what its stream has to do."""
         work: dist.Work = self.backend_group().allreduce([tensor])
         return work
+
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begins to send a tensor to a member, after what its stream has to do."""
+        work: dist.Work = self.backend_group().send([tensor], to, 0)
+        return work
+
+    def receive(self, tensor: torch.Tensor, from_: int) -> dist.Work:
+        """Begins to fill a tensor with what a member sends, after what its stream has to do."""
+        work: dist.Work = self.backend_group().recv([tensor], from_, 0)
+        return work
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        """Begins to send each member a flat tensor and to receive one from each, in one grouped operation."""
+        work: dist.Work = self.backend_group().alltoall(list(incoming), list(outgoing))
+        return [work]
 
     def backend_group(self) -> Any:
         """Returns NCCL's group."""

@@ -56,8 +56,7 @@ def check_replicas(part: WorkerPart, step: int, alike: int | None, repair: bool)
             f"{differ}. Something changed it on some workers only. {NAME}=N,repair copies the state of most workers to "
             "the others instead of ending the job"
         )
-    with group.open() as traffic:
-        part.zero.share(traffic)
+    part.share()
     _copy_untrained(part, odd)
     return differ
 

@@ -16,8 +16,10 @@ import torch
 from elaunch.plan.tiling import Plan
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.traffic import Traffic
+from elaunch.workers.layers.carry.links import LinkCarrier
+from elaunch.workers.layers.carry.tp_sums import TPGroupSum
 from elaunch.workers.layers.change.assembly import Assembly
-from elaunch.workers.layers.executor import Executor, LayerKey, Outcome, TPGroupSum
+from elaunch.workers.layers.executor import Executor, LayerKey, Outcome
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.samples import Samples
@@ -79,6 +81,7 @@ class Migration:
         self.plan = between
         worker = group.members[group.rank]
         layout = StateLayout(between, specs, owners=new.plan)
+        self._worker, self._staged = worker, device.type != "cpu"
         self._to_new = dict(zip(layout.all_shards, new.layout.all_shards, strict=True))
         self._sums = dict(sums)
         for (index, replica), layer in layers[1].items():
@@ -125,7 +128,8 @@ class Migration:
         """Does the step; when it returns, all that this worker will own is here, with the gradients for it."""
         self._move.begin(traffic)
         load = samples.begin(self.plan, step, self._executor.loaded)
-        outcome = self._executor.run(traffic, step, load, self._sums, self._wait)
+        carrier = LinkCarrier(traffic, self._worker, self._staged)
+        outcome = self._executor.run(carrier, step, load, self._sums, self._wait)
         self._move.wait()
         return Outcome(outcome.losses, {self._to_new[shard]: one for shard, one in outcome.gradients.items()})
 
