@@ -137,18 +137,18 @@ class Natively:
 
     def steps(self, engine: Engine, group: Group, groups: NativeGroups, count: int) -> list[StepReport]:
         """Trains as the runtime does: the groups are opened in the background, and taken into use at a barrier."""
-        groups.needs = lambda members: engine.needs
+        groups.needs, needs = (lambda members: engine.needs), bool(engine.needs)
         groups.enter(group.generation, group.members, group.rank, lambda: self.store)
 
         def barrier(record: StepRecord) -> StepRecord:
             ready = groups.ready() if record.step[0] == self.begin - 1 else 0
             whole = reduce(group, replace(record, native=(ready, ready)))
-            assert groups.passed(whole.native) == (record.step[0] == self.begin - 1)
+            assert groups.passed(whole.native) == (needs and record.step[0] == self.begin - 1)
             return whole
 
         reports = []
         for step in range(count):
-            if step == self.begin - 1 and group.size > 1:
+            if step == self.begin - 1 and needs:
                 wait_until(lambda: groups.ready() != 0, 60, "the groups to open")
             if step == self.end:
                 group.barrier()  # all have left the last step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ def test_native_groups_give_the_same_losses_and_weights_to_the_last_bit(dp: int,
     assert (natively.calls["send"] > 0) == (pp > 1)
     assert (natively.calls["exchange"] > 0) == (dp > 1 or tp > 1)
     assert natively.calls["all_reduce"] == 0
+
+
+def test_a_worker_to_whom_the_plan_gives_nothing_takes_part_in_the_same_operations() -> None:
+    natively = Natively()
+    same(replace(grid(2, 1, 1), idle=("a/2#0",)), natively, snapshots=0)
+    assert natively.calls["exchange"] > 0
 
 
 def test_links_serve_before_and_after_the_native_groups() -> None:

@@ -105,7 +105,7 @@ class WorkerPart:
     def _natively(self, bundles: Callable[[], Sequence[Bundle]]) -> Carrier | None:
         """Returns what carries tensors in native groups, where all members use those of this plan."""
         native = self.native
-        if native is None or not native.in_use or not native.serves(self.routes.needs):
+        if native is None or not native.serves(self.routes.needs):
             return None
         self._carrier = NativeCarrier(
             self.routes, bundles(), native.in_use, self.device, self.group.generation, self.exact, native.failed
