@@ -138,6 +138,19 @@ class Transport:
             links = [self._links[peer] for peer in peers if peer in self._links]
         return tuple(link.peer for link in links if link.hung_up())
 
+    def check(self, peers: Collection[str]) -> None:
+        """Looks at the links to `peers`, for whoever waits for them by other ways.
+
+        Raises:
+            LinkLost: one has broken, or is silent.
+        """
+        with self._changed:
+            links = [self._links[peer] for peer in peers if peer in self._links]
+        for link in links:
+            if link.hung_up():
+                raise link.fail("closed by the peer")
+            link.check()
+
     def prepare(self, members: Mapping[str, str], timeout_s: float = PREPARE_TIMEOUT_S) -> None:
         """Connects as `connect` does, but in the background: it neither waits nor raises."""
         with self._changed:

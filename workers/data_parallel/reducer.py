@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -25,6 +26,9 @@ from elaunch.workers.fatal import end_process
 
 POLL_S = 0.00005
 LOOK_S = 0.1
+LINKS_S = 1.0
+"""How often whoever waits in a native group looks at its links: a backend may wait for ever for a peer that is gone."""
+
 FREED_S = 120.0
 """For a device to come to the end of its work once the native group has failed or was poisoned, which frees it."""
 
@@ -92,7 +96,7 @@ class Reducer:
         """Returns when nothing is under way any more."""
         self.join()
         group = self._group
-        if self._native is not None and group is not None and self.error is None:
+        if self._native is not None and group is not None:
             self._in_native(group, self._native.finish)
 
     def raise_error(self) -> None:
@@ -128,11 +132,15 @@ class Reducer:
             self._closed = True
             self._arrived.notify_all()
 
-    def _in_native(self, group: Group, wait: Callable[[], None]) -> None:
+    def _in_native(self, group: Group, wait: Callable[[Callable[[], None]], None]) -> None:
+        if self.error is not None:
+            return
         others = [member for member in group.members if member != group.transport.worker]
         with heartbeat.waiting(others, group.generation):
             try:
-                wait()
+                wait(lambda: group.transport.check(others))
+            except StepInterrupted as error:
+                self.interrupt(error)
             except RuntimeError as error:
                 self._native_failed(group, error)
 
@@ -201,44 +209,76 @@ class NativeSums:
         self._device = flat.device
         self._works.append(self._bulk.all_reduce(flat))
 
-    def join(self) -> None:
+    def join(self, look: Callable[[], None]) -> None:
         """Has what follows on this thread, on a device on its stream, come after all sums.
+
+        Args:
+            look: called now and then while this thread waits; what it raises ends the wait.
 
         Raises:
             RuntimeError: one has failed.
         """
         while self._joined < len(self._works):
+            work = self._works[self._joined]
+            if self._device.type != "cpu":
+                work.wait()
+            else:
+                self._await(work, look)
             self._joined += 1
-            self._works[self._joined - 1].wait()
 
-    def finish(self) -> None:
+    def _await(self, work: dist.Work, look: Callable[[], None]) -> None:
+        while True:
+            try:
+                work.wait(timedelta(seconds=LINKS_S))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
+                    work.wait()
+                    return
+            look()
+
+    def finish(self, look: Callable[[], None]) -> None:
         """Returns when all sums are there, and right.
 
         A stream that is freed by an abort goes on with garbage: so it is done first, and the group asked then. It is
         polled, as a thread that waits in a device's driver could not be freed.
 
+        Args:
+            look: as for `join`.
+
         Raises:
             RuntimeError: they are not.
         """
-        if self._device.type != "cpu":
-            done = torch.Event(self._device)
-            done.record(torch.accelerator.current_stream(self._device))
-            self.reach(done)
+        if (done := self._mark()) is not None:
+            self.reach(done, look, time.monotonic)
         if wrong := self._bulk.errored():
             raise RuntimeError(wrong)
 
-    def reach(self, done: Mark, clock: Callable[[], float] = time.monotonic) -> None:
+    def _mark(self) -> Mark | None:
+        """Returns the end of what the device has been told until now; None: its sums have ended already."""
+        if self._device.type == "cpu":
+            return None
+        done = torch.Event(self._device)
+        done.record(torch.accelerator.current_stream(self._device))
+        return done
+
+    def reach(self, done: Mark, look: Callable[[], None], clock: Callable[[], float]) -> None:
         """Returns when the device has come to a place in its work; ends this process if even an abort frees it not.
 
-        A peer that hangs is for the hang detector, whose end poisons the group. From then on, only this device is
-        waited for. While it writes into the tensors the step cannot be done again here, and other members wait.
+        A group that has failed is poisoned here, as its error does not free the device. A peer that hangs is for the
+        hang detector, whose end poisons the group. From then on, only this device is waited for. While it writes into
+        the tensors the step cannot be done again here, and other members wait.
         """
-        look_s, end_s, wrong = clock() + LOOK_S, math.inf, ""
+        look_s, links_s, end_s, wrong = clock() + LOOK_S, clock() + LINKS_S, math.inf, ""
         while not done.query():
             if (now_s := clock()) >= look_s:
                 look_s = now_s + LOOK_S
                 if not wrong and (wrong := self._bulk.errored() or ""):
                     end_s = now_s + FREED_S
+                    self._bulk.poison()
+                if not wrong and now_s >= links_s:
+                    links_s = now_s + LINKS_S
+                    look()
                 if now_s >= end_s:
                     why = f"{self._device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
                     end_process("native group", TimeoutError(why))

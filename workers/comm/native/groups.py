@@ -109,6 +109,8 @@ class NativeGroups:
             return
         opening = _Opening(generation, self._make())
         with self._lock:
+            if generation < self._floor:
+                return
             self._newest = opening
         self._start("elaunch-native-open", lambda: self._open(opening, rank, len(members), connect))
 
@@ -125,9 +127,11 @@ class NativeGroups:
         return True
 
     def failed(self, generation: int) -> None:
-        """Takes note that an operation failed though nobody was known to have left."""
+        """Takes note that an operation failed; where the generation is over, as was to be expected."""
+        if self._newest is None or self._newest.poisoned:
+            return
         self._failures += 1
-        if self._failures == MOST_FAILURES and self._newest is not None:
+        if self._failures == MOST_FAILURES:
             _say(
                 f"{self._newest.bulk.backend} has failed {MOST_FAILURES} times between the same members, the last time "
                 f"in generation {generation}: they go on over links"
