@@ -28,6 +28,9 @@ from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
 from elaunch.waits import Pace
 
+HURRY_S = 0.1
+"""How often a node that leaves asks whether it is in a hurry."""
+
 
 class Participant:
     """Keeps this node's report in the store and tells the agent what the job has agreed on.
@@ -98,16 +101,28 @@ class Participant:
         """Tells that a peer was found dead: if the leader died with it, this node leads before that lease ends."""
         self._mail.suspect_leader()
 
-    def stop(self, timeout_s: float = 2.0, *, last: bool = False, late_s: float = 0.0) -> None:
+    def stop(
+        self,
+        timeout_s: float = 2.0,
+        *,
+        last: bool = False,
+        late_s: float = 0.0,
+        is_hurried: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Leaves the job: the report and the lease go.
 
         Args:
             timeout_s: how long to try, in seconds.
             last: the store goes when this returns, so wait until the other nodes have left, or their leases run out.
             late_s: with `last`, for how long in any case nodes that come now shall find the result, in seconds.
+            is_hurried: asked meanwhile; once it returns true, that time is over.
         """
         self._mail.stop(wait_for_others=last, late_s=late_s)
-        self._thread.join(timeout_s + (max(2 * self._lease_s, late_s) if last else 0.0))
+        end_s = time.monotonic() + timeout_s + (max(2 * self._lease_s, late_s) if last else 0.0)
+        while self._thread.is_alive() and (left_s := end_s - time.monotonic()) > 0:
+            self._thread.join(min(left_s, HURRY_S))
+            if is_hurried():
+                self._mail.hurry()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Agent:
                 self._journal.say(
                     f"the job is over; this node hosts the rendezvous, and tells late nodes so for {late_s:g} s"
                 )
-            self._participant.stop(last=last, late_s=late_s)
+            self._participant.stop(last=last, late_s=late_s, is_hurried=lambda: bool(self._inbox.signals))
             if self._hosted is not None:
                 self._hosted.close()
             self._supervisor.close()

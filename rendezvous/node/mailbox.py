@@ -110,6 +110,11 @@ class Mailbox:
             self._waits_for_others = self._waits_for_others or wait_for_others
             self._wake.notify()
 
+    def hurry(self) -> None:
+        """Has the node stay for no node that may still come."""
+        with self._wake:
+            self._late_s = 0.0
+
     # -- for the participant's thread -----------------------------------------------------------------------------
 
     def collect(self, written: NodeDoc | None, wait_s: Callable[[], float]) -> Mail:

@@ -214,11 +214,10 @@ class Session:
                 if self.lease.id is not None:
                     self._store.revoke(self.lease.id)
                 began_s = self._clock()
-                late_s = began_s + self._mail.late_s
-                pace, end_s = Pace.begin(began_s), max(late_s, began_s + 2 * self._entrant.lease_s)
+                pace, end_s = Pace.begin(began_s), began_s + max(self._mail.late_s, 2 * self._entrant.lease_s)
                 while self._mail.waits_for_others and (now_s := self._clock()) < end_s:
                     others = read_reports(self._prefix, self.range("nodes/")[0])
-                    if not others and now_s >= late_s:
+                    if not others and now_s >= began_s + self._mail.late_s:
                         break
                     if others and pace.is_due(now_s):
                         names = names_text(sorted(others))

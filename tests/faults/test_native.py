@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import Spawner, soak
-from tests.jobs.watch import SCRIPT, Node, assert_same, digests, elaunch, losses
+from tests.jobs.watch import (
+    SCRIPT,
+    Node,
+    assert_same,
+    digests,
+    elaunch,
+    losses,
+    wait_for,
+    wait_for_members,
+    wait_for_step,
+)
 
 STEPS, WORKERS = 40, 4
 JOB = ("--steps", str(STEPS), "--dropout", "0")
@@ -43,6 +58,141 @@ def test_workers_are_killed_while_the_others_sum_natively(
     found = swaps(node)
     assert len(found) > len(deaths), f"each crew that lasts has a native group: {found}"
     assert min(found.values()) < 10
+
+
+HURT = Path(__file__).parents[1] / "jobs" / "native.py"
+LAST = 60
+
+
+def hurt(spawn: Spawner, folder: Path, *arguments: str, workers: int = WORKERS, flags: tuple[str, ...] = ()) -> Node:
+    """Runs tests/jobs/native.py to its end by a crew, and sees that it has trained as one worker alone does."""
+    crew = ("--standalone", f"--nproc-per-node={workers}", "--collectives=native", *flags)
+    script: tuple[str | Path, ...] = (HURT, f"--steps={LAST}", f"--crew={workers}", *arguments)
+    node = elaunch(spawn, folder, *crew, script=script, name="crew")
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    alone = elaunch(spawn, folder, "--standalone", script=(HURT, f"--steps={LAST}"), name="alone")
+    assert alone.agent.wait(60) == 0, alone.agent.tail()
+    assert sorted(losses(node)) == list(range(LAST))
+    assert_same(losses(node), losses(alone), 1e-9)
+    assert digests(node) == digests(alone)
+    (expected,) = norms(alone)
+    assert norms(node) == pytest.approx([expected] * workers, rel=1e-9)
+    return node
+
+
+def norms(node: Node) -> list[float]:
+    """Norms of the weights with which the workers ended."""
+    return [float.fromhex(norm) for norm in re.findall(r"ended \S+ norm (\S+) after", node.agent.text())]
+
+
+def carried(node: Node) -> dict[int, tuple[int, bool]]:
+    """By step, the generation in which it committed, and whether its gradients were summed natively."""
+    found = swaps(node)
+    return {
+        event["step"]: (event["generation"], event["step"] >= found.get(event["generation"], LAST))
+        for event in node.events("step")
+    }
+
+
+MOMENTS = ("forward", "issue", "sum", "enter", "half")
+
+
+def rotated(kind: str, turn: int) -> tuple[str, ...]:
+    """A fault for each worker, each at another moment; all turns have each worker at each moment."""
+    return tuple(f"{slot}:{8 + 12 * slot}:{MOMENTS[(slot + turn) % len(MOMENTS)]}:{kind}" for slot in range(WORKERS))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "turn"),
+    [("kill", 0), ("kill", 1), ("stop", 3), *(soak("kill", turn) for turn in (2, 3, 4))]
+    + [soak("stop", turn) for turn in (0, 1, 2, 4)],
+)
+def test_whoever_dies_or_stops_in_a_collective_the_others_are_freed_and_do_the_step_again(
+    spawn: Spawner, tmp_path: Path, kind: str, turn: int
+) -> None:
+    node = hurt(spawn, tmp_path, *(f"--fault={fault}" for fault in rotated(kind, turn)))
+    ends = [event for event in node.events("worker_exited") if event.get("signal")]
+    assert [event["worker"] for event in ends] == [f"node0/{slot}#0" for slot in range(WORKERS)]
+    assert {event["signal"] for event in ends} == {signal.SIGKILL}
+    steps, generations = node.events("step"), node.events("generation")
+    natively = carried(node)
+    for end in ends:
+        told = next(event for event in generations if event["t"] > end["t"])
+        assert end["worker"] not in told["workers"]
+        after = next(event for event in steps if event["generation"] == told["generation"])
+        assert after["members"] == WORKERS - 1
+        assert end["t"] <= told["t"] <= after["t"]
+        assert natively[after["step"] - 1][1], "it died in a native group"
+        assert not natively[after["step"]][1], "the step is done again over links"
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_was_stopped_while_the_others_waited_natively_finds_that_it_is_out(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,attach_timeout=90,stop_timeout=600"
+    flags = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf, "--collectives=native")
+    script = (HURT, f"--steps={LAST}", "--crew=3", "--fault=1:8:issue:stop")
+    a, b = (
+        elaunch(spawn, tmp_path, *flags, f"--nproc-per-node={n}", f"--node-name={name}", script=script, name=name)
+        for name, n in (("a", 1), ("b", 2))
+    )
+    wait_for_members([a, b], 3)
+    pids = b.pids()
+    stopped = psutil.Process(pids["b/1#0"])
+    wait_for([a, b], lambda: stopped.status() == psutil.STATUS_STOPPED, 60, "a worker that is stopped in a sum")
+    for pid in (b.agent.pid, pids["b/0#0"]):
+        os.kill(pid, signal.SIGSTOP)
+    wait_for(a, lambda: a.members() == ["a/0#0"], 60, "a generation without the node")
+    wait_for_step(a, a.last_step() + 2)
+    for pid in (*pids.values(), b.agent.pid):
+        os.kill(pid, signal.SIGCONT)
+    for node in (a, b):
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    assert not {"b/0#0", "b/1#0"} & set(a.members())
+    alone = elaunch(spawn, tmp_path, "--standalone", script=(HURT, f"--steps={LAST}"), name="alone")
+    assert alone.agent.wait(60) == 0, alone.agent.tail()
+    assert_same(losses([a, b]), losses(alone), 1e-9)
+    assert digests([a, b]) == digests(alone)
+
+
+@pytest.mark.timeout(200)
+def test_no_worker_keeps_an_update_from_garbage(spawn: Spawner, tmp_path: Path) -> None:
+    """What is cut off ends with garbage in the gradients, first since a worker dies, then where all live."""
+    node = hurt(spawn, tmp_path, "--device", "--fault=2:8:sum:kill", "--break-at=1:30")
+    assert {event["backend"] for event in node.events("collectives")} == {"device-like"}
+    assert len([event for event in node.events("worker_exited") if event.get("signal")]) == 1
+    broke = next(event for event in node.events("transition") if "link" in event["cause"])
+    natively = carried(node)
+    assert natively[29][1]
+    assert natively[30] == (broke["generation"], False)
+
+
+@pytest.mark.timeout(200)
+def test_links_and_native_groups_give_the_same_weights_at_whichever_steps_they_take_turns(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    """The sums of two numbers are the same in any order, so those of two workers are bitwise."""
+    swapped, links = tmp_path / "swapped", tmp_path / "links"
+    for folder in (swapped, links):
+        folder.mkdir()
+    node = hurt(spawn, swapped, "--native-from=10", "--native-from=40", "--relink-at=25", workers=2)
+    over_links = hurt(spawn, links, workers=2, flags=("--collectives=links",))
+    natively = [was_native for _, (_, was_native) in sorted(carried(node).items())]
+    assert natively == [False] * 10 + [True] * 15 + [False] * 15 + [True] * 20
+    assert norms(node) == norms(over_links)
+    assert losses(node) == losses(over_links)
+
+
+@pytest.mark.timeout(200)
+def test_where_one_member_cannot_open_its_group_links_serve_and_a_line_says_so(spawn: Spawner, tmp_path: Path) -> None:
+    node = hurt(spawn, tmp_path, "--refuse=1", workers=2)
+    assert node.events("collectives") == []
+    told = [line for line in node.agent.text().splitlines() if "cannot be used" in line]
+    assert [line.partition("gloo cannot")[2] for line in told] == [
+        " be used in generation 2; links serve: no route to host"
+    ]
 
 
 AGAIN = """

@@ -43,7 +43,7 @@ class Hosts:
     folder: Path
     nodes: dict[str, Node] = field(default_factory=dict)
 
-    def start(self, names: str, nnodes: str) -> None:
+    def start(self, names: str, nnodes: str, collectives: str = "auto") -> None:
         """Nodes of these names, which join in this order; the job's last steps wait for all of them to be back."""
         script: list[str | Path] = [SCRIPT, "--steps", str(STEPS), "--sleep", "0.03", "--crew", str(len(names))]
         conf = "lease_ttl=2,link_timeout=2,last_call_timeout=0,attach_timeout=90"
@@ -54,6 +54,7 @@ class Hosts:
                 f"--nnodes={nnodes}",
                 f"--rdzv-endpoint={self.etcd.endpoint}",
                 f"--rdzv-conf={conf}",
+                f"--collectives={collectives}",
                 f"--node-name={name}",
                 script=script,
                 name=name,
@@ -86,6 +87,13 @@ class Hosts:
         assert digests(self.all) == samples
 
 
+def sums_natively(first: Node) -> bool:
+    """Whether the members of the newest generation use a native group, as the first member's agent logs it."""
+    return first.events("collectives")[-1:] != [] and (
+        first.events("collectives")[-1]["generation"] == first.events("generation")[-1]["generation"]
+    )
+
+
 @pytest.fixture
 def hosts(spawn: Spawner, tmp_path: Path) -> Iterator[Hosts]:
     with network() as made, serving(tmp_path / "etcd", made.gateway) as etcd:
@@ -94,12 +102,16 @@ def hosts(spawn: Spawner, tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("both_ways", [False, soak(True)])
+@pytest.mark.parametrize(
+    ("both_ways", "collectives"), [(False, "links"), (True, "native"), soak(True, "links"), soak(False, "native")]
+)
 def test_of_two_hosts_that_lose_each_other_the_later_is_left_out_until_they_are_joined_again(
-    hosts: Hosts, both_ways: bool
+    hosts: Hosts, both_ways: bool, collectives: str
 ) -> None:
     expected, samples, _ = reference(hosts.spawn, hosts.folder, "--steps", str(STEPS))
-    hosts.start("abc", "1:3")
+    hosts.start("abc", "1:3", collectives)
+    if collectives == "native":
+        wait_for(hosts.all, lambda: sums_natively(hosts.nodes["a"]), LIMIT_S, "steps over a native group")
     before = {name: node.pids() for name, node in hosts.nodes.items()}
     hosts.network.cut("a", "c", both_ways)
     hosts.wait_for_nodes("ab", seen_by="abc")

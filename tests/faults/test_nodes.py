@@ -283,6 +283,26 @@ def test_who_comes_when_such_a_job_has_ended_is_told(spawn: Spawner, tmp_path: P
     assert "gave up after 4 s" in late.agent.text()
 
 
+STAYS = """
+import sys
+from elaunch.agent import participation
+from elaunch.cli.run import main
+participation.LATE_S = 600.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, soak(signal.SIGTERM)])
+def test_a_signal_ends_the_stay_of_the_host_of_a_job_that_is_over(
+    spawn: Spawner, tmp_path: Path, free_port: int, number: signal.Signals
+) -> None:
+    flags = (*c10d(free_port, "1:2"), "--rdzv-conf=last_call_timeout=0")
+    host = spawn.python("-c", STAYS, *flags, SCRIPT, "--steps", "2", name="host")
+    host.wait_for_text("and tells late nodes so for 600 s", 60)
+    host.signal(number)
+    assert host.wait(60) == 0, "the job has ended well"
+
+
 @pytest.mark.soak
 def test_who_hosts_a_rendezvous_where_one_has_ended_says_so(spawn: Spawner, tmp_path: Path, free_port: int) -> None:
     flags = (*c10d(free_port, "2"), "--rdzv-conf=join_timeout=4", "--node-name=c")

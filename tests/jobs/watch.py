@@ -70,6 +70,7 @@ PRELOADS = {
     "streams.py": _EAGER,
     "train_habits.py": _EAGER,
     "amp.py": _EAGER,
+    "native.py": _EAGER,
     "layers.py": _EAGER,
     "planned.py": _EAGER,
     "plans.py": _EAGER,

@@ -245,6 +245,8 @@ class Node:
     def check_kill(self, target: Worker) -> None:
         """While the job goes on, no agent kills the last worker that holds its state."""
         life, world = self.life, self.world
+        if not world.checks_kills:
+            return
         attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
         if world.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
             return

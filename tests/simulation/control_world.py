@@ -39,7 +39,13 @@ class Case:
 
 
 class World:
-    """Simulated time, the store, the agents and the workers."""
+    """Simulated time, the store, the agents and the workers.
+
+    Attributes:
+        checks_kills: whether no agent may kill the last worker that holds the state.
+    """
+
+    checks_kills = True
 
     def __init__(self, case: Case) -> None:
         self.case = case

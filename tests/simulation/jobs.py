@@ -14,6 +14,7 @@ from elaunch.workers.comm import transport
 from elaunch.workers.member import reports
 from tests.simulation.control_faults import random_fault
 from tests.simulation.control_world import START_S, Case
+from tests.simulation.native import backends_of
 from tests.simulation.test_control_simulation import check_that_it_goes_on
 from tests.simulation.transcript import render
 from tests.simulation.world import JobWorld
@@ -44,14 +45,18 @@ def make_case(seed: int) -> Case:
     )
 
 
-def simulate(seed: int) -> JobWorld:
+def simulate(seed: int, native: bool = False) -> JobWorld:
     """Runs the job of a seed until it has ended, or trains again after the last fault.
+
+    Args:
+        seed: of all that is random.
+        native: whether its gradients are summed by native groups (tests/simulation/native.py).
 
     Raises:
         InvariantBroken: something that must hold does not.
     """
     case = make_case(seed)
-    world = JobWorld(case)
+    world = JobWorld(case, native)
     try:
         with _time_of(world):
             _run(world)
@@ -63,7 +68,7 @@ def simulate(seed: int) -> JobWorld:
     return world
 
 
-def simulate_all(seeds: range) -> dict[int, str]:
+def simulate_all(seeds: range, native: bool = False) -> dict[int, str]:
     """Runs the jobs of these seeds; returns the transcripts of those that failed.
 
     Garbage is collected between jobs: they make much of it, and all at once.
@@ -74,7 +79,7 @@ def simulate_all(seeds: range) -> dict[int, str]:
     try:
         for seed in seeds:
             try:
-                simulate(seed)
+                simulate(seed, native)
             except InvariantBroken as error:
                 failed[seed] = str(error)
             if seed % 50 == 0:
@@ -89,6 +94,8 @@ def _run(world: JobWorld) -> None:
     """Lets the job begin, then the faults come in one or several bursts; after them it has time to go on."""
     rng, at_s = world.rng, world.rng.random() * 6
     world.step_s = rng.choice([0.2, 0.5, 1.5])
+    if world.native:
+        world.step_s, world.refusals = rng.choice([0.1, 0.2, 0.5]), rng.choice([0.0, 0.0, 0.1])
     for _ in range(world.case.nodes):
         world.at(rng.random() * 0.3, world.add_node)
     for _ in range(world.case.faults):
@@ -111,6 +118,9 @@ def _run(world: JobWorld) -> None:
 
 def _fault(world: JobWorld) -> None:
     alive = [worker for worker in world.workers.values() if worker.alive]
+    if world.native and alive and world.rng.random() < 0.1:
+        world.break_native(world.rng.choice(alive).id)
+        return
     kind = world.rng.random()
     if alive and kind < 0.1:
         world.stop(world.rng.choice(alive).id, world.rng.choice([0.05, 0.5, 2.0]))
@@ -139,6 +149,8 @@ def check_that_all_train(world: JobWorld) -> None:
         assert any(number == generation.number and one in workers for number, workers in newest), (
             f"{one} has not committed a step in generation {generation.number}"
         )
+        held = sum(bulk.opened and not bulk.closed for bulk in world.workers[one].bulks)
+        assert held <= 1, f"{one} holds {held} native groups"
 
 
 @contextmanager
@@ -147,4 +159,6 @@ def _time_of(world: JobWorld) -> Iterator[None]:
     with ExitStack() as patches:
         for module in (recovery, transport, reports):
             patches.enter_context(patch.object(module, "time", world.clock))
+        if world.native:
+            patches.enter_context(backends_of(world))
         yield

@@ -82,6 +82,11 @@ class End:
 
     carried = rate
 
+    def check(self) -> None:
+        owner = self.owner
+        if owner.world.now_s - owner.world.silent_since_s(owner.worker, self.peer) >= SILENT_S:
+            raise self.fail("silent")
+
     def fail(self, why: str) -> LinkLost:
         if self.broken is None:
             self.broken = why

@@ -24,6 +24,7 @@ class Process:
 
     Attributes:
         alive: whether it has not ended.
+        threads: its threads beside the training thread, which end and stop with it.
         stopped_until_s: until then it does nothing, as after SIGSTOP.
     """
 
@@ -33,6 +34,7 @@ class Process:
         self._waits_for: object = None
         self._wait = 0
         self.alive = True
+        self.threads: list[Process] = []
         self.stopped_until_s = 0.0
 
     def start(self) -> None:
@@ -43,8 +45,12 @@ class Process:
         """Ends it at once, wherever it is."""
         self.alive = False
         self._wait += 1
-        if self._thread and greenlet.getcurrent() is not self._thread:
+        for thread in self.threads:
+            thread.kill()
+        if self._thread and greenlet.getcurrent() is self._thread.parent:
             self._thread.throw()
+        elif self._thread and greenlet.getcurrent() is not self._thread:
+            self._clock.at(0.0, self._thread.throw)
 
     def wait(self, what: object, timeout_s: float | None = None) -> bool:
         """Waits, in the training thread, for `wake(what)`; returns whether it came before `timeout_s` seconds."""

@@ -6,12 +6,16 @@ another gradient gives another value for ever.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elaunch.errors import StateLost
 from elaunch.rendezvous.membership import Generation
 from elaunch.workers import replicas
 from elaunch.workers.comm.group import Group
+from elaunch.workers.data_parallel.reducer import Reducer
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.runtime import Member
 
@@ -73,15 +77,34 @@ class Framework:
         self.step = 0
         self.holds = False
         self.summed = 0
+        self.flat = torch.zeros(1, dtype=torch.float64)
+        self.reducer = Reducer(lambda generation: self.member.native.failed(generation))
         self.compared = (0, 0)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def compute(self) -> None:
-        """Sums the gradients of the samples over the members."""
+        """Computes this member's part of the gradient, and sums it over the members."""
         member, step = self.member, self.step
         own = sum(sample_gradient(step, sample) for sample in range(member.rank, N_SAMPLES, member.size))
-        self.summed = sum(member.group.all_gather_json(own))
+        self.flat.fill_(own)
+        self.worker.pass_step()
+        if not self.worker.world.native:
+            self.summed = sum(member.group.all_gather_json(own))
+            return
+        bulk = member.native.current
+        self.worker.world.sums(self.worker.id, step, member.generation, bulk is not None)
+        self.reducer.begin(member.group, 1.0, bulk)
+        if bulk is not None:
+            self.reducer.launch(self.flat)
+            self.worker.pass_time()
+            self.worker.waits_since_s = self.worker.world.now_s
+            self.reducer.wait()
+            self.worker.waits_since_s = inf
+            self.reducer.raise_error()
+        else:
+            self.flat.fill_(sum(member.group.all_gather_json(int(self.flat))))
+        self.summed = int(self.flat)
 
     def apply(self) -> None:
         """Does the update of the step whose gradient is here."""
@@ -105,6 +128,7 @@ class Framework:
         return Vote(self.step, self.member.entered, self.holds, {"parts": sorted(self.parts)})
 
     def pause(self) -> None:
+        self.reducer.cancel()
         self.worker.pass_time()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
@@ -179,7 +203,6 @@ def train(worker: Worker, steps: int, whole: bool) -> None:
         member.join()
         while hooks.step < steps or not member.finish():
             with member.attempt():
-                worker.pass_step()
                 hooks.compute()
                 member.commit()
                 step, generation = hooks.step, member.generation

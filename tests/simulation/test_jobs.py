@@ -13,11 +13,15 @@ import pytest
 
 from elaunch.rendezvous.rules import training
 from elaunch.workers import recovery, runtime
-from elaunch.workers.comm import group
+from elaunch.workers.comm import group, transport
+from elaunch.workers.comm.native import ended
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.data_parallel import reducer
 from elaunch.workers.member import runtime_hooks
 from elaunch.workers.recovery import Recovery
 from tests.helpers import soak
 from tests.simulation.jobs import simulate, simulate_all
+from tests.simulation.native import SimulatedBulk
 from tests.simulation.transcript import render
 
 BLOCK = 100
@@ -29,8 +33,16 @@ def test_every_step_commits_once_and_no_state_is_lost_whatever_happens(block: in
     assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
 
 
-def test_a_seed_is_the_same_job_each_time() -> None:
-    assert render(simulate(5).events) == render(simulate(5).events)
+@pytest.mark.parametrize("block", [*range(4), *map(soak, range(4, 54))])
+def test_nobody_trains_on_garbage_of_a_native_group_nor_waits_in_it_for_ever(block: int) -> None:
+    """Members sum by the same group or all over links; none is closed before all survivors have left it; none leaks."""
+    failed = simulate_all(range(block * BLOCK, block * BLOCK + BLOCK), native=True)
+    assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_seed_is_the_same_job_each_time(native: bool) -> None:
+    assert render(simulate(5, native).events) == render(simulate(5, native).events)
 
 
 # -- the simulation finds defects: each of these was one, or is a line that recovery cannot do without --
@@ -108,3 +120,83 @@ def test_a_defect_does_not_go_unseen(
     monkeypatch.setattr(*defect())
     blocks = [range(seed, seed + 1), *(range(first, first + 50) for first in range(0, seeds, 50))]
     assert any(map(simulate_all, blocks))
+
+
+# -- the same for native groups --
+
+
+def _takes_a_group_that_others_may_not_have() -> Any:
+    def passed(self: NativeGroups, ready: tuple[int, int]) -> bool:
+        return original(self, (ready[1], ready[1]))
+
+    original = NativeGroups.passed
+    return NativeGroups, "passed", passed
+
+
+def _takes_a_group_as_soon_as_it_is_open() -> Any:
+    def current(self: NativeGroups) -> Any:
+        return next(iter(self._newest.bulks.values())) if self.ready() and self._newest is not None else None
+
+    return NativeGroups, "current", property(current)
+
+
+def _closes_a_group_before_the_votes() -> Any:
+    def pause(self: NativeGroups) -> None:
+        original(self)
+        self.settled(())
+
+    original = NativeGroups.pause
+    return NativeGroups, "pause", pause
+
+
+def _never_closes_a_group() -> Any:
+    return NativeGroups, "settled", lambda self, others_in: None
+
+
+def _does_not_ask_the_group_after_the_sums() -> Any:
+    return SimulatedBulk, "errored", lambda self: None
+
+
+def _goes_on_before_the_device_is_done() -> Any:
+    return ended, "reach", lambda *arguments, **more: None
+
+
+def _does_the_step_again_while_the_backend_still_writes() -> Any:
+    return reducer.NativeSums, "drop", lambda self: None
+
+
+def _looks_at_no_link_while_it_waits() -> Any:
+    return transport.Transport, "check", lambda self, peers: None
+
+
+def _leaves_a_failed_device_to_itself() -> Any:
+    def reach(*arguments: Any, failed: Any, **more: Any) -> None:
+        original(*arguments, **more)
+
+    original = ended.reach
+    return ended, "reach", reach
+
+
+NATIVE_DEFECTS = [
+    (_takes_a_group_that_others_may_not_have, 17),
+    (_takes_a_group_as_soon_as_it_is_open, 0),
+    (_closes_a_group_before_the_votes, 0),
+    (_never_closes_a_group, 0),
+    (_does_not_ask_the_group_after_the_sums, 1003),
+    (_goes_on_before_the_device_is_done, 1),
+    (_does_the_step_again_while_the_backend_still_writes, 526),
+    (_looks_at_no_link_while_it_waits, 484),
+    (_leaves_a_failed_device_to_itself, 5),
+]
+
+
+@pytest.mark.parametrize(("defect", "seed"), NATIVE_DEFECTS)
+@pytest.mark.job
+@pytest.mark.timeout(600)
+def test_a_defect_of_native_groups_does_not_go_unseen(
+    defect: Callable[[], Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seed` has shown it before; where the jobs of all seeds have become others, one of so many does."""
+    monkeypatch.setattr(*defect())
+    blocks = [range(seed, seed + 1), *(range(first, first + 50) for first in range(0, 3000, 50))]
+    assert any(simulate_all(block, native=True) for block in blocks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.messages import note_lost_link, react
@@ -12,6 +14,7 @@ from elaunch.errors import ElaunchError
 from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
 from elaunch.wire import Finished, Leaving, Message, Ready, Report, Unreachable
 from elaunch.workers.runtime import Member
+from tests.simulation.native import SimulatedBulk, groups_of
 from tests.simulation.network import SimulatedTransport
 from tests.simulation.processes import Process
 from tests.simulation.script import Framework, train
@@ -79,6 +82,8 @@ class Worker:
         self.member: Member | None = None
         self.hooks: Framework | None = None
         self.transport: SimulatedTransport | None = None
+        self.bulks: list[SimulatedBulk] = []
+        self.waits_since_s = inf  # in a native group
         self.activations: set[tuple[int, int]] = set()
         self.up_s = self.down_s = 0.0
 
@@ -124,6 +129,8 @@ class Worker:
                 self.note(f"finds {message.peer} {what}")
                 self.send_up(lambda: self._lost_peer(message))
             case Report():
+                if message.kind == "collectives":
+                    self.note(f"says that all sum natively from step {message.fields['step']} on")
                 if message.kind == "step":
                     self.send_up(lambda: self._log(message))
             case _:
@@ -156,6 +163,9 @@ class Worker:
         self.alive = False
         if self.transport is not None:
             self.transport.break_down()
+        for bulk in self.bulks:
+            if bulk.room is not None and not bulk.poisoned:
+                bulk.room.left_by(bulk)
         self.process.kill()
         now_s = self.world.now_s
         # Whatever it said before is read before its end is reported.
@@ -188,17 +198,23 @@ class Worker:
         self.send_up(lambda: life.on_attach(self.id) if self.alive else None)
         self.hooks = hooks
         self.transport = SimulatedTransport(self.world, self.world.network, self.process, self.id)
-        member = Member(
-            self.channel,
-            hooks,
-            step=lambda: hooks.step,
-            boundary=hooks.boundary,
-            state_is_whole=hooks.whole,
-            transport=self.transport,
-        )
+        with groups_of(self) if self.world.native else nullcontext():
+            member = Member(
+                self.channel,
+                hooks,
+                step=lambda: hooks.step,
+                boundary=hooks.boundary,
+                state_is_whole=hooks.whole,
+                transport=self.transport,
+            )
         atexit.unregister(member.close)
         self.member = member
         return member
+
+    def wake_threads(self, what: object) -> None:
+        """Ends what threads beside the training thread wait for."""
+        for thread in self.process.threads:
+            thread.wake(what)
 
     def pass_import(self) -> None:
         self.process.sleep(self.world.import_s(self.id))

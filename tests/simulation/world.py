@@ -10,9 +10,13 @@ from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.wire import AGAIN
 from tests.simulation.control_node import Node
 from tests.simulation.control_store import Document
-from tests.simulation.control_world import Case, World
+from tests.simulation.control_world import SILENT_S, Case, World
+from tests.simulation.native import Room
 from tests.simulation.network import Network
 from tests.simulation.worker import Worker
+
+LOOKS_S = 2.0
+"""Links are looked at once a second."""
 
 
 class _Clock:
@@ -32,9 +36,15 @@ class JobWorld(World):
 
     workers: dict[str, Any]  # of this package's own kind
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, native: bool = False) -> None:
         super().__init__(case)
         self.network = Network()
+        self.native, self.native_on_device = native, case.seed % 3 > 0
+        self.checks_kills = not native  # which two faults together may cost the state, jobs without them show
+        self.native_rooms: dict[str, Room] = {}
+        self.native_values: dict[str, Any] = {}
+        self.carriers: dict[tuple[int, int], tuple[str, bool]] = {}
+        self.refusals = 0.0  # how many openings of native groups fail
         self.clock = _Clock(self)
         self.step_s = 0.4
         self.log: dict[tuple[int, int], list[tuple[str, bool]]] = {}
@@ -43,6 +53,7 @@ class JobWorld(World):
     def close(self) -> None:
         """Ends what still runs."""
         for worker in self.workers.values():
+            worker.alive = False  # its script closes nothing any more
             worker.process.kill()
 
     def through_json(self, document: Document) -> Document:
@@ -82,8 +93,20 @@ class JobWorld(World):
         self.network.look()
 
     def heal(self, one: str, other: str) -> None:
+        self.check_patience(one, other)
         super().heal(one, other)
         self.network.send_again(self.now_s, self.delay_s)
+        for room in self.native_rooms.values():
+            room.look()
+
+    def break_native(self, worker: str) -> None:
+        """The native group of a worker breaks, on all members or on it alone, and nobody has ended."""
+        bulks = [bulk for bulk in self.workers[worker].bulks if bulk.opened and not bulk.poisoned]
+        if bulks and bulks[-1].room is not None:
+            self.note("FAULT:", f"the native group of {worker} breaks")
+            everywhere = self.rng.random() < 0.5
+            for bulk in bulks[-1].room.bulks.values() if everywhere else bulks[-1:]:
+                bulk.break_down("network error")
 
     def stop(self, worker: str, seconds: float) -> None:
         """A process is stopped for a while, as by SIGSTOP and SIGCONT."""
@@ -92,6 +115,26 @@ class JobWorld(World):
         process.stopped_until_s = max(process.stopped_until_s, self.now_s + seconds)
 
     # -- what must hold -------------------------------------------------------------------------------------------
+
+    def sums(self, worker: str, step: int, generation: Generation, natively: bool) -> None:
+        """A member begins to sum the gradients of a step: all members of it do so over the same."""
+        first, before = self.carriers.setdefault((generation.number, step), (worker, natively))
+        assert before is natively, (
+            f"{first} sums step {step} of generation {generation.number} "
+            f"{'natively' if before else 'over links'}, and {worker} does not"
+        )
+
+    def check_patience(self, one: str, other: str) -> None:
+        """No member has waited natively for another one for much longer than a link may be silent."""
+        for worker in self.workers.values():
+            generation = worker.active
+            if not worker.alive or generation is None or not {one, other} <= set(generation.nodes):
+                continue
+            if worker.node.name in (one, other):
+                since_s = max(
+                    worker.waits_since_s, self.parted[frozenset((one, other))], worker.process.stopped_until_s
+                )
+                assert self.now_s - since_s < SILENT_S + LOOKS_S, f"{worker.id} waits for a machine that is cut off"
 
     def applied(self, worker: str, step: int, generation: Generation) -> None:
         """A step is applied by agreement: a member must have committed it, and no member may have done so twice."""

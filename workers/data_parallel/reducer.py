@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class Reducer:
         """Returns when nothing is under way any more."""
         self.join()
         group = self._group
-        if self._native is not None and group is not None and self.error is None:
+        if self._native is not None and group is not None:
             self._in_native(group, self._native.finish)
 
     def raise_error(self) -> None:
@@ -120,11 +121,15 @@ class Reducer:
             self._closed = True
             self._arrived.notify_all()
 
-    def _in_native(self, group: Group, wait: Callable[[], None]) -> None:
+    def _in_native(self, group: Group, wait: Callable[[Callable[[], None]], None]) -> None:
+        if self.error is not None:
+            return
         others = [member for member in group.members if member != group.transport.worker]
         with heartbeat.waiting(others, group.generation):
             try:
-                wait()
+                wait(lambda: group.transport.check(others))
+            except StepInterrupted as error:
+                self.interrupt(error)
             except RuntimeError as error:
                 self._native_failed(group, error)
 
@@ -186,28 +191,53 @@ class NativeSums:
         self._device = flat.device
         self._works.append(self._bulk.all_reduce(flat))
 
-    def join(self) -> None:
+    def join(self, look: Callable[[], None]) -> None:
         """Has what follows on this thread, on a device on its stream, come after all sums.
+
+        Args:
+            look: called now and then while this thread waits; what it raises ends the wait.
 
         Raises:
             RuntimeError: one has failed.
         """
         while self._joined < len(self._works):
+            work = self._works[self._joined]
+            if self._device.type != "cpu":
+                work.wait()
+            else:
+                self._await(work, look)
             self._joined += 1
-            self._works[self._joined - 1].wait()
 
-    def finish(self) -> None:
+    def _await(self, work: dist.Work, look: Callable[[], None]) -> None:
+        while True:
+            try:
+                work.wait(timedelta(seconds=ended.LINKS_S))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
+                    work.wait()
+                    return
+            look()
+
+    def finish(self, look: Callable[[], None]) -> None:
         """Returns when all sums are there, and right.
 
         A stream that is freed by an abort goes on with garbage: so it is done first, and the group asked then.
 
+        Args:
+            look: as for `join`.
+
         Raises:
             RuntimeError: they are not.
         """
-        if self._device.type != "cpu":
-            ended.reach(self._device, ended.here(self._device), self._bulk.errored)
+        if (done := self._mark()) is not None:
+            ended.reach(self._device, done, self._bulk.errored, look=look, failed=self._bulk.poison)
         if wrong := self._bulk.errored():
             raise RuntimeError(wrong)
+
+    def _mark(self) -> ended.Mark | None:
+        """Returns the end of what the device has been told until now; None: its sums have ended already."""
+        return None if self._device.type == "cpu" else ended.here(self._device)
 
     def drop(self) -> None:
         """Returns when nothing writes into the tensors any more. The group has been poisoned before."""

@@ -13,6 +13,9 @@ from elaunch.workers.fatal import end_process
 
 POLL_S = 0.00005
 LOOK_S = 0.1
+LINKS_S = 1.0
+"""How often whoever waits in a native group looks at its links: a backend may wait for ever for a peer that is gone."""
+
 FREED_S = 120.0
 """For a device to come to the end of its work once a native group has failed or was poisoned, which frees it."""
 
@@ -32,7 +35,12 @@ def here(device: torch.device) -> Mark:
 
 
 def reach(
-    device: torch.device, done: Mark, errored: Callable[[], str | None], clock: Callable[[], float] = time.monotonic
+    device: torch.device,
+    done: Mark,
+    errored: Callable[[], str | None],
+    clock: Callable[[], float] | None = None,
+    look: Callable[[], object] = lambda: None,
+    failed: Callable[[], object] = lambda: None,
 ) -> None:
     """Returns when a device has come to a place in its work; ends this process if even an abort frees it not.
 
@@ -44,14 +52,21 @@ def reach(
         device: as messages name it.
         done: the place.
         errored: returns what has gone wrong in the groups, as `Bulk.errored` does.
-        clock: returns the time, in seconds.
+        clock: returns the time, in seconds; by default, the monotonic one.
+        look: called every `LINKS_S` while nothing has gone wrong; what it raises ends the wait.
+        failed: called when something has: an error of a group does not free the device, but its poison does.
     """
-    look_s, end_s, wrong = clock() + LOOK_S, math.inf, ""
+    clock = clock or time.monotonic
+    look_s, links_s, end_s, wrong = clock() + LOOK_S, clock() + LINKS_S, math.inf, ""
     while not done.query():
         if (now_s := clock()) >= look_s:
             look_s = now_s + LOOK_S
             if not wrong and (wrong := errored() or ""):
                 end_s = now_s + FREED_S
+                failed()
+            if not wrong and now_s >= links_s:
+                links_s = now_s + LINKS_S
+                look()
             if now_s >= end_s:
                 why = f"{device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
                 end_process("native group", TimeoutError(why))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,8 @@ NO_TIMEOUT = timedelta(days=7)
 MESSAGE, EXCHANGE = 0, 1
 """Tags; what has the same is matched in order."""
 
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
+
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -37,6 +40,7 @@ class GlooBulk:
     def __init__(self, host: str) -> None:
         self._host = host
         self._group: Any = None  # what torch declares of its groups lacks their collectives
+        self._place: dist.Store | None = None  # Gloo does not keep what Python adds to it
         self._connections: list[sockets.Socket] = []
         self._lock = threading.Lock()
         self._poisoned = False
@@ -50,10 +54,11 @@ class GlooBulk:
             options._devices = [_device(self._host)]
             own = [port for inode, port in sockets.listening() if inode not in older]
         options._timeout, options._threads = OPEN_TIMEOUT, THREADS
-        store.set(f"ports/{rank}", ",".join(map(str, own)))
-        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        place = self._place = _Place(store, lambda: self._poisoned)
+        place.set(f"ports/{rank}", ",".join(map(str, own)))
+        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, options)
         group._set_default_timeout(NO_TIMEOUT)
-        told = [store.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
+        told = [place.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
         others = [int(port) for ports in told for port in ports.split(",") if port]
         found = sockets.connected(own, others, older)
         with self._lock:
@@ -104,7 +109,7 @@ class GlooBulk:
     def close(self) -> None:
         """Ends Gloo's threads."""
         with self._lock:
-            self._group = None
+            self._group = self._place = None
             connections, self._connections = self._connections, []
         for one in connections:
             one.close()
@@ -133,6 +138,43 @@ class _Patient(dist.Work):
             return True
         self._waited = True
         return self._work.wait(timeout)
+
+
+class _Place(dist.Store):
+    """A store in which whoever waits for a member that died on the way is freed when the generation ends.
+
+    Args:
+        store: in which the members meet.
+        is_over: returns whether the generation has ended.
+    """
+
+    def __init__(self, store: dist.Store, is_over: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store, self._is_over = store, is_over
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a value."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value once it is there."""
+        self.wait([key], OPEN_TIMEOUT)
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = OPEN_TIMEOUT) -> None:
+        """Returns when all keys are there.
+
+        Raises:
+            RuntimeError: the generation has ended, or they did not come in time.
+        """
+        end_s, pause_s = time.monotonic() + timeout.total_seconds(), SHORTEST_PAUSE_S
+        while not self._store.check(keys):
+            if self._is_over():
+                raise RuntimeError("the members have changed while it was opened")
+            if time.monotonic() >= end_s:
+                raise RuntimeError(f"not all members have come to its opening within {timeout.total_seconds():.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _device(host: str) -> dist.ProcessGroupGloo.Device:

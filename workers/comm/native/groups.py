@@ -161,6 +161,8 @@ class NativeGroups:
         new = [key for key in needs if members[rank] in key.members and key not in newest.bulks]
         made = {key: self._make() for key in new}
         with self._lock:
+            if generation < self._floor:
+                return
             newest.needs, newest.in_use = needs, False
             newest.bulks |= made
             self._newest = newest
@@ -181,9 +183,11 @@ class NativeGroups:
         return True
 
     def failed(self, generation: int) -> None:
-        """Takes note that an operation failed though nobody was known to have left."""
+        """Takes note that an operation failed; where the generation is over, as was to be expected."""
+        if self._newest is None or self._newest.poisoned:
+            return
         self._failures += 1
-        if self._failures == MOST_FAILURES and self._newest is not None:
+        if self._failures == MOST_FAILURES:
             name = next((bulk.backend for bulk in self._newest.bulks.values()), "a native group")
             _say(
                 f"{name} has failed {MOST_FAILURES} times between the same members, the last time in generation "

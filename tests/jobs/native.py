@@ -1,0 +1,199 @@
+"""A training script whose gradients go over native groups of Gloo, and which hurts itself while they do.
+
+`--fault SLOT:STEP:MOMENT:KIND` ends (KIND kill) or stops (stop) the first worker of a slot by a signal, in the first
+step from STEP on in which the whole crew is there and sums natively, at
+
+    forward   while the others wait in a collective of the script
+    issue     before its gradients go into the native sums that the others wait for
+    sum       when its native sums have begun
+    enter     before it speaks at the commit barrier
+    half      when it has spoken to one of the others there
+
+`--device` gives the groups the manners of a device's: whoever waits goes on at once, a sum that was cut off leaves
+garbage in the tensor, and only the group itself tells of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+import elaunch
+from elaunch.workers import runtime
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.job import BaseJob
+from tests.jobs import come_late, say, train
+from tests.jobs.eager import compile_nothing
+
+GARBAGE = 1e3
+
+
+class NativeFaults(train.Faults):
+    """Hurts this worker once, when the whole crew sums natively."""
+
+    def __init__(self, job: elaunch.Job, faults: list[str], crew: int) -> None:
+        self.crew = crew
+        asked = dict(fault.rsplit(":", 1) for fault in faults)
+        super().__init__(job, list(asked))
+        slot = os.environ.get("LOCAL_RANK", "0")
+        (kind,) = {kind for fault, kind in asked.items() if fault.startswith(f"{slot}:")} or {"kill"}
+        train.die = hurt if kind == "kill" else halt
+        self._die_around(GlooBulk, "all_reduce", before="issue", after="sum")
+
+    def due(self, phase: str) -> bool:
+        step = self.steps.get(phase)
+        return step is not None and self.job.step >= step and is_whole(self.job, self.crew)
+
+
+def is_whole(job: BaseJob, crew: int) -> bool:
+    """Whether all are there and sum natively."""
+    return job.size >= crew and job._member.native.current is not None
+
+
+def hurt() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def halt() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class CutOff:
+    """A sum as a stream sees it: it always ends, and what is in the tensor then is another matter."""
+
+    def __init__(self, bulk: DeviceLike, work: Any, tensor: torch.Tensor) -> None:
+        self._bulk, self._work, self._tensor = bulk, work, tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._bulk.cut_off = str(error)
+            self._tensor.fill_(GARBAGE)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class DeviceLike(GlooBulk):
+    """A group of Gloo with the manners of a device's.
+
+    Attributes:
+        cut_off: what has gone wrong in it; empty: nothing.
+    """
+
+    backend = "device-like"
+    cut_off = ""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        try:
+            return CutOff(self, super().all_reduce(tensor), tensor)
+        except RuntimeError as error:
+            self.cut_off = str(error)
+            return CutOff(self, _Raises(error), tensor)
+
+    def errored(self) -> str | None:
+        return self.cut_off or None
+
+
+class _Raises:
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def break_connections(job: elaunch.Job) -> None:
+    """The connections of this worker's native group break; all processes and links live."""
+    bulk = job._member.native.current
+    assert isinstance(bulk, GlooBulk)
+    bulk._end_connections()
+
+
+def hold_back(job: elaunch.Job, steps: list[int]) -> None:
+    """Has this worker say that its n-th group is open from the n-th of these steps on."""
+    ready, seen = NativeGroups.ready, list[int]()
+
+    def ready_late(self: NativeGroups) -> int:
+        found = ready(self)
+        if found and found not in seen:
+            seen.append(found)
+        if found and seen.index(found) < len(steps) and job.step + 1 < steps[seen.index(found)]:
+            return 0
+        return found
+
+    NativeGroups.ready = ready_late  # type: ignore[method-assign]
+
+
+def main() -> None:
+    come_late()
+    compile_nothing()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--crew", type=int, default=1)
+    parser.add_argument("--fault", action="append", default=[], help="SLOT:STEP:MOMENT:KIND")
+    parser.add_argument("--device", action="store_true")
+    parser.add_argument("--break-at", default="", help="SLOT:STEP at which the connections of a native group break")
+    parser.add_argument("--refuse", default="", help="SLOT whose groups cannot be opened")
+    parser.add_argument("--native-from", type=int, action="append", default=[], help="step from which a group is used")
+    parser.add_argument("--relink-at", type=int, default=-1, help="step at which a link breaks")
+    args = parser.parse_args()
+    slot = os.environ.get("LOCAL_RANK", "0")
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    if args.device:
+        runtime.maker = lambda host, device: lambda: DeviceLike(host)  # type: ignore[attr-defined]
+    if args.refuse == slot:
+        GlooBulk.open = refuse  # type: ignore[method-assign, assignment]
+    job = elaunch.init()
+    faults = NativeFaults(job, args.fault, args.crew)
+    if args.native_from:
+        hold_back(job, args.native_from)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1)).double()
+    model = job.wrap(net, first_bucket_bytes=1, bucket_bytes=1)  # a sum for each parameter
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    job.register(model=model, optimizer=optimizer)
+    broken = relinked = False
+    steps = job.steps(train.Samples(torch.float64), global_batch_size=16, micro_batch_size=2, seed=7, steps=args.steps)
+    for step in steps:
+        for inputs, targets in step:
+            if not is_whole(job, args.crew) and args.crew > 1:
+                time.sleep(0.05)
+            if faults.due("forward") and job.last_micro_batch:
+                train.die()
+            if job.last_micro_batch and args.crew > 1:
+                torch.distributed.all_reduce(torch.ones(3), group=job.process_group)
+            if args.break_at == f"{slot}:{job.step}" and job.last_micro_batch and not broken:
+                broken = True
+                break_connections(job)
+            if args.relink_at == job.step and job.rank == 0 and not relinked:
+                relinked = True
+                next(iter(job._member._transport._links.values())).fail("broken for the test")
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            job.report(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = float(sum(parameter.detach().square().sum().item() for parameter in net.parameters()))
+    say(f"ended {job.worker} norm {norm.hex()} after {job.step} steps")
+
+
+if __name__ == "__main__":
+    main()
