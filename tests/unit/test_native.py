@@ -17,10 +17,11 @@ from elaunch.policy.collectives import parse, uses_native
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.ended import FREED_S, reach
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
-from elaunch.workers.data_parallel.reducer import FREED_S, NativeSums, Reducer
+from elaunch.workers.data_parallel.reducer import Reducer
 from tests.helpers import wait_until
 from tests.unit.comm_crew import Task, crew, each, outcomes, together
 
@@ -328,19 +329,17 @@ def test_a_worker_whose_device_never_comes_to_the_end_of_poisoned_sums_ends(monk
     def end(what: str, error: BaseException) -> None:
         raise SystemExit(f"{what}: {error}")
 
-    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.end_process", end)
-    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.POLL_S", 0.0)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.end_process", end)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.POLL_S", 0.0)
     device = Device()
-    sums = NativeSums(device)
-    sums.add(torch.ones(1, device="meta"))
-    slow = Mark(5000)
-    sums.reach(slow, slow.clock)
+    slow, meta = Mark(5000), torch.device("meta")
+    reach(meta, slow, device.errored, slow.clock)
     assert slow.now_s == 5000, "as long as the members are the same, the hang detector judges"
     device.poisoned = True
     freed, stuck = Mark(100), Mark(float("inf"))
-    sums.reach(freed, freed.clock)
+    reach(meta, freed, device.errored, freed.clock)
     with pytest.raises(SystemExit) as ended:
-        sums.reach(stuck, stuck.clock)
+        reach(meta, stuck, device.errored, stuck.clock)
     assert str(ended.value) == "native group: meta was not done with its sums 120 s after their end (aborted)"
     assert FREED_S <= stuck.now_s <= FREED_S + 2
 

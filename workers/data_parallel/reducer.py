@@ -6,12 +6,9 @@ Over links one thread runs them. A native group of the members runs them itself,
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +17,8 @@ from elaunch import threads
 from elaunch.errors import CollectiveFailed, StepInterrupted
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
-from elaunch.workers.fatal import end_process
-
-POLL_S = 0.00005
-LOOK_S = 0.1
-FREED_S = 120.0
-"""For a device to come to the end of its work once the native group has failed or was poisoned, which frees it."""
 
 
 class Reducer:
@@ -172,13 +164,6 @@ class Reducer:
             return True
 
 
-class Mark(Protocol):
-    """A place in the work of a device."""
-
-    def query(self) -> bool:
-        """Returns whether the device has come to it."""
-
-
 class NativeSums:
     """The sums of one step in a native group.
 
@@ -214,35 +199,15 @@ class NativeSums:
     def finish(self) -> None:
         """Returns when all sums are there, and right.
 
-        A stream that is freed by an abort goes on with garbage: so it is done first, and the group asked then. It is
-        polled, as a thread that waits in a device's driver could not be freed.
+        A stream that is freed by an abort goes on with garbage: so it is done first, and the group asked then.
 
         Raises:
             RuntimeError: they are not.
         """
         if self._device.type != "cpu":
-            done = torch.Event(self._device)
-            done.record(torch.accelerator.current_stream(self._device))
-            self.reach(done)
+            ended.reach(self._device, ended.here(self._device), self._bulk.errored)
         if wrong := self._bulk.errored():
             raise RuntimeError(wrong)
-
-    def reach(self, done: Mark, clock: Callable[[], float] = time.monotonic) -> None:
-        """Returns when the device has come to a place in its work; ends this process if even an abort frees it not.
-
-        A peer that hangs is for the hang detector, whose end poisons the group. From then on, only this device is
-        waited for. While it writes into the tensors the step cannot be done again here, and other members wait.
-        """
-        look_s, end_s, wrong = clock() + LOOK_S, math.inf, ""
-        while not done.query():
-            if (now_s := clock()) >= look_s:
-                look_s = now_s + LOOK_S
-                if not wrong and (wrong := self._bulk.errored() or ""):
-                    end_s = now_s + FREED_S
-                if now_s >= end_s:
-                    why = f"{self._device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
-                    end_process("native group", TimeoutError(why))
-            time.sleep(POLL_S)
 
     def drop(self) -> None:
         """Returns when nothing writes into the tensors any more. The group has been poisoned before."""

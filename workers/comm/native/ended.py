@@ -1,0 +1,58 @@
+"""When a device has come to the end of what it does in native groups."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from elaunch.workers.fatal import end_process
+
+POLL_S = 0.00005
+LOOK_S = 0.1
+FREED_S = 120.0
+"""For a device to come to the end of its work once a native group has failed or was poisoned, which frees it."""
+
+
+class Mark(Protocol):
+    """A place in the work of a device."""
+
+    def query(self) -> bool:
+        """Returns whether the device has come to it."""
+
+
+def here(device: torch.device) -> Mark:
+    """Returns the place that the present stream of a device has come to with all that it was given until now."""
+    mark = torch.Event(device)
+    mark.record(torch.accelerator.current_stream(device))
+    return mark
+
+
+def reach(
+    device: torch.device, done: Mark, errored: Callable[[], str | None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Returns when a device has come to a place in its work; ends this process if even an abort frees it not.
+
+    It is polled, as a thread that waits in a device's driver could not be freed. A peer that hangs is for the hang
+    detector, whose end poisons the groups. From then on, only this device is waited for. While it writes into the
+    tensors the step cannot be done again here, and other members wait.
+
+    Args:
+        device: as messages name it.
+        done: the place.
+        errored: returns what has gone wrong in the groups, as `Bulk.errored` does.
+        clock: returns the time, in seconds.
+    """
+    look_s, end_s, wrong = clock() + LOOK_S, math.inf, ""
+    while not done.query():
+        if (now_s := clock()) >= look_s:
+            look_s = now_s + LOOK_S
+            if not wrong and (wrong := errored() or ""):
+                end_s = now_s + FREED_S
+            if now_s >= end_s:
+                why = f"{device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
+                end_process("native group", TimeoutError(why))
+        time.sleep(POLL_S)
