@@ -36,6 +36,9 @@ class Bulk(Protocol):
     def poison(self) -> None:
         """Frees whoever waits in the group, within milliseconds, with an error or with garbage. From any thread."""
 
+    def leave(self) -> None:
+        """Has nothing that was issued here keep the device from other work. By the training thread, once poisoned."""
+
     def errored(self) -> str | None:
         """Returns what has gone wrong in the group, as far as it is known once its work is done; None: nothing."""
 

@@ -149,6 +149,7 @@ class NativeGroups:
         newest = self._newest
         if newest is not None:
             self.poison(newest.generation + 1)
+            newest.bulk.leave()
             self._left.append(newest)
             self._newest = None
 
