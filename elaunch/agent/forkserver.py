@@ -37,6 +37,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # What the agent may have handlers for, which must not act here.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+DEVICES = "torch.cuda", "torch.xpu", "torch_npu.npu"
+"""Modules whose `is_initialized` tells whether a device context exists."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -307,10 +310,9 @@ def _keep_warm(link: socket.socket, forkserver: int, modules: list[str], share: 
                 error = f"cannot import {module}: {failure}"
                 break
     threads = len(os.listdir("/proc/self/task"))
-    cuda = sys.modules.get("torch.cuda")
     if not error and threads > 1:
         error = f"{threads} threads after the imports; a fork would not be sound"
-    elif not error and cuda is not None and cuda.is_initialized():
+    elif not error and any(sys.modules[name].is_initialized() for name in DEVICES if name in sys.modules):
         error = "a device context exists after the imports; a fork would not be sound"
     gc.freeze()  # the collector would otherwise write to, and so copy, every page that the forks share
     link.sendall(json.dumps({"warm": not error, "error": error}).encode() + b"\n")

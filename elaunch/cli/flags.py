@@ -323,7 +323,7 @@ def _add_planning(p: FlagParser) -> None:
         "--collectives",
         collectives.NAME,
         metavar="NAME",
-        help="what carries tensors: native (NCCL or Gloo), links, or auto (default): native on accelerators",
+        help="what carries tensors: native (NCCL, HCCL, Gloo), links, or auto (default): native on accelerators",
     )
     for name, variable, what in (("dp", policies.DP, "pipelines"), ("pp", policies.PP, "stages of a pipeline")):
         p.own(f"--{name}", variable, metavar="MIN:MAX", help=f"{what} that reparallelize may make")

@@ -26,8 +26,8 @@ def parse(text: str | None, name: str = NAME) -> Collectives:
     """
     if text and text not in CHOICES:
         raise UsageError(
-            f"{name}={text}: expected auto (the device's own library on accelerators, links else), native (NCCL or "
-            "Gloo) or links"
+            f"{name}={text}: expected auto (the device's own library on accelerators, links else), native (NCCL, "
+            "HCCL or Gloo) or links"
         )
     return text or "auto"  # type: ignore[return-value]
 

@@ -21,7 +21,7 @@ STEPS = ("--steps", "60")
         (("0:20:compute", "3:40:share"), ("--dp=2", "--pp=2")),
         soak(("1:20:half", "2:40:passed"), ("--dp=2", "--pp=2")),
         soak(("3:20:ship", "0:40:enter"), ("--dp=2", "--pp=2")),
-        soak(("2:20:share", "1:40:compute"), ("--dp=1", "--pp=2", "--tp=2")),
+        soak(("2:20:share", "1:40:compute"), ("--dp=1", "--pp=4")),
     ],
 )
 def test_deaths_among_native_groups_change_no_bit(

@@ -276,6 +276,9 @@ class SimulatedBulk:
         if self.room is not None:
             self.room.left_by(self)
 
+    def leave(self) -> None:
+        pass
+
     def end_sums(self, why: str) -> None:
         for work in list(self.running.values()):
             work.break_off(why)

@@ -492,6 +492,8 @@ class TestWithoutWarmParent:
         [
             ("fail", "cannot import tests.jobs.plain_gate: this module cannot be imported today"),
             ("thread", "2 threads after the imports; a fork would not be sound"),
+            ("torch.cuda.context", "a device context exists after the imports; a fork would not be sound"),
+            ("torch_npu.npu.context", "a device context exists after the imports; a fork would not be sound"),
         ],
     )
     def test_workers_that_wait_for_a_preload_that_fails_are_started(

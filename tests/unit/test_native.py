@@ -158,6 +158,7 @@ class Device:
     def __init__(self) -> None:
         self.opens = threading.Event()
         self.opened = self.poisoned = self.closed = False
+        self.left_by: list[threading.Thread] = []
 
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         self.opens.wait(20)
@@ -187,6 +188,10 @@ class Device:
     def poison(self) -> None:
         self.poisoned = True
         self.opens.set()
+
+    def leave(self) -> None:
+        assert self.poisoned
+        self.left_by.append(threading.current_thread())
 
     def errored(self) -> str | None:
         return "aborted" if self.poisoned else None
@@ -251,7 +256,9 @@ def test_a_group_is_poisoned_at_once_and_closed_when_all_have_left_it() -> None:
     assert device.errored() is None, "its own generation begins"
     groups.poison(2)
     assert device.errored() is not None
+    assert device.left_by == [], "only the training thread leaves it"
     groups.pause()
+    assert device.left_by == [threading.current_thread()]
     assert using(groups) is None
     assert groups.ready() == 0
     assert not device.closed

@@ -18,6 +18,7 @@ class StepInFlight:
 
     Attributes:
         coverage: digest of what this worker computes, and `whole_coverage` that of the whole step.
+        measured: how long this worker's own part takes is measured.
         in_micro_batch: the script has a micro-batch at hand.
         last_micro_batch: it is, or was, this worker's last one of the step.
         n_samples: samples of the micro-batch at hand that count.
@@ -30,6 +31,7 @@ class StepInFlight:
 
     coverage: int = 0
     whole_coverage: int = 0
+    measured: bool = False
     in_micro_batch: bool = False
     last_micro_batch: bool = False
     n_samples: int = 0

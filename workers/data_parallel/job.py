@@ -25,6 +25,7 @@ from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data.batches import Collate, to_device
 from elaunch.workers.data.loader import Loader
@@ -294,7 +295,7 @@ class Job(BaseJob):
         usual = layout.usual_samples(self._member.size)
         self._reducer.begin(self._member.group, usual / layout.global_batch_size, self._member.native.current)
         selector = self._member.selector
-        measured = selector is not None and selector.measures()
+        measured = step.measured = selector is not None and selector.measures()
         own_s = 0.0
         for place, samples in enumerate(share.micro_batches):
             if self._member.interrupted or self._reducer.error is not None:
@@ -331,20 +332,23 @@ class Job(BaseJob):
     def _now_s(self, measured: bool) -> float:
         """Returns the time; in a step that is measured, when the device has done all that it was told."""
         if measured and self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+            # Nothing of it waits for the others: the sums are joined later, or are there.
+            ended.reach(self.device, ended.here(self.device), lambda: None)
         return time.monotonic()
 
     def _wait_for_sums(self) -> None:
-        begin_s = time.monotonic()
-        self._reducer.join()
-        self._in_flight.waited_s += time.monotonic() - begin_s
+        """Has what follows come after the sums; in a step that is measured, returns when they are there."""
+        step = self._in_flight
+        begin_s = self._now_s(step.measured)  # own work first: what follows on the stream waits for the others
+        (self._reducer.wait if step.measured else self._reducer.join)()
+        step.waited_s += time.monotonic() - begin_s
 
     def _resolve(self) -> bool:
         """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
         step = self._in_flight
         if step.committed is None:
             heartbeat.enter(Phase.STEP)
-            begin_s = time.monotonic()
+            begin_s = self._now_s(step.measured)
             try:
                 if self._member.interrupted:
                     self._reducer.raise_error()

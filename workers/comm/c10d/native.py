@@ -79,6 +79,8 @@ class NativeWorks:
             backend = bulk.backend_group()
         except RuntimeError as error:
             raise self.failure(error) from None
+        if backend is None:
+            return None
         method = next((getattr(backend, name) for name in names if hasattr(backend, name)), None)
         if method is None:
             return None

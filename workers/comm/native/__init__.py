@@ -7,6 +7,8 @@
     bulk     what a native group can do, whatever its backend
     gloo     over Gloo, for tensors in host memory
     nccl     over NCCL
+    hccl     over HCCL, of Ascend NPUs
+    ended    when a device has come to the end of its work, for a thread that looks and never waits in a driver
     sockets  which sockets of this process belong to a Gloo group
     choice   which of them a worker has
     groups   the group of this worker: opened, taken into use, freed, closed

@@ -44,6 +44,8 @@ class Bulk(Protocol):
     def backend_group(self) -> Any:
         """Returns the backend's own group, for all else that it does; each of its operations begins like a sum.
 
+        None: operations that it does not know of could not be freed, and go over links.
+
         Raises:
             RuntimeError: the group is poisoned, or not open.
         """
@@ -80,6 +82,9 @@ class Bulk(Protocol):
 
     def poison(self) -> None:
         """Frees whoever waits in the group, within milliseconds, with an error or with garbage. From any thread."""
+
+    def leave(self) -> None:
+        """Has nothing that was issued here keep the device from other work. By the training thread, once poisoned."""
 
     def errored(self) -> str | None:
         """Returns what has gone wrong in the group, as far as it is known once its work is done; None: nothing."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.hccl import HcclBulk, Npu
 from elaunch.workers.comm.native.nccl import NcclBulk
 
 
@@ -24,6 +25,8 @@ def maker(host: str, device: torch.device) -> Callable[[], Bulk] | None:
         return lambda: GlooBulk(host)
     if device.type == "cuda" and dist.is_nccl_available():
         return lambda: NcclBulk(device)
+    if device.type == "npu" and (npu := Npu.find(device)) is not None:
+        return lambda: HcclBulk(npu)
     print(
         f"[elaunch] this torch has no backend for native collectives on {device.type}: gradients go over links, "
         "through host memory",

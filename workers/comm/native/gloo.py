@@ -102,6 +102,9 @@ class GlooBulk:
             self._poisoned = True
         self._end_connections()
 
+    def leave(self) -> None:
+        """Does nothing: its work ends with `poison`, whether that has raised or not."""
+
     def errored(self) -> str | None:
         """Returns None: its work has raised what went wrong."""
         return None

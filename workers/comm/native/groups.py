@@ -212,6 +212,8 @@ class NativeGroups:
         newest = self._newest
         if newest is not None:
             self.poison(newest.generation + 1)
+            for bulk in newest.bulks.values():
+                bulk.leave()
             self._left.append(newest)
             self._newest = None
 

@@ -120,6 +120,9 @@ class NcclBulk:
         if self._group is not None:
             threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
 
+    def leave(self) -> None:
+        """Does nothing: the abort frees the stream, and what follows on it comes after."""
+
     def errored(self) -> str | None:
         """Returns the error of the communicator, or that it is aborted."""
         if self._poisoned:
