@@ -4,14 +4,16 @@
     all have it        -> they say so in a commit barrier, and use it from the next step on
     generation ended   -> whoever waits in it is freed (`poison`), the step is done again over links, a new group opens
 
-    bulk     what a native group can do, whatever its backend
-    gloo     over Gloo, for tensors in host memory
-    nccl     over NCCL
-    hccl     over HCCL, of Ascend NPUs
-    ended    when a device has come to the end of its work, for a thread that looks and never waits in a driver
-    sockets  which sockets of this process belong to a Gloo group
-    choice   which of them a worker has
-    groups   the group of this worker: opened, taken into use, freed, closed
+    bulk         what a native group can do, whatever its backend
+    gloo         over Gloo, for tensors in host memory
+    nccl         over NCCL
+    nccl2        over NCCL by the backend of torch 2.14 and later
+    hccl         over HCCL, of Ascend NPUs
+    ended        when a device has come to the end of its work, for a thread that looks and never waits in a driver
+    reconfigure  a group that is connected anew among other members, as `nccl2` does
+    sockets      which sockets of this process belong to a Gloo group
+    choice       which of them a worker has
+    groups       the group of this worker: opened, taken into use, freed, closed
 
 Use `NativeGroups`.
 """

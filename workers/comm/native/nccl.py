@@ -1,7 +1,7 @@
 """A native group over NCCL.
 
-Written against torch 2.11 to 2.13. An aborted communicator frees the streams of its members, which then go on with
-garbage: so nothing counts before `errored` has been asked, after the stream is done.
+Written against torch 2.11 to 2.13; 2.15 has the same class still. An aborted communicator frees the streams of its
+members, which then go on with garbage: so nothing counts before `errored` has been asked, after the stream is done.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ SETTINGS = {
 }
 """With others torch ends the process when a peer dies, or the abort waits for the dead."""
 
+CALLS = ("_set_default_timeout", "abort", "allreduce", "eager_connect_single_device", "get_error")
+"""What a torch's `ProcessGroupNCCL` must have."""
+
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
@@ -54,6 +57,7 @@ class NcclBulk:
         self._group: Any = None
         self._lock = threading.Lock()
         self._poisoned = False
+        self._abort: threading.Thread | None = None
 
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         """Makes the communicator, sums once over it, and exchanges a number with each member if there are messages."""
@@ -61,21 +65,13 @@ class NcclBulk:
         os.environ.update(SETTINGS)
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
         torch.cuda.set_device(self._device)
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.blocking = 0
-        group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-        group._set_default_timeout(NO_TIMEOUT)
-        with self._lock:
-            if self._poisoned:
-                raise RuntimeError("the members have changed while it was opened")
-            self._group = group
-        group.eager_connect_single_device(self._device)
+        self._connect(store, rank, size)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            group.allreduce([torch.zeros(1, device=self._device)]).wait()
+            self._group.allreduce([torch.zeros(1, device=self._device)]).wait()
             if messages:
                 # NCCL connects the two ends of a message when it is first sent, and the host would wait for that.
                 numbers = torch.zeros(2, size, 1, device=self._device)
-                group.alltoall(list(numbers[0]), list(numbers[1])).wait()
+                self._group.alltoall(list(numbers[0]), list(numbers[1])).wait()
             done = torch.cuda.Event()
             done.record()
             deadline_s = time.monotonic() + FIRST_SUM_S
@@ -114,11 +110,9 @@ class NcclBulk:
     def poison(self) -> None:
         """Aborts the communicator, in a thread of its own: the call returns half a second after its effect."""
         with self._lock:
-            if self._poisoned:
-                return
+            if not self._poisoned and self._group is not None:
+                self._abort = threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
             self._poisoned = True
-        if self._group is not None:
-            threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
 
     def leave(self) -> None:
         """Does nothing: the abort frees the stream, and what follows on it comes after."""
@@ -133,8 +127,23 @@ class NcclBulk:
     def close(self) -> None:
         """Keeps the object: the abort has freed what it held, and its destructor blocks for long."""
         if self._group is not None:
-            _KEPT.append(self._group)
+            KEPT.append(self._group)
             self._group = None
+
+    def _connect(self, store: dist.Store, rank: int, size: int) -> None:
+        refuse_torch(dist.ProcessGroupNCCL)
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 0
+        group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        group._set_default_timeout(NO_TIMEOUT)
+        self._hold(group)
+        group.eager_connect_single_device(self._device)
+
+    def _hold(self, group: Any) -> None:
+        with self._lock:
+            if self._poisoned:
+                raise RuntimeError("the members have changed while it was opened")
+            self._group = group
 
 
 def refuse_version(version: tuple[int, ...]) -> None:
@@ -151,4 +160,18 @@ def refuse_version(version: tuple[int, ...]) -> None:
         )
 
 
-_KEPT: list[Any] = []
+def refuse_torch(kind: type) -> None:
+    """Sees to it that torch's class has what is called here.
+
+    Raises:
+        RuntimeError: it lacks something.
+    """
+    if missing := [name for name in CALLS if not hasattr(kind, name)]:
+        raise RuntimeError(
+            f"{kind.__name__} of torch {torch.__version__} lacks {', '.join(missing)}: install torch 2.11 to "
+            "2.15, or use --collectives=links"
+        )
+
+
+KEPT: list[Any] = []
+"""Groups that must not be destroyed, since that blocks."""
