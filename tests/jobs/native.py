@@ -154,13 +154,13 @@ def main() -> None:
     args = parser.parse_args()
     slot = os.environ.get("LOCAL_RANK", "0")
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **more: Any) -> None:
         raise RuntimeError("no route to host")
 
     if args.device:
         runtime.maker = lambda host, device: lambda: DeviceLike(host)  # type: ignore[attr-defined]
     if args.refuse == slot:
-        GlooBulk.open = refuse  # type: ignore[method-assign, assignment]
+        GlooBulk.open = refuse  # type: ignore[method-assign]
     job = elaunch.init()
     faults = NativeFaults(job, args.fault, args.crew)
     if args.native_from:

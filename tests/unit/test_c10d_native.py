@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_an_error_that_comes_late_is_found_before_the_commit() -> None:
         device.poisoned = True
         dist.all_reduce(torch.ones(1, device="meta"), group=pg)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("elaunch.workers.comm.c10d.native.mark_of", lambda device: lambda: True)
+            patch.setattr("elaunch.workers.comm.native.ended.here", lambda device: SimpleNamespace(query=lambda: True))
             with pytest.raises(CollectiveFailed, match="aborted"):
                 works.finish()
         works.drop()

@@ -89,6 +89,9 @@ class WorkerPart:
 
     def share(self) -> None:
         """Gives the new values of parameters to those who hold them. All members of the group call it."""
+        if not self.zero.travels:
+            self.zero.share(None)
+            return
         carrier = self._natively(lambda: self.routes.parameters)
         if carrier is not None:
             self.zero.share(carrier)

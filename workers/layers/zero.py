@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ class ZeroOptimizer:
         for place, piece in enumerate(shards.pieces):
             self._places[piece.shard].append(place)
 
+    @cached_property
+    def travels(self) -> bool:
+        """Returns whether new values go from any worker to another one, which is the same for all of them."""
+        layout = self._layout
+        return any(
+            peer != layout.owner(shard)
+            for shard in layout.all_shards
+            for replica in range(len(layout.holders[shard.layer]))
+            for peer in layout.receivers(shard, replica)
+        )
+
     @torch.no_grad()
     def take_values(self) -> None:
         """Makes the parameters' present values those of the masters of this worker's pieces."""
@@ -54,11 +66,11 @@ class ZeroOptimizer:
         return sum((_square_sum(gradient, shard.start) for shard, gradient in gradients.items()), NOTHING)
 
     @torch.no_grad()
-    def share(self, carrier: Carrier, lacking: Lacking | None = None) -> int:
+    def share(self, carrier: Carrier | None, lacking: Lacking | None = None) -> int:
         """Gives the new values to those who hold the parameters, and takes those of the shards that others own.
 
         Args:
-            carrier: of the tensors of this operation.
+            carrier: of the tensors of this operation; None: none travels.
             lacking: by worker, which of its layers need values; None: all of all.
 
         Returns:
@@ -81,6 +93,7 @@ class ZeroOptimizer:
                     for peer in receivers:
                         if peer != worker and peer not in told:
                             told.add(peer)
+                            assert carrier is not None
                             carrier.send(peer, part, sent)
                 if worker not in receivers:
                     continue
@@ -97,8 +110,10 @@ class ZeroOptimizer:
                 else:
                     incoming.setdefault((owner, part), []).append(place)
         for (owner, part), places in incoming.items():
+            assert carrier is not None
             carrier.post(owner, part, places[0])
         for (owner, part), places in incoming.items():
+            assert carrier is not None
             carrier.wait(owner, part)
             for place in places[1:]:
                 place.copy_(places[0])
@@ -108,7 +123,8 @@ class ZeroOptimizer:
             for fragment in layout.segments[layer][number].fragments:
                 view = layout.view(values[fragment.name], fragment, layer, number, workers)
                 view.copy_(flat[fragment.start : fragment.stop].view(fragment.shape))
-        carrier.finish()
+        if carrier is not None:
+            carrier.finish()
         return sum(places[0].nbytes for places in incoming.values())
 
     def _values(self, shard: OptimizerShard) -> Tensor:

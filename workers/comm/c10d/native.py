@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from elaunch.errors import CollectiveFailed, StepInterrupted
 from elaunch.workers.comm.c10d.works import Interrupted, NativeWork
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
-from elaunch.workers.fatal import end_process
 
 MESSAGES = ("send", "recv")
 
@@ -25,10 +23,6 @@ GLOO_TYPES = frozenset(
     )
 )
 """Of others it finds out in the middle of the operation; other backends refuse them at the call."""
-
-POLL_S = 0.00005
-FREED_S = 120.0
-"""For a device to come to the end of its work once the native group has failed or was poisoned, which frees it."""
 
 
 class NativeWorks:
@@ -124,7 +118,7 @@ class NativeWorks:
             raise self.error
         if self._on_device is not None:
             bulk, device = self._on_device
-            reach(bulk, device, mark_of(device))
+            ended.reach(device, ended.here(device), bulk.errored, failed=bulk.poison)
             if wrong := bulk.errored():
                 raise self.failure(RuntimeError(wrong))
         self._on_device = None
@@ -163,28 +157,6 @@ class NativeWorks:
 
     def _ended(self, work: NativeWork) -> None:
         self._begun.pop(work, None)
-
-
-def mark_of(device: torch.device) -> Callable[[], bool]:
-    """Returns what tells whether a device has done all that its stream was told until now."""
-    done = torch.Event(device)
-    done.record(torch.accelerator.current_stream(device))
-    return done.query
-
-
-def reach(bulk: Bulk, device: torch.device, is_there: Callable[[], bool]) -> None:
-    """Returns when a device has come to a place in its work; ends this process if even an abort frees it not.
-
-    It is polled, as a thread that waits in a device's driver could not be freed.
-    """
-    end_s = math.inf
-    while not is_there():
-        if end_s == math.inf and (wrong := bulk.errored()):
-            end_s = time.monotonic() + FREED_S
-        if time.monotonic() >= end_s:
-            why = f"{device} was not done with its collectives {FREED_S:g} s after their end ({wrong})"
-            end_process("native group", TimeoutError(why))
-        time.sleep(POLL_S)
 
 
 def _first_tensor(args: Any) -> torch.Tensor | None:
