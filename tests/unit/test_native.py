@@ -535,6 +535,25 @@ def test_who_waits_natively_for_a_peer_whose_link_breaks_goes_to_the_agreement(
         reducer.close()
 
 
+def test_a_sum_that_gloo_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.DROP_S", 0.01)
+
+    class Lost(Device):
+        def all_reduce(self, tensor: torch.Tensor) -> Any:
+            return lost
+
+    class Work:
+        def wait(self, timeout: timedelta | None = None) -> None:
+            assert timeout is not None, "it waits for ever"
+            raise RuntimeError("Operation timed out!")
+
+    lost = Work()
+    sums = NativeSums(Lost())
+    sums.add(torch.ones(1))
+    sums.add(torch.ones(1))
+    sums.drop()
+
+
 def test_who_waits_for_native_sums_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[tuple[str, ...]] = []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,9 @@ from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
+
+DROP_S = 2.0
+"""For sums over closed connections to end; what a thread of Gloo's computes meanwhile takes milliseconds."""
 
 
 class Reducer:
@@ -240,7 +244,13 @@ class NativeSums:
         return None if self._device.type == "cpu" else ended.here(self._device)
 
     def drop(self) -> None:
-        """Returns when nothing writes into the tensors any more. The group has been poisoned before."""
+        """Returns when nothing writes into the tensors any more. The group has been poisoned before.
+
+        Gloo now and then loses the end of a connection on which a message had begun to come: its sum never ends. It
+        does not write either, as its connections are closed, and is left to itself.
+        """
+        on_device, end_s = self._mark() is not None, time.monotonic() + DROP_S
         for work in self._works:
+            left_s = max(1e-3, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                _ = work.wait() if on_device else work.wait(timedelta(seconds=left_s))
