@@ -536,7 +536,7 @@ def test_who_waits_natively_for_a_peer_whose_link_breaks_goes_to_the_agreement(
 
 
 def test_a_sum_that_gloo_never_ends_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elaunch.workers.data_parallel.reducer.DROP_S", 0.01)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.DROP_S", 0.01)
 
     class Lost(Device):
         def all_reduce(self, tensor: torch.Tensor) -> Any:

@@ -22,9 +22,6 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
 
-DROP_S = 2.0
-"""For sums over closed connections to end; what a thread of Gloo's computes meanwhile takes milliseconds."""
-
 
 class Reducer:
     """Runs a step's all-reduces in the background.
@@ -249,7 +246,7 @@ class NativeSums:
         Gloo now and then loses the end of a connection on which a message had begun to come: its sum never ends. It
         does not write either, as its connections are closed, and is left to itself.
         """
-        on_device, end_s = self._mark() is not None, time.monotonic() + DROP_S
+        on_device, end_s = self._mark() is not None, time.monotonic() + ended.DROP_S
         for work in self._works:
             left_s = max(1e-3, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elaunch.errors import StepInterrupted
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.c10d.mail import Letter
+from elaunch.workers.comm.native import ended
 
 Interrupted = Callable[[StepInterrupted], None]
 """Takes an interruption in the place of whoever waits, who then goes on with unspecified contents."""
@@ -213,7 +214,7 @@ class NativeWork(dist.Work):
         """Returns when it is over, however it ends; the group has been poisoned before."""
         if not self._waited:
             with contextlib.suppress(RuntimeError):
-                self._work.wait()
+                _ = self._work.wait(timedelta(seconds=ended.DROP_S)) if self._is_on_host else self._work.wait()
             self._ends()
 
     def _await(self, timeout: timedelta | None) -> None:

@@ -16,6 +16,9 @@ LOOK_S = 0.1
 LINKS_S = 1.0
 """How often whoever waits in a native group looks at its links: a backend may wait for ever for a peer that is gone."""
 
+DROP_S = 2.0
+"""For what goes over closed connections to end; what a thread of Gloo's computes meanwhile takes milliseconds."""
+
 FREED_S = 120.0
 """For a device to come to the end of its work once a native group has failed or was poisoned, which frees it."""
 
