@@ -48,10 +48,8 @@ class Again(GlooBulk):
 
         self._where = reconfigure.place_of(store)
         self._group, _ = reconfigure.connect(store, rank, size, self._left, make, lambda: False)
-        store.set(f"ports/{rank}", ",".join(map(str, self._ports)))
-        told = [store.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
-        others = [int(port) for ports in told for port in ports.split(",")]
-        self._connections = sockets.connected(self._ports, others, older)
+        sockets.tell(store, rank, self._ports)
+        self._connections = sockets.of_group(store, rank, size, self._ports, older)
 
     def close(self) -> None:
         """Leaves the group for the next turn."""

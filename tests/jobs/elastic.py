@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elaunch
+from elaunch.workers.reentry import copies
 
 SAMPLES, BATCH = 600, 24
 
@@ -34,6 +35,16 @@ parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
 arguments = parser.parse_args()
+
+
+def copy_late(copying: copies._Copying) -> None:
+    time.sleep(1.0)
+    copy_at_once(copying)
+
+
+copy_at_once = copies._Copying._copy
+if arguments.change_late:  # so that the copy of a small model is under way then
+    copies._Copying._copy = copy_late  # type: ignore[assignment]
 
 
 def die(where: str, number: int) -> None:

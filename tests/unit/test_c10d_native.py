@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -111,7 +110,7 @@ def test_who_waits_for_a_silent_member_is_freed_by_the_interruption(how: str) ->
 
 def test_who_waits_for_a_peer_whose_link_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every backend sees that a machine is gone; the links do."""
-    monkeypatch.setattr("elaunch.workers.comm.c10d.works.LOOK", timedelta(milliseconds=10))
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.LINKS_S", 0.01)
     with natively(2) as crew_of_2:
         pg, works = crew_of_2.members[0], crew_of_2.works[0]
         work = dist.all_reduce(torch.ones(1000), group=pg, async_op=True)

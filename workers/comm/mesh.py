@@ -110,7 +110,7 @@ class Meshes:
                     axes.append(AxisGroup(along, f"{NAME}/{group.generation}/{self._number}/{names[axis]}", row))
         if not axes:
             return None
-        _forget_equal_meshes()
+        forget_equal_meshes()
         for one in axes:
             one.register()
         self._made += axes
@@ -130,8 +130,8 @@ class Meshes:
         self._made = []
 
 
-def _forget_equal_meshes() -> None:
-    """Empty the caches of DTensor, which take two meshes of the same shape for one.
+def forget_equal_meshes() -> None:
+    """Empties the caches of DTensor, which take two meshes of the same shape for one.
 
     What they hold refers to the former mesh: to its groups, and to the place that this worker had in it.
     """

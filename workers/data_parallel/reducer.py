@@ -5,12 +5,9 @@ Over links one thread runs them. A native group of the members runs them itself,
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -206,19 +203,8 @@ class NativeSums:
             if self._device.type != "cpu":
                 work.wait()
             else:
-                self._await(work, look)
+                ended.wait(work, look)
             self._joined += 1
-
-    def _await(self, work: dist.Work, look: Callable[[], None]) -> None:
-        while True:
-            try:
-                work.wait(timedelta(seconds=ended.LINKS_S))
-                return
-            except RuntimeError:
-                if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
-                    work.wait()
-                    return
-            look()
 
     def finish(self, look: Callable[[], None]) -> None:
         """Returns when all sums are there, and right.
@@ -241,13 +227,5 @@ class NativeSums:
         return None if self._device.type == "cpu" else ended.here(self._device)
 
     def drop(self) -> None:
-        """Returns when nothing writes into the tensors any more. The group has been poisoned before.
-
-        Gloo now and then loses the end of a connection on which a message had begun to come: its sum never ends. It
-        does not write either, as its connections are closed, and is left to itself.
-        """
-        on_device, end_s = self._mark() is not None, time.monotonic() + ended.DROP_S
-        for work in self._works:
-            left_s = max(1e-3, end_s - time.monotonic())
-            with contextlib.suppress(RuntimeError):
-                _ = work.wait() if on_device else work.wait(timedelta(seconds=left_s))
+        """Returns when nothing writes into the tensors any more. The group has been poisoned before."""
+        ended.drop(self._works, on_host=self._mark() is None)

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from elaunch import threads
 from elaunch.errors import StateError
+from elaunch.workers.comm.native import ended
 from elaunch.workers.state.boxes import Box, whole
 from elaunch.workers.state.codec import VERSION, Encoder, Manifest
 from elaunch.workers.state.space import box_of_placements
-
-POLL_S = 0.00005
 
 
 class ShardEncoder(Encoder):
@@ -227,8 +226,7 @@ class _Copying:
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             self._copy()
-            self._event = torch.Event(device)
-            self._event.record(stream)
+            self._event = ended.here(device)
 
     def let_pass(self) -> None:
         """Lets an optimizer step: on an accelerator, what it does comes after the copy."""
@@ -242,7 +240,7 @@ class _Copying:
         """Returns when all is copied."""
         if self._event is not None:
             while not self._event.query():  # not in the driver, where an abort could not free it
-                self._done.wait(POLL_S)
+                self._done.wait(ended.POLL_S)
             self._check()
         else:
             self._done.wait()

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ from elaunch import threads
 from elaunch.errors import UsageError
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.groups import meet
-from elaunch.workers.comm.native.nccl import SETTINGS
+from elaunch.workers.comm.native.nccl import KEPT, SETTINGS
 
 # The package's attribute of this name is a function.
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -90,10 +90,7 @@ class FunctionGroups:
                 return
             self._over.set()
             connections, groups = list(self._connections), list(self._device_groups)
-        for one in connections:
-            one.shut_down()
-        for group in groups:
-            threads.start("elaunch-group-abort", group.abort, lambda _: None)
+        _end(connections, groups)
         _end_store_clients(self._older)
 
     def _make(
@@ -117,11 +114,8 @@ class FunctionGroups:
     def _take(self, group: Any, store: dist.Store, older: frozenset[int], timeout: timedelta | None) -> None:
         backends = {id(one): one for device in group._device_types if (one := group._get_backend(device)) is not None}
         own = [port for inode, port in sockets.listening() if inode not in older]
-        rank, size = group.rank(), group.size()
-        store.set(f"ports/{rank}", ",".join(map(str, own)))
-        told = [store.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
-        others = [int(port) for ports in told for port in ports.split(",") if port]
-        found = sockets.connected(own, others, older)
+        sockets.tell(store, group.rank(), own)
+        found = sockets.of_group(store, group.rank(), group.size(), own, older)
         devices = [one for one in backends.values() if not isinstance(one, dist.ProcessGroupGloo)]
         for one in backends.values():
             if timeout is not None:
@@ -131,10 +125,7 @@ class FunctionGroups:
             self._device_groups += devices
             over = self._over.is_set()
         if over:
-            for connection in found:
-                connection.shut_down()
-            for device in devices:
-                threads.start("elaunch-group-abort", device.abort, lambda _: None)
+            _end(found, devices)
             raise RuntimeError("the members have changed while a process group was made")
 
     def _forget(self) -> None:
@@ -161,13 +152,21 @@ class FunctionGroups:
             devices, self._device_groups = self._device_groups, []
         for one in connections:
             one.close()
-        _KEPT.extend(devices)  # their destructors block for long
+        KEPT.extend(devices)  # their destructors block for long
         # Gloo's ends its threads, which takes some milliseconds.
         threads.start("elaunch-groups-close", groups.clear, lambda _: None)
 
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
+
+
+def _end(connections: Sequence[sockets.Socket], groups: Sequence[Any]) -> None:
+    """Frees whoever waits in some connections of Gloo's, and in groups of devices."""
+    for one in connections:
+        one.shut_down()
+    for group in groups:
+        threads.start("elaunch-group-abort", group.abort, lambda _: None)
 
 
 def _shorter(timeout: timedelta | None) -> timedelta:
@@ -189,12 +188,11 @@ def _end_store_clients(older: frozenset[int]) -> None:
 def _forget_meshes() -> None:
     """Empties the caches that take two meshes of the same shape for one."""
     if "torch.distributed.tensor" in sys.modules:
-        from elaunch.workers.comm.mesh import _forget_equal_meshes
+        from elaunch.workers.comm.mesh import forget_equal_meshes
 
-        _forget_equal_meshes()
+        forget_equal_meshes()
 
 
-_KEPT: list[Any] = []
 _ALIVE: weakref.WeakSet[FunctionGroups] = weakref.WeakSet()
 
 

@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, GenerationChanged, StepInterrupted, UsageError
 from elaunch.rendezvous.membership import Generation, node_of
@@ -59,7 +61,7 @@ class Reentry:
         self._generators: dict[int, bytes] = {}
         self._objects: dict[str, Any] = {}
         self._brought: dict[str, Any] = {}
-        self._holds = False
+        self._holds = self._is_sharded = False
         self.step, self.entry, self.bound = 0, 0, False
         self.member = Member(self._client, self, transport=transport)
 
@@ -171,6 +173,7 @@ class Reentry:
             self._restore(group, objects, manifest)
         self._copies.gate(objects)
         self._objects, self.bound = objects, True
+        self._is_sharded = any(map(is_sharded, objects.values()))
         return values
 
     def _restore(self, group: Group, objects: dict[str, Any], manifest: Manifest) -> None:
@@ -198,7 +201,7 @@ class Reentry:
         self._copies.finish()
         self._brought = values
         before = self.member.generation.number
-        if any(is_sharded(thing) for thing in self._objects.values()):
+        if self._is_sharded:
             # What only this worker has must be elsewhere, too, before the step counts.
             copy = self._copy(self.step + 1)
             self._copies.finish()
@@ -348,8 +351,6 @@ def _tell_environment(generation: Generation, group: Group, elastic: bool) -> No
 
 def _is_of_a_group(error: Exception) -> bool:
     """Returns whether an error comes from a process group or a store of torch."""
-    import torch.distributed as dist
-
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import inf
@@ -18,10 +17,6 @@ from elaunch.workers.comm.native import ended
 
 Interrupted = Callable[[StepInterrupted], None]
 """Takes an interruption in the place of whoever waits, who then goes on with unspecified contents."""
-
-
-LOOK = timedelta(seconds=1)
-"""How often whoever waits in a native group looks at the links: a backend may wait for ever for a peer that is gone."""
 
 
 class FinishedWork(dist.Work):
@@ -213,23 +208,17 @@ class NativeWork(dist.Work):
     def drop(self) -> None:
         """Returns when it is over, however it ends; the group has been poisoned before."""
         if not self._waited:
-            with contextlib.suppress(RuntimeError):
-                _ = self._work.wait(timedelta(seconds=ended.DROP_S)) if self._is_on_host else self._work.wait()
+            ended.drop([self._work], self._is_on_host)
             self._ends()
 
     def _await(self, timeout: timedelta | None) -> None:
         if timeout:
             self._work.wait(timeout)
             return
-        while self._look is not None and self._is_on_host:
-            try:
-                self._work.wait(LOOK)
-                return
-            except RuntimeError:
-                if self._work.is_completed():  # it has failed; or it came to its end as this wait did
-                    break
-            self._look()
-        self._work.wait()
+        if self._look is not None and self._is_on_host:
+            ended.wait(self._work, self._look)
+        else:
+            self._work.wait()
 
     def _ends(self) -> None:
         self._waited = True

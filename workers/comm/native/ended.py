@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from elaunch.workers.fatal import end_process
 
@@ -74,3 +77,41 @@ def reach(
                 why = f"{device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
                 end_process("native group", TimeoutError(why))
         time.sleep(POLL_S)
+
+
+def wait(work: dist.Work, look: Callable[[], object]) -> None:
+    """Returns when an operation in host memory is over.
+
+    Args:
+        work: of it.
+        look: called every `LINKS_S` meanwhile; what it raises ends the wait.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    while True:
+        try:
+            work.wait(timedelta(seconds=LINKS_S))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
+                work.wait()
+                return
+        look()
+
+
+def drop(works: Iterable[dist.Work], on_host: bool) -> None:
+    """Returns when nothing writes into the tensors of some operations any more; their group has been poisoned before.
+
+    Gloo now and then loses the end of a connection on which a message had begun to come: its operation never ends. It
+    does not write either, as its connections are closed, and is left to itself.
+
+    Args:
+        works: of the operations.
+        on_host: whether they are in host memory; else a device's stream comes after them.
+    """
+    end_s = time.monotonic() + DROP_S
+    for work in works:
+        left_s = max(1e-3, end_s - time.monotonic())
+        with contextlib.suppress(RuntimeError):
+            _ = work.wait(timedelta(seconds=left_s)) if on_host else work.wait()

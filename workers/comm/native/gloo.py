@@ -55,12 +55,10 @@ class GlooBulk:
             own = [port for inode, port in sockets.listening() if inode not in older]
         options._timeout, options._threads = OPEN_TIMEOUT, THREADS
         place = self._place = _Place(store, lambda: self._poisoned)
-        place.set(f"ports/{rank}", ",".join(map(str, own)))
+        sockets.tell(place, rank, own)
         group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, options)
         group._set_default_timeout(NO_TIMEOUT)
-        told = [place.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
-        others = [int(port) for ports in told for port in ports.split(",") if port]
-        found = sockets.connected(own, others, older)
+        found = sockets.of_group(place, rank, size, own, older)
         with self._lock:
             self._connections = found
             if not self._poisoned:

@@ -12,6 +12,8 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 
+import torch.distributed as dist
+
 
 def listening() -> frozenset[tuple[int, int]]:
     """Returns (inode, port) of each TCP socket of this process that accepts connections."""
@@ -21,6 +23,24 @@ def listening() -> frozenset[tuple[int, int]]:
             if is_tcp(sock) and _accepts(sock):
                 found.append((inode, sock.getsockname()[1]))
     return frozenset(found)
+
+
+def tell(store: dist.Store, rank: int, own: Collection[int]) -> None:
+    """Tells the other members of a group at which ports this one accepts."""
+    store.set(f"ports/{rank}", ",".join(map(str, own)))
+
+
+def of_group(store: dist.Store, rank: int, size: int, own: Collection[int], older: Collection[int]) -> list[Socket]:
+    """Returns the connections of a group, all of whose members `tell` at which ports they accept.
+
+    Args:
+        store: of this group alone.
+        rank, size: of this member, and how many there are.
+        own: the ports of this member.
+        older: inodes of sockets that are older than the group.
+    """
+    told = [store.get(f"ports/{peer}").decode() for peer in range(size) if peer != rank]
+    return connected(own, [int(port) for ports in told for port in ports.split(",") if port], older)
 
 
 def connected(own: Collection[int], others: Collection[int], born_before: Collection[int]) -> list[Socket]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -179,11 +177,7 @@ class NativeCarrier:
 
     def drop(self) -> None:
         """Has what follows come after all that is under way, which the poisoned groups have freed."""
-        on_host, end_s = self._device.type == "cpu", time.monotonic() + ended.DROP_S
-        for work, _ in self._under_way:
-            left_s = max(1e-3, end_s - time.monotonic())
-            with contextlib.suppress(RuntimeError):
-                _ = work.wait(timedelta(seconds=left_s)) if on_host else work.wait()
+        ended.drop([work for work, _ in self._under_way], on_host=self._device.type == "cpu")
         self._under_way.clear()
 
     def _advance(self, key: GroupKey) -> None:
