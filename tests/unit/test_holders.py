@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.agent.decisions.state_holders import StateHolders
-from elaunch.agent.watch.hang_watch import HangWatch
+from elaunch.agent.watch.hang_watch import HangWatch, thread_state
 from elaunch.detect.hang import HangTimeout
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker, node_of
 from elaunch.rendezvous.rules.holders import KEEPER_S, LAST_S, grace_s, may_go
@@ -111,6 +111,8 @@ def test_of_workers_that_are_all_stopped_the_last_holder_is_left(spawn: Spawner,
     members = [worker for worker, _ in running]
     for process in processes:
         process.signal(signal.SIGSTOP)
+    # Who is found is told of again if it is not killed: all must be stopped at the first look.
+    wait_until(lambda: {thread_state(process.pid) for process in processes} == {"T"}, 20, "all to be stopped")
     found: list[str] = []
 
     def look() -> bool:

@@ -124,6 +124,7 @@ def test_what_another_than_the_optimizer_changes_while_it_is_copied_is_an_error(
     copies = Copies()
     copies.gate(objects)
     copies.begin(1, objects, {})
+    copies._under_way._done.wait(20)  # type: ignore[union-attr]
     copies._under_way._passed = False  # type: ignore[union-attr]  # as if the copy had not ended yet
     with torch.no_grad():
         net.weight.add_(1.0)
