@@ -41,6 +41,7 @@ DIRECTIONS = {
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
     "workers.reentry": UNDER_JOBS,
+    "integrations": {"workers", "workers.reentry"},
     "": set[str](),
 }
 
@@ -79,6 +80,8 @@ def modules() -> list[str]:
 
 def is_light(module: str) -> bool:
     """Belongs to the control plane, to the rendezvous or to planning: it is used where there is no torch."""
+    if module.startswith("elaunch.integrations."):
+        return False
     return module != FOR_TORCHRUN and (not module.startswith("elaunch.workers.") or module == "elaunch.workers")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +94,14 @@ class ElasticState:
             self.values = values
         self._start = self._position
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what each member gives, by rank: anything that JSON can carry. All members call it.
+
+        Raises:
+            StepInterrupted: the members have changed; it leaves the function.
+        """
+        return self._reentry.member.group.all_gather_json(value)
+
     def steps(self, loader: Any, *, epochs: int = 1, global_batch_size: int | None = None) -> Iterator[Any]:
         """Yields this member's batches, from where the last commit was.
 
@@ -118,7 +126,7 @@ class ElasticState:
             self._position = batch.stop
             yield content
 
-    def commit(self, *, loss: float | None = None) -> None:
+    def commit(self, *, loss: float | None = None, sample_ids: Sequence[int] = ()) -> None:
         """Makes the present state the one that counts: after it, this step is never lost or done again.
 
         All members call it alike, after the update; it is a barrier. Where a change of members is due, it leaves the
@@ -126,6 +134,8 @@ class ElasticState:
 
         Args:
             loss: of the step, for the event log and `elaunch ctl status`.
+            sample_ids: the samples of the step over all members, for the event log, where they do not come from
+                `steps`.
 
         Raises:
             UsageError: nothing is bound.
@@ -134,6 +144,6 @@ class ElasticState:
         """
         if not self._reentry.bound:
             raise UsageError("call state.bind() before state.commit(): nothing is bound that could be kept")
-        ids = self._batches.ids(self._start, self._position) if self._batches is not None else []
+        ids = self._batches.ids(self._start, self._position) if self._batches is not None else sample_ids
         self._start = self._position
         self._reentry.commit({**self.values, POSITION: self._position}, loss, ids)

@@ -1,0 +1,17 @@
+"""Lightning 2: a Trainer whose fit stays alive when members change (docs/frameworks.md).
+
+    from elaunch.integrations.lightning import Trainer  # in place of Lightning's
+
+data      batches of a global size that does not depend on the members
+parts     the environment, weights of losses, what all members know at an entry
+loops     loops that commit, and go on where the last commit was
+progress  what of a Trainer's state is neither a module nor an optimizer nor a scheduler
+loggers   loggers that another worker takes over
+trainer   the Trainer
+"""
+
+from __future__ import annotations
+
+from elaunch.integrations.lightning.trainer import Trainer
+
+__all__ = ["Trainer"]

@@ -1,0 +1,178 @@
+"""Batches as Lightning deals them out among the first members, for any number of members.
+
+Lightning gives each of R workers every R-th sample of an order that all of them know, so step b uses the samples from
+b * batch size * R on. Here a step uses the same samples, whoever is there; every size-th of them is one member's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from elaunch.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one member has of a step.
+
+    Attributes:
+        ids: its samples.
+        weight: how much the mean over them counts: members x its samples / all samples of the step.
+        step_ids: the samples of the step.
+    """
+
+    ids: tuple[int, ...]
+    weight: float
+    step_ids: tuple[int, ...]
+
+
+def share_of(step_ids: tuple[int, ...], rank: int, size: int) -> Share:
+    """Returns the share of member `rank` of `size`; one for whom there is no sample repeats one, at weight 0."""
+    mine = step_ids[rank::size]
+    if not mine:
+        return Share((step_ids[rank % len(step_ids)],), 0.0, step_ids)
+    return Share(mine, len(mine) * size / len(step_ids), step_ids)
+
+
+def whole_order(sampler: Any, replicas: int) -> Any:
+    """Returns a sampler of all that a DistributedSampler deals out among `replicas` workers, in its order."""
+    whole = copy.copy(sampler)
+    count = len(sampler.dataset)
+    if sampler.drop_last and count % replicas:
+        per_replica = math.ceil((count - replicas) / replicas)
+    else:
+        per_replica = math.ceil(count / replicas)
+    whole.num_replicas, whole.rank = 1, 0
+    whole.num_samples = whole.total_size = per_replica * replicas
+    return whole
+
+
+class Dealer:
+    """The batch sampler of one member.
+
+    Args:
+        sampler: a DistributedSampler, whatever number of replicas it was made for.
+        batch_size: samples of a step for each of the first members.
+        drop_last: whether an incomplete last step is left out.
+        replicas: number of the first members.
+        rank: of this member.
+        size: number of members.
+
+    Attributes:
+        sampler: of all samples.
+        start: the step to begin with.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, replicas: int, rank: int, size: int) -> None:
+        self.sampler = whole_order(sampler, replicas)
+        self.start = 0
+        self._whole = batch_size * replicas
+        self._drop_last, self._rank, self._size = drop_last, rank, size
+
+    def __len__(self) -> int:
+        """Returns the number of steps of a pass."""
+        count = int(self.sampler.total_size)
+        return count // self._whole if self._drop_last else math.ceil(count / self._whole)
+
+    def shares(self) -> Iterator[Share]:
+        """Yields this member's shares, from `start` on."""
+        order = tuple(self.sampler)
+        for step in range(self.start, len(self)):
+            yield share_of(order[step * self._whole : (step + 1) * self._whole], self._rank, self._size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for share in self.shares():
+            yield list(share.ids)
+
+
+class Loader(DataLoader[Any]):
+    """A loader of one member's shares, which loads as another one does.
+
+    It reads its order when the first batch is asked for, so where it begins can be said after `iter`.
+
+    Args:
+        loader: the other one, with a DistributedSampler.
+        replicas: number of the first members.
+        rank: of this member.
+        size: number of members.
+
+    Attributes:
+        position: steps that have been handed out in this pass.
+        share: the last one.
+    """
+
+    def __init__(self, loader: DataLoader[Any], replicas: int, rank: int, size: int) -> None:
+        assert loader.batch_size is not None
+        dealer = Dealer(loader.sampler, loader.batch_size, loader.drop_last, replicas, rank, size)
+        more: dict[str, Any] = {}
+        if loader.num_workers:
+            more = {
+                "prefetch_factor": loader.prefetch_factor,
+                "multiprocessing_context": loader.multiprocessing_context,
+                "persistent_workers": loader.persistent_workers,
+            }
+        super().__init__(
+            loader.dataset,
+            batch_sampler=dealer,  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            generator=loader.generator,
+            **more,
+        )
+        self.dealer = dealer
+        self.position = 0
+        self.share: Share | None = None
+
+    def __iter__(self) -> Any:
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        self.position = self.dealer.start
+        shares = self.dealer.shares()
+        try:
+            for content in super().__iter__():
+                self.share = next(shares)
+                self.position += 1
+                yield content
+        finally:
+            self.dealer.start = 0
+
+
+def dealt(loader: object, replicas: int, rank: int, size: int, trains: bool) -> object:
+    """Returns a loader that deals out global batches, in place of one that Lightning has prepared.
+
+    Args:
+        loader: with Lightning's DistributedSampler.
+        replicas: number of the first members.
+        rank: of this member.
+        size: number of members.
+        trains: whether its position is part of the state; others are left as they are if they cannot be dealt out.
+
+    Raises:
+        UsageError: it cannot be dealt out; says why.
+    """
+    reason = None
+    if not isinstance(loader, DataLoader):
+        reason = f"it is a {type(loader).__name__}, not a DataLoader"
+    elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        reason = f"it has no batches of a fixed size, but a {type(loader.batch_sampler).__name__}"
+    elif not isinstance(loader.sampler, DistributedSampler):
+        reason = f"its order comes from a {type(loader.sampler).__name__}, not from a DistributedSampler"
+    if reason is None:
+        assert isinstance(loader, DataLoader)
+        return Loader(loader, replicas, rank, size)
+    if not trains:
+        return loader
+    raise UsageError(
+        f"the training data cannot be dealt out anew when members change: {reason}. Expected a DataLoader with "
+        "batch_size= of a data set that has a length, with Lightning's own sampler (use_distributed_sampler=True)"
+    )

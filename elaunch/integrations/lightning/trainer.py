@@ -1,0 +1,318 @@
+"""A Trainer whose fit goes on with whoever is there, in the same processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from elaunch.integrations.lightning import loggers, loops
+from elaunch.integrations.lightning.data import Loader, dealt
+from elaunch.integrations.lightning.parts import Start, agree_on_start, is_elastic, make_elastic, weigh, weighted
+from elaunch.integrations.lightning.progress import Progress, add_up, past_metrics, put_back, put_back_metrics
+from elaunch.workers.reentry.run import elastic
+from elaunch.workers.reentry.state import ElasticState
+
+METRICS = "lightning.metrics"
+"""Among the values of a commit: what was logged by past epochs and validations."""
+
+
+class ElasticDDP(DDPStrategy):
+    """DistributedDataParallel over the members that there are, who have the global batches of the first ones.
+
+    Attributes:
+        elastic: the fit that it belongs to.
+        start: what the first members have begun with, once that is known.
+        weight: how much the mean over this member's present batch counts; 1.0 outside of steps.
+        loss: the sum of the losses that went backward since the last commit, weighted.
+    """
+
+    elastic: ElasticFit | None = None
+    start: Start | None = None
+    weight: float = 1.0
+    loss: torch.Tensor | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Returns what Lightning makes samplers with; what they give is dealt out anew."""
+        if self.elastic is None or self.start is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.start.replicas, "rank": 0}
+
+    def setup_environment(self) -> None:
+        """Makes the process group of the members, who hear from the first one where the job is."""
+        super().setup_environment()
+        if self.elastic is not None:
+            self.elastic.meet()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Returns a loader that deals out global batches."""
+        if self.elastic is None or self.start is None:
+            return dataloader
+        trains = bool(self.elastic.trainer.training)
+        return dealt(dataloader, self.start.replicas, self.global_rank, self.world_size, trains)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Weighs what follows by the size of the batch."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.elastic is not None:
+            self.weight = self.elastic.weight()
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs backward from a loss, weighted."""
+        loss = weigh(self, closure_loss) if self.elastic is not None else closure_loss
+        return super().backward(loss, optimizer, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the members; in a step, a mean is one over its samples."""
+        return super().reduce(weighted(self, tensor, reduce_op), group, reduce_op)
+
+
+class ElasticFit:
+    """A Trainer's fit, from one entry to the next.
+
+    Args:
+        trainer: whose strategy is an `ElasticDDP`.
+
+    Attributes:
+        trainer: the same.
+        strategy: of the Trainer.
+        restored: whether this entry has begun with the state of a commit.
+        goes_on: whether the loops are to go on within an epoch, which they do as soon as it begins.
+        positions: the steps that the loaders of the training data begin with.
+        committed_steps: steps of optimizers at the last commit.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.strategy: Any = trainer.strategy
+        self.strategy.elastic = self
+        self.restored = self.goes_on = False
+        self.positions: list[int] = []
+        self.committed_steps = 0
+        self._state: ElasticState | None = None
+        self._progress = Progress(self)
+        self._sample_ids: list[int] = []
+        self._saved: set[str] = set()
+        self._again: set[str] = set()
+        self._modes: dict[str, bool] = {}
+        bar = trainer.progress_bar_callback
+        self._shows_bar = bar is not None and getattr(bar, "is_enabled", False)
+        loops.take_place(trainer, self)
+
+    # -- an entry -----------------------------------------------------------------------------------------------
+
+    def run(self, state: ElasticState, fit: Callable[..., None], model: pl.LightningModule, path: Any) -> None:
+        """Runs a fit in one entry.
+
+        Args:
+            state: of the job.
+            fit: Lightning's, which takes the path of the checkpoint to begin with.
+            model: the module.
+            path: that path; it is of no use once there was a commit.
+        """
+        trainer = self.trainer
+        self._state = state
+        self.restored = self.goes_on = False
+        self._modes = self._modes or {name: one.training for name, one in model.named_modules()}
+        bar = trainer.progress_bar_callback
+        if bar is not None and self._shows_bar:
+            bar.enable()
+        try:
+            fit(path if state.step == 0 else None)
+        except BaseException:
+            self._leave(model)
+            raise
+
+    def _leave(self, model: pl.LightningModule) -> None:
+        """Puts away what belongs to members who are gone: the fit was interrupted anywhere."""
+        trainer = self.trainer
+        trainer.training = True
+        epochs: Any = trainer.fit_loop
+        for loop in (epochs, epochs.epoch_loop.val_loop):
+            if loop._data_fetcher is not None:
+                loop._data_fetcher.teardown()
+                loop._data_fetcher = None
+            loop._combined_loader = None
+        for name, module in model.named_modules():
+            module.training = self._modes.get(name, module.training)
+        model._current_fx_name = None
+        trainer._signal_connector.teardown()
+        self.strategy.model = None
+        self.strategy.loss = None
+        self.strategy.weight = 1.0
+        self._sample_ids = []
+        self._again |= self._saved
+        self._saved = set()
+        _close_bar(trainer.progress_bar_callback)
+
+    def end(self) -> None:
+        """Leaves the Trainer as Lightning's: what comes after the fit is not elastic."""
+        self.strategy.elastic = None
+        loops.give_back(self.trainer)
+
+    def meet(self) -> None:
+        """Has all members know what the first ones have begun with. All members call it."""
+        strategy, used = self.strategy, self.trainer.loggers
+        start, is_first = agree_on_start(self.state, strategy.start, loggers.versions(used))
+        strategy.start = start
+        if not is_first:
+            loggers.take_over(used, start.logger_versions, strategy.is_global_zero)
+
+    def bind(self) -> None:
+        """Brings the state of the last commit, now that there is a model with optimizers. All members call it."""
+        trainer, strategy = self.trainer, self.strategy
+        objects: dict[str, Any] = {"model": trainer.lightning_module, "trainer": self._progress}
+        objects |= {f"optimizer{place}": one for place, one in enumerate(trainer.optimizers)}
+        objects |= {f"scheduler{place}": one.scheduler for place, one in enumerate(trainer.lr_scheduler_configs)}
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and "file_exists" not in vars(callback):
+                self._write_again(callback)
+        state = self.state
+        state.bind(**objects)
+        if not self.restored:
+            return
+        put_back_metrics(trainer, state.values.get(METRICS, {}))
+        epochs: Any = trainer.fit_loop
+        if self.goes_on:
+            trainer._logger_connector._first_loop_iter = True  # so that the next batch is not the first one
+            trainer._logger_connector._current_fx = "training_step"
+            if state.rank == 0:
+                put_back(epochs.epoch_loop._results, self._progress.sums)
+        if strategy.is_global_zero:
+            loggers.forget_from(trainer.loggers, epochs.epoch_loop._batches_that_stepped)
+
+    @property
+    def state(self) -> ElasticState:
+        """Returns the state of the job."""
+        assert self._state is not None
+        return self._state
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def weight(self) -> float:
+        """Returns how much the mean over this member's batch counts."""
+        epochs: Any = self.trainer.fit_loop
+        loader: Loader = epochs.loaders[0]
+        return loader.share.weight if loader.share is not None else 1.0
+
+    def note_batch(self) -> None:
+        """Takes down the samples of a batch."""
+        epochs: Any = self.trainer.fit_loop
+        share = epochs.loaders[0].share
+        self._sample_ids += share.step_ids if share is not None else ()
+
+    def commit(self) -> None:
+        """Makes the present state the one that counts. All members call it."""
+        trainer, strategy, state = self.trainer, self.strategy, self.state
+        results = trainer.fit_loop.epoch_loop._results
+        told = trainer._logger_connector.should_update_logs or not trainer.loggers
+        loss, strategy.loss = strategy.loss, None
+        sums, total = add_up(results, loss if told else None, strategy.root_device, state.size)
+        self._progress.sums = sums
+        self.committed_steps = trainer.global_step
+        state.values[METRICS] = past_metrics(trainer)
+        ids, self._sample_ids = self._sample_ids, []
+        self._again -= self._saved
+        self._saved = set()
+        state.commit(loss=total.item() / state.size if total is not None else None, sample_ids=ids)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def saves(self, path: str) -> None:
+        """Takes down that a checkpoint is written, in a step that may have to be done again."""
+        self._saved.add(path)
+        self._again.discard(path)
+
+    def _write_again(self, callback: ModelCheckpoint) -> None:
+        """Has a file of a step that is done again written over: it does not count as one of another run."""
+
+        def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
+            is_there = trainer.is_global_zero and str(filepath) not in self._again and callback._fs.exists(filepath)
+            return bool(trainer.strategy.reduce_boolean_decision(is_there, all=False))
+
+        callback.file_exists = file_exists  # type: ignore[method-assign]
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer. Under elaunch, its `fit` goes on in the same processes when members die or join.
+
+    `fit` enters again what it does before training: `setup`, `configure_model`, `configure_optimizers`, `on_fit_start`
+    and `on_train_start`, as when Lightning resumes from a checkpoint; the state is that of the last commit, which is
+    the last step of the optimizers. The batches of all members together are those of the first members.
+    """
+
+    _elastic: ElasticFit | None = None
+
+    def fit(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Trains, as Lightning does. Once in a process it does so with members that may change."""
+        if is_elastic() and self._elastic is None and make_elastic(self.strategy, DDPStrategy, ElasticDDP):
+            if _Fits.begun:
+                print(
+                    f"[elaunch] worker {os.environ['ELAUNCH_WORKER']}: only the first fit of a process is elastic; in "
+                    "this one, all workers are started again when one dies",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            else:
+                _Fits.begun = True
+                self._elastic = ElasticFit(self)
+        super().fit(model, *args, **kwargs)
+
+    def _fit_impl(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        def fit(path: Any) -> None:
+            super(Trainer, self)._fit_impl(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+
+        fits = self._elastic
+        if fits is None:
+            fit(ckpt_path)
+            return
+        elastic(lambda state: fits.run(state, fit, model, ckpt_path))()
+        self._elastic = None
+        fits.end()
+
+    def _run_stage(self) -> Any:
+        if self._elastic is not None and self.state.fn == TrainerFn.FITTING:
+            self._elastic.bind()
+        return super()._run_stage()
+
+    def _run_sanity_check(self) -> None:
+        if self._elastic is None or not self._elastic.restored:
+            super()._run_sanity_check()
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Writes a checkpoint, as Lightning does."""
+        if self._elastic is not None:
+            self._elastic.saves(str(filepath))
+        super().save_checkpoint(filepath, weights_only, storage_options)
+
+
+class _Fits:
+    """Whether a fit of this process has been elastic."""
+
+    begun = False
+
+
+def _close_bar(bar: Any) -> None:
+    """Ends the lines of a progress bar, which begins new ones."""
+    for name in ("_train_progress_bar", "_val_progress_bar"):
+        if getattr(bar, name, None) is not None:
+            getattr(bar, name).close()
+            setattr(bar, name, None)
+    if hasattr(bar, "_stop_progress"):
+        bar._stop_progress()
