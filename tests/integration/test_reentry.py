@@ -89,6 +89,16 @@ def test_a_death_on_the_way_back_or_at_the_end_is_one_more_change(
 
 
 @pytest.mark.timeout(200)
+def test_nobody_waits_in_the_function_for_one_that_has_gone_on_to_the_next_generation(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    """A replacement joins as one worker is still on its way back: the others know from the links."""
+    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", "--sleep", "0.02")
+    assert [step for step, _, _ in steps(node)] == list(range(STEPS))
+    weights(node)
+
+
+@pytest.mark.timeout(200)
 def test_a_part_that_died_with_its_guard_is_named_and_all_start_again(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, "--shards", "3", "--die", "1:7:step", "--die", "0:2:bind")
     assert "no surviving worker has all of" in node.agent.text()

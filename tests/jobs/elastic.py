@@ -4,6 +4,8 @@
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
 before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
+`--overtaken LOCAL_RANK`: on its first way back that worker hears of the next generation when all others have entered
+the present one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elaunch
+from elaunch.errors import GenerationChanged
+from elaunch.workers.recovery import Recovery
 from elaunch.workers.reentry import copies
 
 SAMPLES, BATCH = 600, 24
@@ -34,7 +38,33 @@ parser.add_argument("--die", action="append", default=[])
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--overtaken", default="")
 arguments = parser.parse_args()
+
+
+def enter_late(recovery: Recovery) -> None:
+    """Activates a generation; on the first way back, the next one comes before the last part of what others send."""
+    group = recovery._group
+    assert group is not None
+    number = recovery.generation.number
+    if recovery._activated and not overtaken:
+        overtaken.append(number)
+        gather = group.all_gather_bytes
+
+        def gather_late(content: bytes) -> list[bytes]:
+            gather(content)
+            while (newest := recovery._client.newest()) is None or newest.number == number:
+                time.sleep(0.01)
+            raise GenerationChanged(newest.number)
+
+        group.all_gather_bytes = gather_late  # type: ignore[assignment, method-assign]
+    activate(recovery)
+
+
+activate = Recovery._activate
+overtaken: list[int] = []
+if os.environ.get("LOCAL_RANK") == arguments.overtaken:
+    Recovery._activate = enter_late  # type: ignore[assignment, method-assign]
 
 
 def copy_late(copying: copies._Copying) -> None:

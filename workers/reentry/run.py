@@ -73,14 +73,19 @@ class Reentry:
             Exception: whatever the function raises, unless that follows from a change of members.
         """
         member = self.member
-        member.join()
-        while True:
-            member.begin_step()
-            result = self._enter(function)
-            if result is not None:
-                number = member.generation.number
-                if member.finish(lambda: member.generation.number == number):  # noqa: B023 (called at once)
-                    return result[0]
+        try:
+            member.join()
+            while True:
+                # Behind the barrier nobody is on the way into this generation. Whoever is goes into a newer one at
+                # once, and who waited for it in a group of the function would not be told of that.
+                member.begin_step(Group.barrier)
+                result = self._enter(function)
+                if result is not None:
+                    number = member.generation.number
+                    if member.finish(lambda: member.generation.number == number):  # noqa: B023 (called at once)
+                        return result[0]
+        finally:
+            self._groups.close()
 
     def _enter(self, function: Callable[[ElasticState], Result]) -> tuple[Result] | None:
         """Enters the function; returns what it returned, or None where it was left because the members change."""
