@@ -137,6 +137,14 @@ class NativeCarrier:
             tensor.copy_(came)
         one.works, one.copies = (), []
 
+    def arrived(self, peer: str, part: int) -> bool:
+        """Returns whether the operation that brings a part is over."""
+        one = self._receives.get((peer, part))
+        if one is None:
+            work = self._coming.get((peer, part))
+            return work is not None and work.is_completed()
+        return one.works is not None and all(work.is_completed() for work in one.works)
+
     def exchange(
         self, workers: Sequence[str], part: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:
@@ -169,7 +177,9 @@ class NativeCarrier:
         self._under_way.clear()
         with self._failing():
             if self._device.type != "cpu":
-                ended.reach(self._device, ended.here(self._device), self._errored)
+                others = {peer for key in self._bulks for peer in key.members} - {self._routes.worker}
+                with heartbeat.waiting(others, self._generation):
+                    ended.reach(self._device, ended.here(self._device), self._errored, failed=self._poison)
             if wrong := self._errored():
                 raise RuntimeError(wrong)
         self._sends.clear()
@@ -211,6 +221,11 @@ class NativeCarrier:
         with heartbeat.waiting(others, self._generation), self._failing():
             for work in works:
                 work.wait()
+
+    def _poison(self) -> None:
+        """A group's error does not free the device of what was issued in it, or in the others after it."""
+        for bulk in self._bulks.values():
+            bulk.poison()
 
     def _errored(self) -> str | None:
         return next((wrong for bulk in self._bulks.values() if (wrong := bulk.errored())), None)
