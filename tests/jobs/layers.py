@@ -1,8 +1,9 @@
 """A small model in layers under elaunch.hybrid(); a layer of it can raise, or wait for its test, in a step.
 
-`--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the gradients for the copies go
-out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
+`--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the last gradients for the copies
+go out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
 
+    tp         in a layer, before a sum of its tensor-parallel group in which the others wait, over native groups
     share      before it tells the others the new values of its parameters, after the commit of the step before
     vote       as it is about to agree with the others on the step in flight
     held_state before it says what it has of the state
@@ -48,6 +49,7 @@ from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
+from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.job import HybridJob
 from elaunch.workers.layers.snapshots import Snapshots
@@ -73,6 +75,7 @@ class LayerFaults(Faults):
         super().__init__(job, requests)
         if self.steps:
             self._die_around(Snapshots, "ship", before="ship")
+            self._die_around(NativeCarrier, "all_reduce", before="tp")
             self._die_around(ZeroOptimizer, "share", before="share")
             self._die_around(HybridJob, "vote", before="vote")
             self._die_around(Engine, "held_state", before="held_state")

@@ -189,7 +189,9 @@ class Engine:
         with part.group.open() as traffic:
             part.begin_copies(traffic)
             load = self.builder.samples.begin(part.plan, step, part.executor.loaded)
-            outcome = part.executor.run(part.for_step(traffic), step, load, part.sums, watch=watch)
+            outcome = part.executor.run(
+                part.for_step(traffic), step, load, part.sums, watch=watch, summed=partial(part.snapshots.keep, traffic)
+            )
             part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 

@@ -122,7 +122,7 @@ class WorkerPart:
 
     def keep_copies(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
         """Sends, at the end of a step, what others' copies of this worker's state need, and waits for the same."""
-        self.snapshots.ship(traffic, gradients)
+        self.snapshots.ship(traffic, gradients)  # those that have not left yet
         self.copies.ship(traffic)
         self.snapshots.arrive(traffic)
         self.copies.arrive(traffic)

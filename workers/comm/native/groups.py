@@ -52,8 +52,11 @@ class _Opening:
 
     Attributes:
         members: of the generation.
+        rank: of this one among them.
+        connect: returns a client of the job's store.
         needs: the groups of all members that must be open before any is used.
         bulks: those of this worker, whether they are open or not.
+        more: groups that this worker has asked for besides; when one is used, its members agree among themselves.
         is_open: those that stand here; whether they do elsewhere, the commit barrier says.
         in_use: all members have all that they need, and use it.
         poisoned: the generation is over.
@@ -63,14 +66,22 @@ class _Opening:
 
     generation: int
     members: tuple[str, ...]
+    rank: int
+    connect: Connect
     needs: tuple[GroupKey, ...] = ()
     bulks: dict[GroupKey, Bulk] = field(default_factory=dict)
+    more: dict[GroupKey, Bulk] = field(default_factory=dict)
     is_open: set[GroupKey] = field(default_factory=set)
     in_use: bool = False
     poisoned: bool = False
     seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
     last: threading.Thread | None = None
+
+    @property
+    def all(self) -> dict[GroupKey, Bulk]:
+        """All groups of this worker."""
+        return self.bulks | self.more
 
     def is_ready(self) -> bool:
         """Returns whether all that this worker needs is open."""
@@ -157,7 +168,7 @@ class NativeGroups:
             self._members = members
             if self._failures >= MOST_FAILURES:
                 return
-            newest = _Opening(generation, members)
+            newest = _Opening(generation, members, rank, connect)
         new = [key for key in needs if members[rank] in key.members and key not in newest.bulks]
         made = {key: self._make() for key in new}
         with self._lock:
@@ -168,7 +179,30 @@ class NativeGroups:
             self._newest = newest
         if new:
             before = newest.last
-            newest.last = self._start("elaunch-native-open", lambda: self._open(newest, new, rank, connect, before))
+            newest.last = self._start("elaunch-native-open", lambda: self._open(newest, new, before))
+
+    def ask_for(self, generation: int, key: GroupKey) -> None:
+        """Begins to open one more group of a generation in the background; all its members ask for it.
+
+        It is none of the needs of all members, so the others neither wait for it nor know of it.
+        """
+        newest = self._newest
+        if self._make is None or newest is None or newest.generation != generation or key in newest.more:
+            return
+        bulk = self._make()
+        with self._lock:
+            if newest.poisoned:
+                return
+            newest.more[key] = bulk
+        # In a thread of its own: members may ask for several in different orders.
+        self._start("elaunch-native-open", lambda: self._open(newest, [key], None))
+
+    def opened(self, generation: int, key: GroupKey) -> Bulk | None:
+        """Returns a group that was asked for, if it is open here; whether it is elsewhere its members must find out."""
+        newest = self._newest
+        if newest is None or newest.generation != generation or newest.poisoned or key not in newest.is_open:
+            return None
+        return newest.more.get(key)
 
     def passed(self, ready: tuple[int, int]) -> bool:
         """Takes note of what all members brought to a commit barrier; returns whether they use the groups from now on.
@@ -202,7 +236,7 @@ class NativeGroups:
             if newest is None or newest.generation >= below or newest.poisoned:
                 return
             newest.poisoned = True
-            bulks = list(newest.bulks.values())
+            bulks = list(newest.all.values())
         newest.over.set()
         for bulk in bulks:
             bulk.poison()
@@ -212,7 +246,7 @@ class NativeGroups:
         newest = self._newest
         if newest is not None:
             self.poison(newest.generation + 1)
-            for bulk in newest.bulks.values():
+            for bulk in newest.all.values():
                 bulk.leave()
             self._left.append(newest)
             self._newest = None
@@ -228,7 +262,7 @@ class NativeGroups:
             assert opening.poisoned, "a group is closed before it was poisoned"
             assert opening.generation not in others_in, f"a member still is in the group of {opening.generation}"
             for key in opening.is_open:
-                self._start("elaunch-native-close", opening.bulks[key].close)
+                self._start("elaunch-native-close", opening.all[key].close)
 
     def close(self) -> None:
         """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
@@ -242,20 +276,18 @@ class NativeGroups:
         self._threads.append(threads.start(name, run, lambda _: None))
         return self._threads[-1]
 
-    def _open(
-        self, opening: _Opening, keys: Sequence[GroupKey], rank: int, connect: Connect, before: threading.Thread | None
-    ) -> None:
+    def _open(self, opening: _Opening, keys: Sequence[GroupKey], before: threading.Thread | None) -> None:
         """Opens groups in the order of all members, so that none waits for one that waits for it."""
         if before is not None:
             before.join()
         begin_s = time.monotonic()
         try:
-            store = dist.PrefixStore(f"native/{opening.generation}", connect())
+            store = dist.PrefixStore(f"native/{opening.generation}", opening.connect())
         except RuntimeError as error:
             self._refused(opening, keys, error)
             return
         for key in keys:
-            bulk, me = opening.bulks[key], opening.members[rank]
+            bulk, me = opening.all[key], opening.members[opening.rank]
             try:
                 place = dist.PrefixStore(key.place, store) if key.place else store
                 meet(place, len(key.members), opening.over)
@@ -272,10 +304,10 @@ class NativeGroups:
 
     def _refused(self, opening: _Opening, keys: Sequence[GroupKey], error: RuntimeError) -> None:
         if not opening.poisoned:
-            name = opening.bulks[keys[0]].backend
+            name = opening.all[keys[0]].backend
             _say(f"{name} cannot be used in generation {opening.generation}; links serve: {error}")
         for key in keys:
-            _give_back(opening.bulks[key])
+            _give_back(opening.all[key])
 
 
 def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float = MEET_TIMEOUT_S) -> None:
