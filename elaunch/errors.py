@@ -11,6 +11,7 @@
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
     │   ├── StateLost          no survivor has some part of it
+    │   ├── WentBack           the job went back to a checkpoint while a plan was asked for
     │   └── CheckpointDamaged  a checkpoint is not what was written; the one before it may be whole
     ├── DeviceError            an accelerator cannot be found, read or set
     │   ├── NvmlNotFound       pynvml cannot be imported
@@ -80,6 +81,10 @@ class StateError(ElaunchError):
 
 class StateLost(StateError):
     """No surviving worker has some part of the state: it is only in a checkpoint, if there is one."""
+
+
+class WentBack(StateError):
+    """The job went back to a checkpoint while the script asked for a plan: go on from the job's step."""
 
 
 class CheckpointDamaged(StateError):

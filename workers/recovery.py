@@ -211,10 +211,13 @@ class Recovery:
             cause: for people.
         """
         assert self._group is not None
+        self.changed()  # no step has followed the last one
         heartbeat.enter(Phase.CHANGING)
         now_t = time.time()
         with self._lock:
             self._entering, self._firm, self._verdict = True, True, None
+        if self._parted[0] == self.generation.number:
+            self._leaving = self._parted[1]  # they have given all away, and are to get nothing more
         self._clock = _Clock(cause, now_t, now_t)
         try:
             self._poll(self.generation, self._group, self._clock)
@@ -342,6 +345,14 @@ class Recovery:
         if self._progressed != self.generation.number:
             self._progressed = self.generation.number
             self._client.send(Progress(self._progressed))
+        return self.changed()
+
+    def changed(self) -> float | None:
+        """Tells that the transition is over, where no step follows it at once.
+
+        Returns:
+            What `committed` does.
+        """
         clock, self._clock = self._clock, None
         if clock is None or self._group is None:
             return None

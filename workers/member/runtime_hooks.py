@@ -15,6 +15,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
+from elaunch.workers.member.replans import REPLAN, Replans
 from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
 
 NATIVE = "elaunch.native"
@@ -33,6 +34,7 @@ class RuntimeHooks:
     Attributes:
         entered: whether this worker has complete gradients of a step that has not committed: what it votes.
         group: the members, or in `transfer` those of the next generation; None before this worker joins.
+        replans: the plans that the script asks for.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RuntimeHooks:
         self._native, self._works = native, works
         self.entered = False
         self.group: Group | None = None
+        self.replans = Replans()
         self._agreed = 0  # number of the generation of the last agreement
 
     @property
@@ -61,7 +64,8 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), NATIVE: self._native.ready()}
+        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts()}
+        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), **ours}
         return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
 
     def pause(self) -> None:
@@ -73,6 +77,7 @@ class RuntimeHooks:
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Has the framework settle the step in flight; reports it, if whoever should have may not have."""
         self._native.settled([facts.get(NATIVE, 0) for facts in verdict.facts])
+        self.replans.agreed(verdict)
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
@@ -86,7 +91,8 @@ class RuntimeHooks:
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Has the framework choose how the members go on."""
-        return self._hooks.plan(generation, group, verdict)
+        shown = self.replans.planned(generation, verdict)
+        return self._hooks.plan(generation if self._policy.plans else shown, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Has the framework move the state over the new group, which is that of the member from now on."""
@@ -97,6 +103,7 @@ class RuntimeHooks:
         """Has the framework go on, and tells all parts of the runtime who the members are."""
         self._hooks.resume(generation, group, verdict)
         self._policy.entered(generation, group.members, verdict)
+        self.replans.resumed(generation.number)
         self.entered = False
         self._checkpoints.entered(group.members)
         self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
