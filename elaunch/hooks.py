@@ -6,6 +6,7 @@
     Generation, Group            the agreed workers, and the collectives over the links between them
     attach, Member               this worker as a member of its job
     Layout, TensorSpace, Moved   which member holds which part of each tensor, how they move, and what it has cost
+    LayoutUnion, FlatBuffer      tensors on several meshes, as pipeline stages are; ranges of ZeRO-1 optimizers
     tensors_of                   from a model and its optimizer to tensors by name,
     load_model, load_optimizer   and back
 
@@ -24,14 +25,17 @@ if TYPE_CHECKING:
     from elaunch.workers.hooks import Hooks, Verdict, Vote
     from elaunch.workers.runtime import Member
     from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
+    from elaunch.workers.state.placement.layouts import FlatBuffer, Layout, LayoutUnion
     from elaunch.workers.state.reshard import Moved
-    from elaunch.workers.state.tensors import Layout, TensorSpace
+    from elaunch.workers.state.tensors import TensorSpace
 
 __all__ = [
+    "FlatBuffer",
     "Generation",
     "Group",
     "Hooks",
     "Layout",
+    "LayoutUnion",
     "Member",
     "Moved",
     "Savable",
@@ -52,7 +56,8 @@ _HOMES = {
     "elaunch.workers.runtime": ("Member",),
     "elaunch.workers.state.modules": ("load_model", "load_optimizer", "tensors_of"),
     "elaunch.workers.state.reshard": ("Moved",),
-    "elaunch.workers.state.tensors": ("Layout", "TensorSpace"),
+    "elaunch.workers.state.placement.layouts": ("FlatBuffer", "Layout", "LayoutUnion"),
+    "elaunch.workers.state.tensors": ("TensorSpace",),
 }
 
 
