@@ -9,6 +9,7 @@
     LayoutUnion, FlatBuffer      tensors on several meshes, as pipeline stages are; ranges of ZeRO-1 optimizers
     tensors_of                   from a model and its optimizer to tensors by name,
     load_model, load_optimizer   and back
+    FullySharded                 the hooks of a loop with FSDP2
 
 The import is light: torch is loaded with the first of these names that is used.
 """
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.membership import Generation
     from elaunch.workers.attach import Savable, attach
     from elaunch.workers.comm.group import Group
+    from elaunch.workers.frameworks.fsdp import FullySharded
     from elaunch.workers.hooks import Hooks, Verdict, Vote
     from elaunch.workers.runtime import Member
     from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FlatBuffer",
+    "FullySharded",
     "Generation",
     "Group",
     "Hooks",
@@ -51,6 +54,7 @@ __all__ = [
 _HOMES = {
     "elaunch.rendezvous.membership": ("Generation",),
     "elaunch.workers.comm.group": ("Group",),
+    "elaunch.workers.frameworks.fsdp": ("FullySharded",),
     "elaunch.workers.hooks": ("Hooks", "Verdict", "Vote"),
     "elaunch.workers.attach": ("Savable", "attach"),
     "elaunch.workers.runtime": ("Member",),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,8 @@ class TensorSpace:
         self._state: dict[str, list[Chunk]] = {}
         self._guarded: dict[str, list[Chunk]] = {}
         self._next: tuple[AnyLayout, dict[str, list[Chunk]]] | None = None
+        self._offered: list[tuple[Item, Chunk]] = []  # those of the guarded ones that are copies for others
+        self._newer: tuple[Any, ...] | None = None  # what is held beside copies of an older step
         # A checkpoint to read from in the next move, and what was read and is not installed.
         self._source: SpaceSource | None = None
         self._restored: SpaceState | None = None
@@ -180,12 +182,48 @@ class TensorSpace:
         finally:
             self._source = None
 
+    def offer(self, kept: Sequence[tuple[Item, Chunk]]) -> None:
+        """Has the next move take copies of what others have held, in host memory; in place of those offered before."""
+        self._guarded = {
+            name: left
+            for name, chunks in self._guarded.items()
+            if (left := [chunk for chunk in chunks if all(chunk is not one for _, one in self._offered)])
+        }
+        self._offered = []
+        for item, chunk in kept:
+            there = self._guarded.setdefault(item.name, [])
+            for box in subtract_all([chunk.box], [one.box for one in there]):
+                there.append(Chunk(box, chunk.part(box)))
+                self._offered.append((item, there[-1]))
+
+    def go_back(
+        self, items: Mapping[str, Item], values: Mapping[str, Any], chunks: Sequence[tuple[Item, Chunk]]
+    ) -> None:
+        """Makes copies of an older step what is held; `hold` says nothing new then.
+
+        What was held comes back by `stay`, unless a move of the copies has been installed.
+        """
+        self.stay()
+        self._newer = self._items, self._layout, self.values, self._state, self._next, self._guarded
+        self._items, self._layout, self.values = dict(items), None, dict(values)
+        self._state, self._next, self._guarded, self._offered = {}, None, {}, []
+        for item, chunk in chunks:
+            # A copy stays one: what is held is changed in place.
+            tensor = chunk.tensors[0].to(self._device, copy=True)
+            self._state.setdefault(item.name, []).append(Chunk(chunk.box, (tensor,)))
+
+    def stay(self) -> None:
+        """Undoes `go_back`, if what was moved by then has not been installed."""
+        if self._newer is not None:
+            self._items, self._layout, self.values, self._state, self._next, self._guarded = self._newer
+            self._newer, self._offered = None, []
+
     def install(self) -> None:
         """Makes what has moved what is held, and lets the old state go."""
         if self._next is None:
             raise StateError("nothing has moved; call move() before install()")
         self._layout, self._state = self._next
-        self._next, self._guarded = None, {}
+        self._next, self._guarded, self._offered, self._newer = None, {}, [], None
         if self._restored is not None:
             self._items, self.values = dict(self._restored.items), dict(self._restored.values)
             self._restored = None
@@ -275,14 +313,18 @@ class TensorSpace:
     ) -> tuple[dict[str, Holdings], dict[str, Holdings], AnyLayout]:
         """Who holds what, and in host memory besides, and the layout that is wanted; takes over tensors and values."""
         layout = self._layout.to_json() if self._layout is not None else None
-        items = [[item.name, item.shape, str(item.dtypes[0]).removeprefix("torch.")] for item in self._items.values()]
+        items = _fields(self._items.values())
         texts = {
             "held": _packed({"layout": layout, "items": items, "values": self.values}) if self._state else "",
             "wanted": _packed(wanted.to_json()) if wanted is not None else "",
         }
         note: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
         if self._layout is None and self._state:
-            note |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
+            note["boxes"] = holdings_of(self._state)
+        if self._guarded:
+            note["guarded"] = holdings_of(self._guarded)
+            # Of tensors that nobody else may know.
+            note["items"] = _fields({item.name: item for item, _ in self._offered}.values())
         notes = group.all_gather_json(note)
         # Of those who would say the same, one does.
         first = {kind: [one[kind] for one in notes].index(note[kind]) == group.rank for kind in texts}
@@ -293,7 +335,7 @@ class TensorSpace:
             raise StateError("no member holds any tensor; hold() what the job begins with on one member at least")
         known = {key: _items(one["items"]) for key, one in held.items()}
         self._items = {}
-        for there in known.values():
+        for there in (*known.values(), *(_items(one.get("items", ())) for one in notes)):
             for name, item in there.items():
                 if self._items.setdefault(name, item) != item:
                     raise StateError(
@@ -309,8 +351,13 @@ class TensorSpace:
             if one["held"] in lying:
                 before[member] = _lists(lying[one["held"]].get(member, {}))
             elif "boxes" in one:
-                before[member], guarded[member] = _boxes(one["boxes"]), _boxes(one["guarded"])
+                before[member] = _boxes(one["boxes"])
+            guarded[member] = _boxes(one.get("guarded", {}))
         return before, guarded, joined(targets)
+
+
+def _fields(items: Iterable[Item]) -> list[Any]:
+    return [[item.name, item.shape, str(item.dtypes[0]).removeprefix("torch.")] for item in items]
 
 
 def _items(fields: Sequence[Any]) -> dict[str, Item]:
