@@ -48,7 +48,7 @@ class _SavableHooks:
 
     def boundary(self, group: Group, _: bool) -> None:
         """Begins the copy of the state at a step boundary."""
-        if self._copies is not None:
+        if self._copies is not None and self.member.elastic:
             self._copies.begin(group, self._hooks.hold(), self._hooks.vote().step)
 
     def finish_copy(self) -> None:

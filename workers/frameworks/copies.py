@@ -94,7 +94,7 @@ class SpaceCopies:
         self._copies = Copies()
         self._made: list[SpaceCopy] = []  # the last one, and the one before
         self._members: tuple[int, Any] | None = None  # generation and layout of the last copy
-        self._known: list[int] = []
+        self._known: int | None = None  # of whose notes these are
         self._notes: list[Held] = []
 
     def begin(self, group: Group, space: TensorSpace, step: int) -> None:
@@ -232,8 +232,9 @@ class SpaceCopies:
         code = zlib.crc32(text.encode())
         answers = group.all_gather_json([code, self._known])
         codes = [code for code, _ in answers]
-        if any(known != codes for _, known in answers):
-            self._known = []
+        now = zlib.crc32(json.dumps(codes).encode())
+        if any(known != now for _, known in answers):
+            self._known = None
             texts = group.all_gather_bytes(text.encode())
             self._notes = [
                 {
@@ -245,7 +246,7 @@ class SpaceCopies:
                 }
                 for one in texts
             ]
-            self._known = codes
+            self._known = now
         return self._notes
 
 
