@@ -2,6 +2,7 @@
 
     ElaunchError
     ├── UsageError             a value of the command line cannot be used
+    │   └── MeshError          a mesh cannot be made of the members
     ├── LaunchError            the job cannot start or go on
     │   ├── StoreUnavailable   the rendezvous store did not answer in time
     │   ├── EtcdNotFound       no etcd program to start
@@ -36,6 +37,10 @@ class ElaunchError(Exception):
 
 class UsageError(ElaunchError):
     """The command line or an environment variable holds a value that cannot be used."""
+
+
+class MeshError(UsageError, ValueError):
+    """A mesh of these sizes cannot be made of the members."""
 
 
 class LaunchError(ElaunchError):

@@ -188,7 +188,7 @@ class Member(Planned):
             without: members that get no place, such as those that leave.
 
         Raises:
-            ValueError: the mesh has more places than there are members for it.
+            MeshError: the mesh has more places than there are members for it; it names sizes and members.
         """
         return self.torch_groups.mesh(shape, names, without)
 

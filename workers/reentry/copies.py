@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,8 +144,21 @@ class Copies:
         self._hooks = [one.register_step_pre_hook(lambda *_: self._let_pass()) for one in optimizers]
         self._gated = {name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
 
-    def begin(self, step: int, objects: Mapping[str, Any], values: dict[str, Any]) -> StateCopy:
+    @property
+    def under_way(self) -> _Copying | None:
+        """Returns what is being copied; None if nothing is."""
+        return self._under_way
+
+    def begin(
+        self, step: int, objects: Mapping[str, Any], values: dict[str, Any], later: Collection[str] = ()
+    ) -> StateCopy:
         """Begins to copy the present state, in place of the copy before the newest one; returns the copy.
+
+        Args:
+            step: number of steps that have committed.
+            objects: by name, with `state_dict`.
+            values: what else makes up the state.
+            later: paths of tensors that do not change before `finish`, beside those that only an optimizer changes.
 
         Raises:
             StateError: an object has a value that cannot be described; names the path.
@@ -156,13 +169,14 @@ class Copies:
         spare = self.former.tensors if self.former is not None else []
         places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
         copy = StateCopy(step, manifest, values, places, dict(encoder.boxes))
-        later = self._later(objects, encoder)
-        now = [place for place in range(len(sources)) if place not in later]
+        copied_later = self._later(objects, encoder)
+        copied_later |= {place for place, spec in enumerate(encoder.specs) if spec["path"] in later}
+        now = [place for place in range(len(sources)) if place not in copied_later]
         for place in now:
             places[place].copy_(sources[place])
         self.former, self.newest = self.newest, copy
-        if later:
-            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(later)])
+        if copied_later:
+            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(copied_later)])
         return copy
 
     def finish(self) -> None:

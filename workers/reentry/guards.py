@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +18,7 @@ from elaunch.workers.reentry.copies import Part, StateCopy
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.codec import dtype_of
 
-Boxes = Mapping[int, Box]
+Key = TypeVar("Key")
 
 
 def guard_of(rank: int, members: Sequence[str], node: Callable[[str], str] = node_of) -> int:
@@ -26,12 +27,14 @@ def guard_of(rank: int, members: Sequence[str], node: Callable[[str], str] = nod
     return (rank + (max(counts.values()) if len(counts) > 1 else 1)) % len(members)
 
 
-def alone(rank: int, held: Sequence[Boxes], members: Sequence[str], node: Callable[[str], str] = node_of) -> list[int]:
-    """Returns the places of the tensors of which a member has a part that nobody else has, or nobody on another node.
+def alone(
+    rank: int, held: Sequence[Mapping[Key, Box]], members: Sequence[str], node: Callable[[str], str] = node_of
+) -> list[Key]:
+    """Returns the tensors of which a member has a part that nobody else has, or nobody on another node.
 
     Args:
         rank: of the member.
-        held: by rank, the parts that are not whole tensors, by place.
+        held: by rank, the parts, by whatever stands for a tensor.
         members: by rank.
         node: gives the node of a member.
     """
