@@ -199,8 +199,6 @@ class Member:
         """
         return self.torch_groups.mesh(shape, names, without)
 
-    # -- plans --------------------------------------------------------------------------------------------------
-
     def use_plans(self, plan: Plan, layers: Sequence[LayerProfile], elements: Sequence[int] | None = None) -> None:
         """Has the policy selector choose the plans of this job: call it before `join`, and `choose` in the hook `plan`.
 
@@ -237,8 +235,6 @@ class Member:
             rows: of the plan's rows that were computed in them.
         """
         self.policy.took(seconds, rows)
-
-    # -- the life of a member -----------------------------------------------------------------------------------
 
     def join(self, takes_plans: bool = False) -> None:
         """Becomes a member: all hooks are called once, and whoever joins a running job has its state after that.
@@ -377,6 +373,11 @@ class Member:
         changed_s = self._recovery.committed()
         if changed_s is not None:
             self.policy.change_took(changed_s)
+
+    @property
+    def boundary_is_due(self) -> bool:
+        """Whether the members, or their plan, change at the next step boundary: all members know the same."""
+        return self._change_due or self._replan_due
 
     @property
     def last_loss(self) -> float | None:
