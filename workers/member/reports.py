@@ -53,7 +53,7 @@ def tells_again(verdict: Verdict, generation: Generation, worker: str, known: To
 def step_report(
     group: Group, generation: int, step: int, loss: float | None, sample_ids: Iterable[int], seconds: float
 ) -> dict[str, Any]:
-    """Returns the fields of the report of a step; the arguments are those of `StepReports.tell`, and how long it took."""
+    """Returns the fields of the report of a step, with the arguments of `StepReports.tell` and its seconds."""
     ids = list(sample_ids)
     return {
         "generation": generation,

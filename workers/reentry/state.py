@@ -84,7 +84,7 @@ class ElasticState:
         return self._position // self._batches.n_samples if self._batches is not None else 0
 
     def on_reset(self, function: Callable[[], object]) -> None:
-        """Has a function called when this entry has been left and the next one is about to begin (`elastic(reset=)`)."""
+        """Has a function called once, before the function is entered again (see `reset` of `elastic`)."""
         self._reentry.resets.append(function)
 
     def bind(self, *, load: Callable[[], object] | None = None, **objects: Any) -> None:
