@@ -28,6 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import itertools
+
 from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, limit_time
 from benchmarks.report import Cell, Report, add_arguments, median_interval, spread
 
@@ -97,7 +99,7 @@ def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
         if not crew or len(reached) < len(crew):
             return None
         ends.append(max(reached))
-    parts = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    parts = [after - before for before, after in itertools.pairwise(ends)]
     return Kill(parts[0], parts[1], parts[2], parts[3], ends[-1] - killed_t)
 
 
@@ -294,7 +296,7 @@ def say(text: str) -> None:
 
 
 def _gaps(times: Sequence[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def _number(value: float) -> float:
@@ -347,15 +349,16 @@ def main() -> int:
     args.kills = args.kills or (2 if args.quick else 20)
     args.pairs = args.pairs or (1 if args.quick else 8)
     report = Report(
-        f"a script of one's own that survives: a GPT of 0.8 M parameters, {WORKERS} workers on Gloo, a core of two each",
+        f"a script of one's own that survives: a GPT of 0.8 M parameters, {WORKERS} workers on Gloo",
         notes=[
-            "left_and_entered: from the kill until the last survivor is in the function again (torchrun: until the last "
-            "new process has done its imports); own_set_up: groups and model; state: brought back; all by the slowest",
+            "left_and_entered: from the kill until the last survivor is in the function again (torchrun: until the "
+            "last new process has done its imports); own_set_up: groups and model; state: brought back; all by the "
+            "slowest",
             "lines: of code, beside the plain script, which survives nothing",
             "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
             "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
-            "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, is "
-            "not killed; whoever dies is not replaced, so each kill has a job of its own. tuned: intervals of 20 ms",
+            "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "
+            "is not killed; whoever dies is not replaced, so each kill has a job of its own. tuned: intervals of 20 ms",
         ],
     )
     own = Path(sys.executable)

@@ -3,8 +3,6 @@
 Needs nvidia-resiliency-ext 0.4.1, hence its own virtual environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""The GPT of `frameworks.py` in a plain script, which survives nothing: the others are compared with it line by line."""
+"""The GPT of `frameworks.py` in a plain script, which survives nothing: the others are compared with it."""
 
 from __future__ import annotations
 

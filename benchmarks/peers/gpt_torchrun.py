@@ -1,4 +1,4 @@
-"""The GPT of `frameworks.py` under torchrun: all workers are started again, and load the checkpoint of the last step."""
+"""The GPT of `frameworks.py` under torchrun: all workers are started again, and load the last step's checkpoint."""
 
 from __future__ import annotations
 
