@@ -113,7 +113,9 @@ def changed_lines(plain: str, other: str) -> tuple[int, int]:
         ]
         for text in (plain, other)
     ]
-    marks = [line[0] for line in difflib.unified_diff(*code, lineterm="", n=0) if line[:3] not in ("---", "+++")]
+    marks = [
+        line[0] for line in difflib.unified_diff(code[0], code[1], lineterm="", n=0) if line[:3] not in ("---", "+++")
+    ]
     return marks.count("+"), marks.count("-")
 
 

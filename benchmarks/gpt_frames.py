@@ -54,11 +54,11 @@ def net(args: argparse.Namespace) -> GPT:
 
 
 def build(args: argparse.Namespace) -> nn.Module:
-    model = net(args)
+    model: nn.Module = net(args)
     if args.kind == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for block in model.blocks:
+    for block in model.blocks.children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = TUNED if os.environ.get("NVRX_TUNED") else {}
 PORT = int(os.environ["MASTER_PORT"])
 
 
-@inprocess.Wrapper(store_kwargs={"port": PORT + 1}, **SETTINGS)
+@inprocess.Wrapper(store_kwargs={"port": PORT + 1}, **SETTINGS)  # type: ignore[untyped-decorator, unused-ignore]
 def train(args: argparse.Namespace, job: dist.Store, wrapper: inprocess.CallWrapper = None) -> None:
     trace = Trace(args)
     trace.say("entered")
@@ -44,12 +44,14 @@ def train(args: argparse.Namespace, job: dist.Store, wrapper: inprocess.CallWrap
     if newest.exists():
         step = int(newest.read_text())
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=args.checkpoint / str(step % 2))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     trace.say("restored")
     dataset = data()
-    sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
+    )
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(step // len(loader), EPOCHS):
         sampler.set_epoch(epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trace.say("built")
     dataset = data()
-    sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
+    )
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, drop_last=True)
     step = 0
     for epoch in range(EPOCHS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,14 @@ def train(args: argparse.Namespace) -> None:
     if newest.exists():
         step = int(newest.read_text())
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=args.checkpoint / str(step % 2))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     trace.say("restored")
     dataset = data()
-    sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
+    )
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(step // len(loader), EPOCHS):
         sampler.set_epoch(epoch)
