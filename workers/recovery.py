@@ -35,6 +35,8 @@ BROKEN = (LinkLost, CollectiveFailed)
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     """Settles the step in flight.
 
+    It commits where any member has passed its barrier, or all who hold state have it ready.
+
     Args:
         votes: of the members, in their order.
         begun: whether the job is known to have had state; then a holder must be among the voters.
@@ -61,6 +63,8 @@ def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     for member in behind:
         if votes[member].step != step - 1 or not votes[member].entered:
             raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
+    if all(votes[member].ready == step + 1 for member in holders):
+        step, behind = step + 1, tuple(holders)
     receivers = tuple(member for member in members if not votes[member].holds)
     return Verdict(step, behind, tuple(holders), receivers, facts=facts, saved=saved)
 

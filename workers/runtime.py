@@ -333,6 +333,11 @@ class Member(Planned):
             self.policy.change_took(changed_s)
 
     @property
+    def boundary_is_due(self) -> bool:
+        """Whether the members, or their plan, change at the next step boundary: all members know the same."""
+        return self._change_due or self._replan_due
+
+    @property
     def last_loss(self) -> float | None:
         """The loss of the last step that has committed, as far as a member reported it or told this one of it."""
         return self._reports.last["loss"] if self._reports.last is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.errors import StateError, StateLost
@@ -147,10 +148,10 @@ class Engine:
         """
         step = self.step
         if self._lent is not None:
-            raise StateError(
-                f"step {step} cannot begin: the weights alone follow another plan (weights_only=True); go back to the "
-                "one that trains before it, by replan(plan)"
+            why = (
+                "the weights alone follow another plan (weights_only=True); go back to the one that trains by replan()"
             )
+            raise StateError(f"step {step} cannot begin: {why}")
         self._settle()
         if not step and self._migration is None:
             self.builder.check_values(self._here)
@@ -181,9 +182,8 @@ class Engine:
         with part.group.open() as traffic:
             part.begin_copies(traffic)
             load = self.builder.samples.begin(part.plan, step, part.executor.loaded)
-            outcome = part.executor.run(
-                part.for_step(traffic), step, load, part.sums, watch=watch, summed=partial(part.snapshots.keep, traffic)
-            )
+            keep = partial(part.snapshots.keep, traffic)
+            outcome = part.executor.run(part.for_step(traffic), step, load, part.sums, watch=watch, summed=keep)
             part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 

@@ -16,7 +16,7 @@ from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.replans import REPLAN, Replans
-from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
+from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports, tells_again
 
 NATIVE = "elaunch.native"
 """Among the facts of a vote: the generation whose native group the voter may still be in."""
@@ -66,7 +66,8 @@ class RuntimeHooks:
         vote, saved = self._hooks.vote(), self._checkpoints
         ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts()}
         facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), **ours}
-        return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
+        newest = saved.newest()
+        return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
 
     def pause(self) -> None:
         """Has the framework stop all communication of the generation left behind."""
@@ -81,7 +82,8 @@ class RuntimeHooks:
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
-            self._reports.last = verdict.facts[verdict.passed][LAST_STEP]
+            passed = verdict.passed
+            self._reports.last = verdict.facts[passed][READY_STEP if passed in verdict.committing else LAST_STEP]
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
         first = node_of(self.group.members[0]) if self.group is not None else ""

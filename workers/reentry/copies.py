@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,11 @@ def box_of(tensor: Any) -> Box:
     return box
 
 
-def describe_shards(objects: Mapping[str, Any]) -> tuple[Manifest, ShardEncoder]:
+Described = tuple[Manifest, ShardEncoder]
+"""The manifest of objects, and what encoded it."""
+
+
+def describe_shards(objects: Mapping[str, Any]) -> Described:
     """Returns the manifest of objects with `state_dict`, by name, and what encoded it: live tensors and their boxes.
 
     Raises:
@@ -150,21 +154,27 @@ class Copies:
         return self._under_way
 
     def begin(
-        self, step: int, objects: Mapping[str, Any], values: dict[str, Any], later: Collection[str] = ()
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        values: dict[str, Any],
+        later: Collection[str] = (),
+        described: Described | None = None,
     ) -> StateCopy:
         """Begins to copy the present state, in place of the copy before the newest one; returns the copy.
 
         Args:
-            step: number of steps that have committed.
-            objects: by name, with `state_dict`.
-            values: what else makes up the state.
+            step: number of steps that will have committed with it.
+            objects: that make it up, by name, with `state_dict`.
+            values: what else does, as JSON.
             later: paths of tensors that do not change before `finish`, beside those that only an optimizer changes.
+            described: what `describe_shards` has just given of the objects; None: they are described here.
 
         Raises:
             StateError: an object has a value that cannot be described; names the path.
         """
         self.finish()
-        manifest, encoder = describe_shards(objects)
+        manifest, encoder = describe_shards(objects) if described is None else described
         sources = encoder.tensors
         spare = self.former.tensors if self.former is not None else []
         places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
@@ -178,6 +188,10 @@ class Copies:
         if copied_later:
             self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(copied_later)])
         return copy
+
+    def copied(self) -> Callable[[], None]:
+        """Returns a function that returns when the copy that is under way now is complete. For any thread."""
+        return self._under_way.await_copy if self._under_way is not None else lambda: None
 
     def finish(self) -> None:
         """Returns when no copy is under way.
@@ -199,6 +213,11 @@ class Copies:
         """Lets the newest copy go: its commit does not count."""
         self.finish()
         self.newest, self.former = self.former, None
+
+    def forget(self) -> None:
+        """Lets all copies go."""
+        self.finish()
+        self.newest = self.former = None
 
     def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
         """Places of the tensors that nothing but an optimizer changes."""
@@ -251,11 +270,16 @@ class _Copying:
             self.wait()
 
     def wait(self) -> None:
+        """Returns when all is copied, and it was looked whether anything changed meanwhile."""
+        self.await_copy()
+        if self._event is not None:
+            self._check()
+
+    def await_copy(self) -> None:
         """Returns when all is copied."""
         if self._event is not None:
             while not self._event.query():  # not in the driver, where an abort could not free it
                 self._done.wait(ended.POLL_S)
-            self._check()
         else:
             self._done.wait()
             if self._error is not None:

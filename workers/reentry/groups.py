@@ -6,6 +6,7 @@ one that is gone. From then on it can be freed by any thread.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -57,6 +58,7 @@ class FunctionGroups:
         self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
         self._connect: Callable[..., Any] = rendezvous._create_c10d_store
         _ALIVE.add(self)
+        atexit.register(self.close)
 
     @contextlib.contextmanager
     def watching(self, entry: str) -> Iterator[None]:
