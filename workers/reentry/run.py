@@ -12,7 +12,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -146,6 +146,18 @@ class Reentry:
         """
         if (newest := self._interrupting()) is not None:
             raise GenerationChanged(newest)
+
+    def wait_for_change(self) -> NoReturn:
+        """Waits for other members, and leaves the function then.
+
+        Raises:
+            GenerationChanged: they have come, or gone.
+        """
+        while True:
+            newest = self._client.newest()
+            if newest is not None and newest.number > self.member.generation.number:
+                raise GenerationChanged(newest.number)
+            time.sleep(LOOK_S)
 
     def bind(self, objects: dict[str, Any]) -> dict[str, Any] | None:
         """Takes the objects that make up the state, and gives them that of the last commit; returns its values.
