@@ -83,6 +83,7 @@ PRELOADS = {
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
     "fsdp_hooks.py": _COMPILER,
+    "megatron_gpt.py": f"{_COMPILER},megatron.core.models.gpt,megatron.core.optimizer",
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 

@@ -41,6 +41,7 @@ DIRECTIONS = {
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
     "workers.reentry": UNDER_JOBS,
+    "integrations": {"workers.reentry"},
     "": set[str](),
 }
 

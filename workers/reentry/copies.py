@@ -18,6 +18,7 @@ from torch import Tensor
 from elaunch import threads
 from elaunch.errors import StateError
 from elaunch.workers.comm.native import ended
+from elaunch.workers.reentry.tensor_shard import TensorShard
 from elaunch.workers.state.boxes import Box, whole
 from elaunch.workers.state.codec import VERSION, Encoder, Manifest
 from elaunch.workers.state.space import box_of_placements
@@ -38,7 +39,8 @@ class ShardEncoder(Encoder):
         """Returns what stands for a value in a manifest."""
         if not is_dtensor(value):
             return super().encode(value, path, depth)
-        place = self.add(value.to_local(), path)
+        # Of engines' shards, two may lie at the same place on one worker and not on another: these have names instead.
+        place = self.add(value.to_local(), path, tied=not isinstance(value, TensorShard))
         self.boxes[place] = box_of(value)
         self.specs[place]["shape"] = list(value.shape)
         self.specs[place].pop("strides", None)
@@ -46,21 +48,32 @@ class ShardEncoder(Encoder):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Returns whether a value is a DTensor, without importing what defines it."""
+    """Returns whether a value is a part of a tensor, as DTensors are, without importing what defines these."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, TensorShard) or (module is not None and isinstance(value, module.DTensor))
 
 
 def is_sharded(thing: Any) -> bool:
-    """Returns whether a module or optimizer has parameters that are DTensors of which this worker has a part."""
+    """Returns whether an object has tensors of which this worker has a part: parameters, or others of its state."""
     if isinstance(thing, torch.nn.Module):
-        return any(is_dtensor(one) and _is_cut(one) for one in thing.parameters())
-    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else []
-    return any(is_dtensor(one) and _is_cut(one) for group in groups for one in group["params"])
+        return any(_is_cut(one) for one in thing.parameters())
+    if isinstance(thing, torch.optim.Optimizer):
+        return any(_is_cut(one) for group in thing.param_groups for one in group["params"])
+    return _has_cut(thing.state_dict())
 
 
-def _is_cut(tensor: Any) -> bool:
-    return not all(placement.is_replicate() for placement in tensor.placements)
+def _has_cut(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_cut, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_cut, value))
+    return _is_cut(value)
+
+
+def _is_cut(value: Any) -> bool:
+    if isinstance(value, TensorShard):
+        return value.is_cut
+    return is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def box_of(tensor: Any) -> Box:
@@ -69,6 +82,8 @@ def box_of(tensor: Any) -> Box:
     Raises:
         StateError: it has a placement that gives no box, such as a partial sum.
     """
+    if isinstance(tensor, TensorShard):
+        return tensor.box
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -12,7 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -215,6 +215,18 @@ class Reentry:
     def done(self) -> int:
         """Number of commits that the function has made: one of them may not count yet."""
         return self.step if self._pending is None else self._pending.step
+
+    def wait_for_change(self) -> NoReturn:
+        """Waits for other members, and leaves the function then.
+
+        Raises:
+            GenerationChanged: they have come, or gone.
+        """
+        while True:
+            newest = self._client.newest()
+            if newest is not None and newest.number > self.member.generation.number:
+                raise GenerationChanged(newest.number)
+            time.sleep(LOOK_S)
 
     def bind(self, objects: dict[str, Any], load: Callable[[], object] | None = None) -> dict[str, Any] | None:
         """Takes the objects that make up the state, and gives them that of the last commit; returns its values.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -148,7 +149,36 @@ class ElasticState:
         finally:
             self._loads = False
 
-    def steps(self, loader: Any, *, epochs: int = 1, global_batch_size: int | None = None) -> Iterator[Any]:
+    def wait_for_members(self, why: str) -> NoReturn:
+        """Waits until the members change, and leaves the function then. All members call it, if they are too few.
+
+        Args:
+            why: what a line of the first member says.
+
+        Raises:
+            StepInterrupted: the members have changed.
+        """
+        if self.rank == 0:
+            print(f"[elaunch] {why}: waiting for other members", file=sys.stderr, flush=True)
+        self._reentry.wait_for_change()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns what each member gives, as JSON, by rank. All members call it; it needs no process group.
+
+        Raises:
+            StepInterrupted: the members have changed; it leaves the function.
+        """
+        self._reentry.check()
+        return self._reentry.member.group.all_gather_json(value)
+
+    def steps(
+        self,
+        loader: Any,
+        *,
+        epochs: int = 1,
+        global_batch_size: int | None = None,
+        replica: tuple[int, int] | None = None,
+    ) -> Iterator[Any]:
         """Yields this member's batches, from where the last commit was.
 
         The order of the samples does not depend on the members: each is used once in an epoch, whatever happens.
@@ -158,6 +188,8 @@ class ElasticState:
             epochs: passes over its data set.
             global_batch_size: samples of a step over all members, dealt out evenly (see `weight`); by default each
                 member has as many as the loader has in a batch, so a step has fewer while there are fewer members.
+            replica: which of how many replicas of the model this member belongs to. The members of one, as with tensor
+                or pipeline parallelism, get the same samples; by default each member is a replica.
 
         Raises:
             UsageError: the loader cannot be dealt out; says why.
@@ -166,7 +198,7 @@ class ElasticState:
         if not self._reentry.bound:
             raise UsageError("call state.bind() before state.steps(): it brings the position in the data back")
         self._batches = Batches(loader, global_batch_size, epochs)
-        for batch, content in self._batches.load(self._position, self.rank, self.size):
+        for batch, content in self._batches.load(self._position, *(replica or (self.rank, self.size))):
             self._reentry.check()
             self.weight = batch.weight
             self._position = batch.stop
