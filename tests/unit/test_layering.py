@@ -41,7 +41,7 @@ DIRECTIONS = {
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
     "workers.reentry": UNDER_JOBS,
-    "integrations": {"workers.reentry"},
+    "integrations": {"workers.reentry", *UNDER_JOBS},
     "": set[str](),
 }
 
@@ -80,7 +80,8 @@ def modules() -> list[str]:
 
 def is_light(module: str) -> bool:
     """Belongs to the control plane, to the rendezvous or to planning: it is used where there is no torch."""
-    return module != FOR_TORCHRUN and (not module.startswith("elaunch.workers.") or module == "elaunch.workers")
+    in_workers = module.startswith(("elaunch.workers.", "elaunch.integrations."))
+    return module != FOR_TORCHRUN and not in_workers
 
 
 def package_of(module: str) -> str:

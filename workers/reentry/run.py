@@ -228,6 +228,15 @@ class Reentry:
                 raise GenerationChanged(newest.number)
             time.sleep(LOOK_S)
 
+    def last_values(self) -> dict[str, Any] | None:
+        """Returns a copy of the values of the last commit; None where this worker has none, as one that joins."""
+        copy = self._copies.newest
+        return json.loads(json.dumps(copy.values)) if copy is not None else None
+
+    def continue_random(self) -> None:
+        """Sets the generators of random numbers to where they were at the last commit, if this worker was there."""
+        continue_generators(self._generators.get(self.step, b""))
+
     def bind(self, objects: dict[str, Any], load: Callable[[], object] | None = None) -> dict[str, Any] | None:
         """Takes the objects that make up the state, and gives them that of the last commit; returns its values.
 
@@ -275,7 +284,7 @@ class Reentry:
         held = [*copy.parts, *self._guards.newest] if copy is not None else []
         tensors, received_bytes = move_copies(group, held, manifest, needed)
         restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
-        continue_generators(self._generators.get(self.step, b""))
+        self.continue_random()
         if copy is None:
             self._brought = values
             self._copy(self.step, objects)
@@ -312,7 +321,7 @@ class Reentry:
             self.check()
             return
         try:
-            json.dumps(values)
+            values = json.loads(json.dumps(values))  # what the function changes later is of a later commit
         except TypeError as error:
             raise UsageError(f"state.values holds what JSON cannot: {error}") from error
         self._copies.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -204,7 +204,7 @@ class ElasticState:
             self._position = batch.stop
             yield content
 
-    def commit(self, *, loss: float | None = None) -> None:
+    def commit(self, *, loss: float | None = None, sample_ids: Sequence[int] | None = None) -> None:
         """Makes the present state the one that counts: after it, this step is never lost or done again.
 
         All members call it alike, after the update; it is a barrier. Where a change of members is due, it leaves the
@@ -213,12 +213,17 @@ class ElasticState:
 
         Args:
             loss: of the step, for the event log and `elaunch ctl status`.
+            sample_ids: of the samples of all members since the last commit, for the event log; by default those of
+                `steps`.
 
         Raises:
             UsageError: nothing is bound.
             StateError: an object has a value that cannot be copied, or was changed while it was copied.
             StepInterrupted: the members have changed; it leaves the function.
         """
-        ids = self._batches.ids(self._start, self._position) if self._batches is not None else []
+        ids = sample_ids if sample_ids is not None else self._ids_since_commit()
         self._start = self._position
         self._reentry.commit({**self.values, POSITION: self._position}, loss, ids)
+
+    def _ids_since_commit(self) -> Sequence[int]:
+        return self._batches.ids(self._start, self._position) if self._batches is not None else []
