@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elaunch.api import LaunchConfig, elastic_launch, launch_agent
-    from elaunch.workers.attach import attach
     from elaunch.workers.data.stream import Stream
     from elaunch.workers.data_parallel.job import Job, init
+    from elaunch.workers.frameworks.attach import attach
     from elaunch.workers.layers.job import HybridJob, hybrid
     from elaunch.workers.reentry.forms import Elastic, elastic, elastic_script
     from elaunch.workers.reentry.state import ElasticState
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
         return ElasticState
     if name == "attach":
-        from elaunch.workers.attach import attach
+        from elaunch.workers.frameworks.attach import attach
 
         return attach
     if name in ("LaunchConfig", "elastic_launch", "launch_agent"):

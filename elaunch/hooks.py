@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.membership import Generation
-    from elaunch.workers.attach import Savable, attach
     from elaunch.workers.comm.group import Group
+    from elaunch.workers.frameworks.attach import Savable, attach
     from elaunch.workers.frameworks.fsdp import FullySharded
     from elaunch.workers.hooks import Hooks, Verdict, Vote
     from elaunch.workers.runtime import Member
@@ -56,7 +56,7 @@ _HOMES = {
     "elaunch.workers.comm.group": ("Group",),
     "elaunch.workers.frameworks.fsdp": ("FullySharded",),
     "elaunch.workers.hooks": ("Hooks", "Verdict", "Vote"),
-    "elaunch.workers.attach": ("Savable", "attach"),
+    "elaunch.workers.frameworks.attach": ("Savable", "attach"),
     "elaunch.workers.runtime": ("Member",),
     "elaunch.workers.state.modules": ("load_model", "load_optimizer", "tensors_of"),
     "elaunch.workers.state.reshard": ("Moved",),

@@ -5,7 +5,7 @@ def train(state):
     adapter.reset()
     dist.init_process_group("nccl")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(state.size))
-    state.bind(training=adapter.TrainingState(engine))
+    state.bind(training=adapter.ZeroState(engine))
     for inputs, targets in state.steps(loader, global_batch_size=64):
         engine.backward(loss_fn(engine(inputs), targets) * state.weight)
         engine.step()
@@ -40,7 +40,7 @@ def reset() -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None
 
 
-class TrainingState:
+class ZeroState:
     """The state of an engine with ZeRO-1 or ZeRO-2, which `state.bind` takes.
 
     Each member has a range of the flat parameters of each group, and of what the optimizer keeps of them; with another
@@ -57,7 +57,7 @@ class TrainingState:
         optimizer = engine.optimizer
         if not isinstance(optimizer, DeepSpeedZeroOptimizer):
             raise UsageError(
-                "deepspeed.TrainingState takes an engine with ZeRO-1 or ZeRO-2, got one whose optimizer is "
+                "deepspeed.ZeroState takes an engine with ZeRO-1 or ZeRO-2, got one whose optimizer is "
                 f"{type(optimizer).__name__}; bind ZeRO-0's module and optimizer themselves"
             )
         if optimizer.round_robin_gradients:
@@ -126,4 +126,4 @@ def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
     if "momentum" in optimizer.defaults:
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
-    raise UsageError(f"deepspeed.TrainingState takes Adam, AdamW and SGD, got {type(optimizer).__name__}")
+    raise UsageError(f"deepspeed.ZeroState takes Adam, AdamW and SGD, got {type(optimizer).__name__}")

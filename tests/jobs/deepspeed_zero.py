@@ -60,7 +60,7 @@ def train(state: elaunch.ElasticState) -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings(state.size), dist_init_required=False
     )
-    state.bind(training=adapter.TrainingState(engine))
+    state.bind(training=adapter.ZeroState(engine))
     print(f"entry {state.entry}: {state.size} members, step {state.step}", flush=True)
     inputs = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=BATCH, shuffle=True)

@@ -41,6 +41,7 @@ DIRECTIONS = {
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
     "workers.reentry": UNDER_JOBS,
+    "workers.frameworks": {"workers.reentry", *UNDER_JOBS},
     "integrations": {"workers.reentry", *UNDER_JOBS},
     "": set[str](),
 }

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from elaunch.errors import GenerationChanged, StateLost, UsageError
-from elaunch.workers.attach import attach
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.frameworks.attach import attach
 from elaunch.workers.frameworks.copies import CopyKey, SpaceCopies
 from elaunch.workers.state.placement.layouts import AnyLayout, FlatBuffer, Layout, LayoutUnion
 from elaunch.workers.state.tensors import TensorSpace

@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from elaunch.errors import StateError, UsageError
 from elaunch.rendezvous.membership import Generation
-from elaunch.workers.attach import attach
 from elaunch.workers.comm.group import Group
+from elaunch.workers.frameworks.attach import attach
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
 from elaunch.workers.state.placement.layouts import Layout

@@ -148,9 +148,7 @@ class Engine:
         """
         step = self.step
         if self._lent is not None:
-            why = (
-                "the weights alone follow another plan (weights_only=True); go back to the one that trains by replan()"
-            )
+            why = "the weights alone follow another plan (weights_only=True); go back to the one before by replan()"
             raise StateError(f"step {step} cannot begin: {why}")
         self._settle()
         if not step and self._migration is None:
