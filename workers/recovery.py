@@ -87,6 +87,7 @@ class _Clock:
     interrupted: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
+    moved_over: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +325,7 @@ class Recovery:
         received_bytes = self._hooks.transfer(group, verdict)
         self._transferred = _Activation(f"{generation.number}.{self._activations}", generation, group, verdict)
         self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
+        self._clock.moved_over = group.paths.last if group.paths is not None else None
         with self._lock:
             self._firm = True  # all have what the plan gives them
         t2 = time.time()
@@ -368,6 +370,7 @@ class Recovery:
         now_t = time.time()
         total_s = now_t - clock.begin_t
         phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
+        moved_over = {"moved_over": clock.moved_over} if clock.moved_over and clock.bytes_moved else {}
         self._client.send(
             Report(
                 "transition",
@@ -376,6 +379,7 @@ class Recovery:
                     "cause": clock.cause,
                     "interrupted": clock.interrupted,
                     "bytes_moved": clock.bytes_moved,
+                    **moved_over,
                     "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
                     "total_s": round(total_s, 6),
                 },

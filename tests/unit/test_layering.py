@@ -35,7 +35,7 @@ DIRECTIONS = {
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
     "workers.comm": {"rendezvous", "workers"},
     "workers.data": {"workers.random"},
-    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm", "workers.data"},
+    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm", "workers.data", "workers.state"},
     "workers.random": {"workers"},
     "workers.state": {"plan", "workers", "workers.comm", "workers.random"},
     "workers.data_parallel": UNDER_JOBS,

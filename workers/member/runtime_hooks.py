@@ -17,6 +17,7 @@ from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.replans import REPLAN, Replans
 from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports, tells_again
+from elaunch.workers.state.paths.offers import Offers
 
 NATIVE = "elaunch.native"
 """Among the facts of a vote: the generation whose native group the voter may still be in."""
@@ -51,6 +52,7 @@ class RuntimeHooks:
         self._worker, self._hooks, self._step = worker, hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
         self._native, self._works = native, works
+        self._offers = Offers(native)
         self.entered = False
         self.group: Group | None = None
         self.replans = Replans()
@@ -64,7 +66,7 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts()}
+        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts(), **self._offers.facts()}
         facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), **ours}
         newest = saved.newest()
         return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
@@ -79,6 +81,7 @@ class RuntimeHooks:
         """Has the framework settle the step in flight; reports it, if whoever should have may not have."""
         self._native.settled([facts.get(NATIVE, 0) for facts in verdict.facts])
         self.replans.agreed(verdict)
+        self._offers.agreed(verdict.facts, lambda: store_of(generation))
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
@@ -99,6 +102,7 @@ class RuntimeHooks:
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Has the framework move the state over the new group, which is that of the member from now on."""
         self.group = group
+        group.paths = self._offers
         return self._hooks.transfer(group, verdict)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
@@ -108,5 +112,6 @@ class RuntimeHooks:
         self.replans.resumed(generation.number)
         self.entered = False
         self._checkpoints.entered(group.members)
+        self._native.state_moved()
         self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)
