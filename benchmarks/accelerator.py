@@ -6,8 +6,9 @@
 
 On a GPU: a GPT of 85.6 M parameters in bfloat16, by one worker and by four that share the device, over NCCL. On the
 CPU: GPTs of 1, 25 and 101 M parameters on few tokens, by four workers, over elaunch's links and over Gloo. Step times
-come from neighbouring runs in turn; kills are SIGKILLs of a random worker at a random moment of a step. `pack.py` packs
-what a machine without internet lacks.
+come from neighbouring runs in turn; kills are SIGKILLs of a random worker at a random moment of a step. The last step
+times are of two pipelines of two stages, beside torch.distributed.pipelining with DistributedDataParallel. `pack.py`
+packs what a machine without internet lacks.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ NATIVE_LIMIT_S = 30.0  # for a native group to be in use; without one, what is m
 BOUNDS = {
     "gpu 1": ("GPU, step, 1 worker", "x DDP", "at_most", 1.01),
     "gpu 4": ("GPU, step, 4 workers on one device", "x DDP", "at_most", 1.02),
+    "gpu hybrid": ("GPU, step, hybrid DP 2 x PP 2", "x pipelining + DDP", "at_most", 1.1),
     "gpu next": ("GPU, SIGKILL -> next commit, median, less one step", "s", "below", 0.3),
     "gpu next, worst": ("the same, worst", "s", "below", 0.6),
     "gpu join": ("GPU, SIGKILL -> the replacement is a member, worst", "s", "below", 3.0),
@@ -49,6 +51,8 @@ BOUNDS = {
     "cpu 25M native": ("CPU, step, 25 M parameters, native", "x DDP", "at_most", 1.01),
     "cpu 100M links": ("CPU, step, 101 M parameters, links", "x DDP", "at_most", 1.01),
     "cpu 100M native": ("CPU, step, 101 M parameters, native", "x DDP", "at_most", 1.01),
+    "cpu hybrid native": ("CPU, step, hybrid DP 2 x PP 2, native", "x pipelining + DDP", "at_most", 1.1),
+    "cpu hybrid links": ("CPU, step, hybrid DP 2 x PP 2, links", "x pipelining + DDP", "at_most", 1.1),
     "cpu next": ("CPU, SIGKILL -> next commit, median, less one step and the report of the death", "s", "below", 0.05),
     "cpu next, worst": ("the same, worst, less one step alone", "s", "below", 0.15),
 }
@@ -65,6 +69,7 @@ class GptCase:
         launchers: the first is measured against all others; elaunch's are named by what sums the gradients.
         warm_s, measured_s: seconds of a run before what counts, and of what counts.
         window: steps that are timed together: a device is waited for at their end only.
+        micro_batch_size: rows of a pipeline's micro-batch; 0: there are no pipelines.
     """
 
     key: str
@@ -79,19 +84,29 @@ class GptCase:
     warm_s: float
     measured_s: float
     window: int = 1
+    micro_batch_size: int = 0
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it is the job of `accelerator_hybrid_job.py`, in micro-batches of so many rows."""
+        return self.micro_batch_size > 0
 
     @property
     def flags(self) -> list[str]:
-        """The flags of `accelerator_job.py`."""
+        """The flags of its script."""
         names = ("layers", "width", "heads", "context")
+        rest = [f"--micro-batch-size={self.micro_batch_size}"] if self.is_hybrid else [f"--optimizer={self.optimizer}"]
         return [
             *(f"--{name}={value}" for name, value in zip(names, self.model, strict=True)),
             f"--dtype={'float32' if self.on_cpu else 'bfloat16'}",
             f"--global-batch-size={self.global_batch_size}",
-            f"--optimizer={self.optimizer}",
             f"--window={self.window}",
+            *rest,
         ]
 
+
+PEERS = ("ddp", "pipelining", "plain")
+"""Launchers that are torchrun."""
 
 ON_CPU, ON_GPU = ("links", "native", "ddp"), ("native", "ddp")
 GPT_1M, GPT_25M, GPT_101M = (5, 128, 4, 16), (8, 512, 8, 16), (8, 1024, 16, 16)
@@ -100,24 +115,34 @@ CPU_STEPS = (
     GptCase("cpu 1M", "1.0 M", 4, True, ON_CPU, GPT_1M, 4, "sgd", 3, 2.0, 4.0),
     GptCase("cpu 25M", "25.4 M", 4, True, ON_CPU, GPT_25M, 4, "sgd", 2, 2.0, 6.0),
     GptCase("cpu 100M", "101 M", 4, True, ON_CPU, GPT_101M, 4, "sgd", 2, 4.0, 8.0),
+    GptCase(
+        *("cpu hybrid", "25.4 M", 4, True, ("links", "native", "pipelining"), GPT_25M, 32, "adamw"),
+        *(2, 2.0, 10.0),
+        micro_batch_size=4,
+    ),
 )
 GPU_STEPS = (
     GptCase("gpu 1", "85.6 M", 1, False, ("elaunch", "ddp", "plain"), GPT_86M, 32, "adamw", 4, 2.0, 5.0, 10),
     GptCase("gpu 4", "85.6 M", 4, False, ON_GPU, GPT_86M, 32, "adamw", 4, 2.0, 6.0, 10),
+    GptCase(
+        *("gpu hybrid", "85.6 M", 4, False, ("native", "pipelining"), GPT_86M, 32, "adamw"),
+        *(4, 2.0, 6.0, 10),
+        micro_batch_size=4,
+    ),
 )
 CPU_KILLS = GptCase("cpu", "1.0 M", 4, True, ("links",), GPT_1M, 12, "adamw", 50, 3.0, 0.0)
 GPU_KILLS = GptCase("gpu", "85.6 M", 4, False, ("native",), GPT_86M, 32, "adamw", 20, 3.0, 0.0)
 
 
 class GptJob(Job):
-    """The job of `accelerator_job.py` under one launcher."""
+    """The job of `accelerator_job.py`, or of `accelerator_hybrid_job.py`, under one launcher."""
 
     def __init__(self, name: str, case: GptCase, folder: Path) -> None:
         super().__init__(name, Training(case.workers, 0.0), folder)
         self.case = case
         place = ["--standalone", f"--nproc-per-node={case.workers}", "--max-restarts=1000000"]
-        script = str(HERE / "accelerator_job.py")
-        if name in ("ddp", "plain"):
+        script = str(HERE / ("accelerator_hybrid_job.py" if case.is_hybrid else "accelerator_job.py"))
+        if name in PEERS:
             self._command = [*TORCHRUN, *place, script, f"--peer={name}", f"--commits={self.log}", *case.flags]
         else:
             collectives = f"--collectives={'auto' if name == 'elaunch' else name}"
@@ -132,7 +157,7 @@ class GptJob(Job):
 
     def sums_over(self) -> str:
         """Returns what sums gradients in the present generation, as the event log says."""
-        if self.name in ("ddp", "plain"):
+        if self.name in PEERS:
             return self.name
         return native_backend(self.lines) or ("links" if self.case.workers > 1 else "nothing to sum")
 
@@ -148,7 +173,7 @@ class GptJob(Job):
 
     def warm_up(self) -> None:
         """Returns after the warm-up. Steps on the CPU are measured when elaunch has torch imported for replacements."""
-        imports = self.case.on_cpu and self.case.measured_s > 0 and self.name not in ("ddp", "plain")
+        imports = self.case.on_cpu and self.case.measured_s > 0 and self.name not in PEERS
         settled = time.monotonic() + self.case.warm_s + imports * IMPORT_S
         self.wait(lambda: time.monotonic() >= settled, "warm-up", 60.0)
 
@@ -248,14 +273,14 @@ def _report_steps(report: Report, figures: dict[str, float], case: GptCase, runs
             }
         )
     for name in runs:
-        for other in ("ddp", "plain"):
+        for other in PEERS:
             pairs = list(zip(runs[name], runs.get(other, [])))
-            if name in ("ddp", "plain") or not pairs:
+            if name in PEERS or not pairs:
                 continue
             ratios = sorted(a.median_s / b.median_s for a, b in pairs)
             cpu = spread(a.cpu_s / b.cpu_s for a, b in pairs)
             low, high = median_interval(ratios)
-            if other == "ddp":
+            if other != "plain":
                 figures[f"{case.key} {name}" if case.on_cpu else case.key] = statistics.median(ratios)
             report.notes.append(
                 f"{case.key}, {name} / {other}: {len(ratios)} neighbouring pairs {ratios[0]:.3f} to {ratios[-1]:.3f}, "
@@ -366,7 +391,9 @@ def main() -> int:
             "nothing is emulated, but on a GPU: the workers of one device say that they are machines of their own "
             "(NCCL_HOSTID) and talk over loopback sockets (NCCL_SOCKET_IFNAME=lo), under both launchers alike",
             "on the CPU a worker has one row of 16 tokens and updates by SGD, so that the sums are most of a step; in "
-            "kills and on a GPU the optimizer is AdamW",
+            "kills, in pipelines and on a GPU the optimizer is AdamW",
+            "hybrid: 2 pipelines of 2 stages, micro-batches of 4 rows; beside Schedule1F1B of "
+            "torch.distributed.pipelining with DistributedDataParallel of each stage",
             "death_reported: from the SIGKILL until the kernel has torn the process down and its parent has the news; "
             "less_report: less that, too",
             "less_step: less the median step of 4 workers; the next commit is the first one without the dead worker; "

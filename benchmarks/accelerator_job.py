@@ -84,7 +84,7 @@ def elastic(args: argparse.Namespace) -> None:
 def peer(args: argparse.Namespace) -> None:
     """Trains with DistributedDataParallel, or by torch alone."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _device(int(os.environ["LOCAL_RANK"]))
+    device = device_of(int(os.environ["LOCAL_RANK"]))
     commits = CommitLog(args.commits)
     commits.started(int(os.environ["LOCAL_RANK"]))
     model: torch.nn.Module = build(args, device)
@@ -111,7 +111,8 @@ def _batches(args: argparse.Namespace, rank: int, size: int) -> Iterator[Any]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def _device(local_rank: int) -> torch.device:
+def device_of(local_rank: int) -> torch.device:
+    """Returns the device of a worker of this machine, and makes it the current one."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -121,9 +122,8 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--peer", choices=("ddp", "plain"), help="under torchrun instead of elaunch")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that jobs of `accelerator.py` have in common."""
     parser.add_argument("--commits", type=Path, help="where the peer appends a line for each step")
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--layers", type=int, required=True)
@@ -131,9 +131,15 @@ def main() -> None:
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--window", type=int, default=1, help="steps after which a device is waited for")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", choices=("ddp", "plain"), help="under torchrun instead of elaunch")
+    add_arguments(parser)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
     args = parser.parse_args()
     if args.peer:
         peer(args)

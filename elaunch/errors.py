@@ -2,6 +2,7 @@
 
     ElaunchError
     ├── UsageError             a value of the command line cannot be used
+    │   └── MeshError          a mesh cannot be made of the members
     ├── LaunchError            the job cannot start or go on
     │   ├── StoreUnavailable   the rendezvous store did not answer in time
     │   ├── EtcdNotFound       no etcd program to start
@@ -11,6 +12,7 @@
     ├── ProtocolError          a message or document that this version cannot read
     ├── StateError             training state that cannot be described, moved or restored
     │   ├── StateLost          no survivor has some part of it
+    │   ├── WentBack           the job went back to a checkpoint while a plan was asked for
     │   └── CheckpointDamaged  a checkpoint is not what was written; the one before it may be whole
     ├── DeviceError            an accelerator cannot be found, read or set
     │   ├── NvmlNotFound       pynvml cannot be imported
@@ -35,6 +37,10 @@ class ElaunchError(Exception):
 
 class UsageError(ElaunchError):
     """The command line or an environment variable holds a value that cannot be used."""
+
+
+class MeshError(UsageError, ValueError):
+    """A mesh of these sizes cannot be made of the members."""
 
 
 class LaunchError(ElaunchError):
@@ -80,6 +86,10 @@ class StateError(ElaunchError):
 
 class StateLost(StateError):
     """No surviving worker has some part of the state: it is only in a checkpoint, if there is one."""
+
+
+class WentBack(StateError):
+    """The job went back to a checkpoint while the script asked for a plan: go on from the job's step."""
 
 
 class CheckpointDamaged(StateError):

@@ -25,6 +25,7 @@ class Vote:
         every: steps from one checkpoint to the next; 0: there are none.
         transferred: the activation for which it has got all state, while it waits for the others; "": none.
         activated: the last one that it has gone on from; "": none.
+        ready: so many steps would count with what this worker has ready; 0: none beyond `step`.
     """
 
     step: int = 0
@@ -35,6 +36,7 @@ class Vote:
     every: int = 0
     transferred: str = ""
     activated: str = ""
+    ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class Verdict:
 
     @property
     def passed(self) -> int:
-        """The first member that had committed all steps before the agreement."""
-        return next(member for member in self.sources if member not in self.committing)
+        """The first member that had committed all steps before the agreement; if none had, the first that does now."""
+        return next((member for member in self.sources if member not in self.committing), self.sources[0])
 
 
 class Hooks(Protocol):

@@ -35,6 +35,8 @@ BROKEN = (LinkLost, CollectiveFailed)
 def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     """Settles the step in flight.
 
+    It commits where any member has passed its barrier, or all who hold state have it ready.
+
     Args:
         votes: of the members, in their order.
         begun: whether the job is known to have had state; then a holder must be among the voters.
@@ -61,6 +63,8 @@ def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     for member in behind:
         if votes[member].step != step - 1 or not votes[member].entered:
             raise StateError(f"member {member} is at step {votes[member].step}, the others committed {step}: {votes}")
+    if all(votes[member].ready == step + 1 for member in holders):
+        step, behind = step + 1, tuple(holders)
     receivers = tuple(member for member in members if not votes[member].holds)
     return Verdict(step, behind, tuple(holders), receivers, facts=facts, saved=saved)
 
@@ -83,6 +87,7 @@ class _Clock:
     interrupted: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
+    moved_over: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +216,13 @@ class Recovery:
             cause: for people.
         """
         assert self._group is not None
+        self.changed()  # no step has followed the last one
         heartbeat.enter(Phase.CHANGING)
         now_t = time.time()
         with self._lock:
             self._entering, self._firm, self._verdict = True, True, None
+        if self._parted[0] == self.generation.number:
+            self._leaving = self._parted[1]  # they have given all away, and are to get nothing more
         self._clock = _Clock(cause, now_t, now_t)
         try:
             self._poll(self.generation, self._group, self._clock)
@@ -317,6 +325,7 @@ class Recovery:
         received_bytes = self._hooks.transfer(group, verdict)
         self._transferred = _Activation(f"{generation.number}.{self._activations}", generation, group, verdict)
         self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
+        self._clock.moved_over = group.paths.last if group.paths is not None else None
         with self._lock:
             self._firm = True  # all have what the plan gives them
         t2 = time.time()
@@ -342,6 +351,14 @@ class Recovery:
         if self._progressed != self.generation.number:
             self._progressed = self.generation.number
             self._client.send(Progress(self._progressed))
+        return self.changed()
+
+    def changed(self) -> float | None:
+        """Tells that the transition is over, where no step follows it at once.
+
+        Returns:
+            What `committed` does.
+        """
         clock, self._clock = self._clock, None
         if clock is None or self._group is None:
             return None
@@ -353,6 +370,7 @@ class Recovery:
         now_t = time.time()
         total_s = now_t - clock.begin_t
         phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
+        moved_over = {"moved_over": clock.moved_over} if clock.moved_over and clock.bytes_moved else {}
         self._client.send(
             Report(
                 "transition",
@@ -361,6 +379,7 @@ class Recovery:
                     "cause": clock.cause,
                     "interrupted": clock.interrupted,
                     "bytes_moved": clock.bytes_moved,
+                    **moved_over,
                     "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
                     "total_s": round(total_s, 6),
                 },

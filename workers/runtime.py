@@ -27,9 +27,6 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import Plan
 from elaunch.policy.collectives import uses_native
-from elaunch.policy.decision import Decision
-from elaunch.policy.profile import LayerProfile
-from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Abandoned, Finished, Leaving, Report
 from elaunch.workers import agent_client, barrier, heartbeat
@@ -44,6 +41,7 @@ from elaunch.workers.device import take_device
 from elaunch.workers.fatal import within
 from elaunch.workers.hooks import Hooks, Verdict
 from elaunch.workers.member.notes import Notes, pack
+from elaunch.workers.member.planned import Planned
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.reports import StepReports
 from elaunch.workers.member.runtime_hooks import RuntimeHooks
@@ -61,7 +59,7 @@ NEVER = 1 << 62  # above every generation's number
 SPEEDS_CHANGED = "the speed of workers has changed"
 
 
-class Member:
+class Member(Planned):
     """This worker as a member of its job. All of it belongs to the training thread.
 
     Args:
@@ -145,11 +143,6 @@ class Member:
         return self._hooks.entered
 
     @property
-    def selector(self) -> Selector | None:
-        """The policy selector, where the membership can change and the job has one."""
-        return self.policy.selector
-
-    @property
     def generation(self) -> Generation:
         """The generation that this worker is a member of, or enters."""
         return self._recovery.generation
@@ -195,48 +188,9 @@ class Member:
             without: members that get no place, such as those that leave.
 
         Raises:
-            ValueError: the mesh has more places than there are members for it.
+            MeshError: the mesh has more places than there are members for it; it names sizes and members.
         """
         return self.torch_groups.mesh(shape, names, without)
-
-    # -- plans --------------------------------------------------------------------------------------------------
-
-    def use_plans(self, plan: Plan, layers: Sequence[LayerProfile], elements: Sequence[int] | None = None) -> None:
-        """Has the policy selector choose the plans of this job: call it before `join`, and `choose` in the hook `plan`.
-
-        Args:
-            plan: the one to begin with, for as many workers as there are then. Its workers, in the order in which it
-                names them, become the members in the order of their ranks; so any names will do.
-            layers: what is known of the layers beforehand; seconds may be 0, they are measured (`took`).
-            elements: how many parameters each layer trains; for what the optimizer's step takes.
-
-        Raises:
-            PlanError: the plan does not tile layers and samples.
-            StateError: it has another number of layers, or `--profile` is of another model.
-        """
-        self.policy.use_plans(plan, layers, elements)
-
-    def choose(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
-        """Returns the plan by which the members go on, the same on all of them; for the hook `plan`, which gets these.
-
-        One member asks its policy selector and tells the others. Where `elaunch ctl plan --set` has asked for a plan
-        that these members can follow, it is that.
-
-        Raises:
-            StateError: there is no plan for these members.
-        """
-        return self.policy.choose(generation, group, verdict)
-
-    def took(self, seconds: float, rows: int) -> None:
-        """Tells the selector what this worker's own part of the step under way took.
-
-        For plans of a single layer; others measure by layer and call `selector.add`.
-
-        Args:
-            seconds: of computing, forward and backward, without waiting for other members.
-            rows: of the plan's rows that were computed in them.
-        """
-        self.policy.took(seconds, rows)
 
     # -- the life of a member -----------------------------------------------------------------------------------
 
@@ -379,6 +333,11 @@ class Member:
             self.policy.change_took(changed_s)
 
     @property
+    def boundary_is_due(self) -> bool:
+        """Whether the members, or their plan, change at the next step boundary: all members know the same."""
+        return self._change_due or self._replan_due
+
+    @property
     def last_loss(self) -> float | None:
         """The loss of the last step that has committed, as far as a member reported it or told this one of it."""
         return self._reports.last["loss"] if self._reports.last is not None else None
@@ -390,17 +349,35 @@ class Member:
     def forget_step(self) -> None:
         """Forgets the last report of a step: the job goes on from a checkpoint."""
         self._reports.forget()
+        self._hooks.replans.went_back()
 
-    def replan(self) -> None:
-        """Plans and moves the state with the same members, between two steps. All call it, alike, after `settle`.
+    def replan(
+        self, plan: Plan | None = None, weights_only: bool = False, under_way: Callable[[], Plan | None] = lambda: None
+    ) -> None:
+        """Plans and moves the state with the same members, between two steps. All call it, alike.
 
-        Where it is interrupted, all settle in the next generation, whose plan the hooks make anew.
+        Without a plan, after `settle`; where it is interrupted, all settle in the next generation, whose plan the hooks
+        make anew.
+
+        Args:
+            plan: to go by; its workers, in the order in which it names them, become the members by rank. Hooks that
+                call `choose` get it from there, others in `generation.plan`.
+            weights_only: for hooks that tell weights from the rest.
+            under_way: returns the plan of a change that the next step would complete.
+
+        Raises:
+            PlanError: the plan does not tile layers and samples.
+            StateError: it is for another job, or the members asked for different ones.
+            WentBack: the job went back to a checkpoint meanwhile.
         """
-        try:
-            self._recovery.reconsider("another plan was asked for")
-        except Left as left:
-            self._leave(left)
-        self.settle()
+        if plan is None:
+            self._reconsider("another plan was asked for")
+            self.settle()
+            return
+        self.policy.check(plan, self.group.members)
+        call = self._hooks.replans.begin(self._hooks.step, plan, weights_only)
+        self._hooks.replans.carry_out(call, self.settle, self._reconsider, under_way)
+        self._recovery.changed()
 
     def finish(self, is_over: Callable[[], bool] = lambda: True) -> bool:
         """Waits for the other members when all steps are done, so that nobody takes the end of one for a failure.
@@ -472,6 +449,12 @@ class Member:
         self._change_due = self._replan_due = False
         try:
             return self._recovery.agree(error)
+        except Left as left:
+            self._leave(left)
+
+    def _reconsider(self, cause: str) -> None:
+        try:
+            self._recovery.reconsider(cause)
         except Left as left:
             self._leave(left)
 

@@ -60,6 +60,20 @@ def test_workers_are_killed_while_the_others_sum_natively(
     assert min(found.values()) < 10
 
 
+@pytest.mark.timeout(200)
+def test_whoever_comes_gets_the_state_over_a_native_group(spawn: Spawner, tmp_path: Path) -> None:
+    script = (SCRIPT, *JOB, *SLOW, "--die", "1:10:compute", "--die", "0:20:passed")
+    node = elaunch(spawn, tmp_path, *NATIVE, script=script, name="native", environment={"ELAUNCH_STATE_PATH": "native"})
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    alone = elaunch(spawn, tmp_path, "--standalone", script=(SCRIPT, *JOB), name="alone")
+    assert alone.agent.wait(60) == 0, alone.agent.tail()
+    assert digests(node) == digests(alone)
+    moves = [event for event in node.events("transition") if event["bytes_moved"]]
+    assert len(moves) >= 3, "at the start, and after each death"
+    assert {event["moved_over"] for event in moves} == {"native"}
+    assert len(swaps(node)) >= 3, "the groups of the moves stay, for the sums"
+
+
 HURT = Path(__file__).parents[1] / "jobs" / "native.py"
 LAST = 60
 

@@ -47,6 +47,26 @@ def test_the_layout_changes_while_it_runs(spawn: Spawner, tmp_path: Path, bound:
     assert {event["members"] for event in node.events("step")} == {4}
 
 
+@pytest.mark.parametrize("die", ["", soak("1:5:resume"), soak("3:5:vote")])
+def test_the_frameworks_own_code_asks_for_plans(spawn: Spawner, tmp_path: Path, die: str) -> None:
+    """With a death, those who are left go by the nearest layout; whoever comes makes as many calls as the others."""
+    steps = ("--steps=12",)
+    asks = ("--ask=3:2x2", "--ask=5:4x1", "--ask=8:2x2")
+    deaths = (f"--die={die}", "--crew=4") if die else ()
+    node = run(spawn, tmp_path, 4, "--layout=4x1", *steps, *asks, *deaths, script=SLEEPY)
+    alone = run(spawn, tmp_path, 1, *steps)
+    if not die:
+        check(node, alone)
+        layouts = [event["plan"] for event in node.events("decision")]
+        assert layouts == ["4x1", "2x2", "4x1", "2x2"]
+        return
+    for one in (node, alone):
+        assert one.agent.wait(LIMIT_S) == 0, one.agent.tail()
+    assert_same(losses(node), losses(alone), ROUNDING)
+    assert digests(node) == digests(alone)
+    assert "asked for (4, 1) and goes by" in node.agent.text()
+
+
 @pytest.mark.soak
 def test_a_layout_that_is_asked_for_is_changed_to_between_two_steps(
     spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,42 @@ def test_a_death_on_the_way_back_or_at_the_end_is_one_more_change(
 
 
 @pytest.mark.timeout(200)
+def test_nobody_waits_in_the_function_for_one_that_has_gone_on_to_the_next_generation(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    """A replacement joins as one worker is still on its way back: the others know from the links."""
+    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", "--sleep", "0.02")
+    assert [step for step, _, _ in steps(node)] == list(range(STEPS))
+    weights(node)
+
+
+@pytest.mark.timeout(200)
 def test_a_part_that_died_with_its_guard_is_named_and_all_start_again(spawn: Spawner, tmp_path: Path) -> None:
     node = run(spawn, tmp_path, "--shards", "3", "--die", "1:7:step", "--die", "0:2:bind")
     assert "no surviving worker has all of" in node.agent.text()
     assert "all workers are started again (attempt 1)" in node.agent.text()
     weights(node)
+
+
+@pytest.mark.timeout(200)
+def test_a_part_that_died_with_its_guard_comes_from_the_checkpoint_of_the_script(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    calm = run(spawn, tmp_path, "--shards", "3", name="calm")
+    deaths = ("--die", "1:13:step", "--die", "0:2:bind")
+    node = run(spawn, tmp_path, "--shards", "3", *deaths, "--checkpoint", str(tmp_path / "own.pt"), name="deaths")
+    (found,) = node.events("resume")
+    assert found["step"] == 10
+    assert found["again"] in (2, 3)  # a shipment may have been on its way to the guard when that died
+    text = f"goes on from step 10, which the script's own load function brought; {found['again']} steps are done again"
+    assert text in node.agent.text()
+    again = 10 + found["again"]
+    assert [step for step, _, _ in steps(node)] == [*range(again), *range(10, STEPS)]
+    for first, second in zip(steps(node)[10:again], steps(node)[again : again + found["again"]], strict=True):
+        assert first[2] == second[2]
+        assert first[1] == pytest.approx(second[1], rel=1e-8)
+    assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
+    assert weights(node) == pytest.approx(weights(calm), rel=1e-8)
 
 
 @pytest.mark.timeout(120)
@@ -151,20 +183,38 @@ sys.exit(0)
 """
 
 
+BEGIN = "state = elaunch.elastic_script()\n"
+IMPORTS, BODY = TOP_LEVEL.removesuffix("sys.exit(0)\n").split(BEGIN)
+LOOP = f"""{IMPORTS}
+def reset(name):
+    left = dist.is_initialized()
+    print(f"reset {{name}}: {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}, groups: {{left}}.", flush=True)
+
+for state in elaunch.Elastic(reset=lambda: reset("always")):
+    with state:
+        state.on_reset(lambda: reset("once"))
+{textwrap.indent(BODY, " " * 8)}"""
+
+
 @pytest.mark.timeout(120)
-def test_a_script_at_its_top_level_is_run_again_in_the_same_process(spawn: Spawner, tmp_path: Path) -> None:
+def test_a_script_at_its_top_level_and_the_body_of_a_loop_are_run_again_in_the_same_process(
+    spawn: Spawner, tmp_path: Path
+) -> None:
     script = tmp_path / "top.py"
-    script.write_text(TOP_LEVEL)
     ended = []
-    for number, workers in enumerate((1, 3)):
+    for number, (workers, text) in enumerate(((1, TOP_LEVEL), (3, TOP_LEVEL), (3, LOOP))):
+        script.write_text(text)
         flags = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=1")
         node = elaunch(spawn, tmp_path, *flags, script=(script,), name=f"top{number}")
         assert node.agent.wait(60) == 0, node.agent.tail()
         assert [event["step"] for event in node.events("step")] == list(range(30))
         ended.append(set(re.findall(r"after 30: (\S+) __main__", node.agent.text())))
-    assert len(node.events("worker_started")) == 4
+        assert len(node.events("worker_started")) == workers + (workers > 1)
     assert len(ended[0]) == 1
-    assert ended[0] == ended[1]
+    assert ended[0] == ended[1] == ended[2]
+    for name in ("always", "once"):
+        after_death = re.findall(rf"reset {name}: (\d) of 2, groups: False\.", node.agent.text())
+        assert sorted(after_death) == ["0", "1"], f"{name}: {node.agent.tail()}"
 
 
 @pytest.mark.timeout(150)

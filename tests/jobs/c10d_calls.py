@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elaunch
 from elaunch.errors import StateError
 from elaunch.hooks import Generation, Group, Verdict, Vote
+from elaunch.workers.comm.c10d.works import NativeWork
 from tests.jobs import come_late, say
 
 LARGE = 4 << 20  # elements: 16 MiB
@@ -298,10 +301,12 @@ class Runtime:
         say(f"calls {size} {self.member.native.backend or 'links'} {' '.join(names)}")
         if size == 4:
             self.of_all, self.of_two = dist.new_group([0, 1, 2, 3]), dist.new_group([1, 2])
+            self.until_native(self.of_all)
             dist.barrier()  # all have come so far
             if self.member.worker.startswith("node0/3#"):
                 self.dies()
-            dist.all_reduce(torch.ones(LARGE))
+            # One waits in the group of all members, the others in a subgroup.
+            dist.all_reduce(torch.ones(LARGE), group=self.of_all if self.member.rank else None)
             raise SystemExit("a collective ended without one of its members")
 
     def dies(self) -> None:
@@ -319,6 +324,21 @@ class Runtime:
             total = torch.ones(1)
             dist.all_reduce(total, group=self.of_two)
             assert total.item() == 2
+            self.until_native(self.of_two)
+
+    def until_native(self, group: Any) -> None:
+        """Sums until the members of a subgroup use a native group of their own, where they have native groups."""
+        for number in range(1, LONGEST):
+            total = torch.ones(1)
+            work = dist.all_reduce(total, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+            assert total.item() == dist.get_world_size(group)
+            if isinstance(work, NativeWork) or (self.carrier != "native" and number == 8):
+                assert isinstance(work, NativeWork) == (self.carrier == "native")
+                return
+            time.sleep(0.005)
+        raise SystemExit("the members of a subgroup have no native group")
 
     # The hooks.
 

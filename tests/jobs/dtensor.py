@@ -1,5 +1,7 @@
 """The trainer of examples/train_dtensor.py, that can hurt itself on request: `--die SLOT:STEP:PHASE`.
 
+`--ask STEP:AxB` asks for a layout by a plan, before this step, as a framework's own code does.
+
 The phases are those of tests/jobs/train.py and tests/jobs/layers.py, and `forward`: in the first sum of a forward pass.
 """
 
@@ -9,6 +11,7 @@ import argparse
 import os
 import sys
 
+from elaunch.plan import symmetric
 from elaunch.workers.comm.group import Group
 from tests import ROOT
 from tests.jobs import come_late, say
@@ -17,14 +20,17 @@ from tests.jobs.layers import LayerFaults
 from tests.jobs.train import Pace, die
 
 sys.path.insert(0, str(ROOT / "examples"))
-from train_dtensor import Trainer, parse
+from train_dtensor import Trainer, parse, switch_of
 
 
 class Watched(Trainer):  # type: ignore[misc]  # an example is no module where types are checked
     """A trainer that dies, or slows down, at the given moments; it looks like a job to those who see to that."""
 
-    def __init__(self, arguments: list[str], requests: list[str], crew: int, sleep_s: float, hangs: list[str]) -> None:
+    def __init__(
+        self, arguments: list[str], requests: list[str], crew: int, sleep_s: float, hangs: list[str], asks: list[str]
+    ) -> None:
         super().__init__(parse(arguments))
+        self.args.switch = Asks(self, dict(map(switch_of, asks))) if asks else self.args.switch
         self._member = self.member
         self.faults = TensorFaults(self, requests)
         self.pace = Pace(self, self.args.steps, sleep_s, crew, 0, "")
@@ -52,6 +58,24 @@ class Watched(Trainer):  # type: ignore[misc]  # an example is no module where t
         return loss
 
 
+class Asks:
+    """Looked at before each step, asks for the plan of some: once, also where the step is done again."""
+
+    def __init__(self, trainer: Watched, asks: dict[int, tuple[int, int]]) -> None:
+        self.trainer, self.left = trainer, asks
+
+    def get(self, step: int, wanted: tuple[int, int]) -> tuple[int, int]:
+        trainer = self.trainer
+        if (shape := self.left.pop(step, None)) is None:
+            return wanted
+        replicas, parts = shape
+        names = [f"any{number}" for number in range(replicas * parts)]
+        trainer.member.replan(symmetric(names, 1, 12, 12 // replicas, dp=replicas, tp=parts))
+        say(f"asked for {shape} and goes by {trainer.shape}")
+        replicas, parts = trainer.wanted
+        return replicas, parts
+
+
 class TensorFaults(LayerFaults):
     """Ends this process at the requested moments of a trainer."""
 
@@ -72,8 +96,9 @@ def main() -> None:
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds, in each step")
     parser.add_argument("--hang", action="append", default=[], help="see tests/jobs/hangs.py")
+    parser.add_argument("--ask", action="append", default=[], help="STEP:AxB")
     ours, rest = parser.parse_known_args()
-    trainer = Watched(rest, ours.die, ours.crew, ours.sleep, ours.hang)
+    trainer = Watched(rest, ours.die, ours.crew, ours.sleep, ours.hang, ours.ask)
     trainer.train()
     say(f"ended {trainer.worker} pid {os.getpid()}")
 

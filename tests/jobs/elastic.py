@@ -4,6 +4,8 @@
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
 before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
+`--overtaken LOCAL_RANK`: on its first way back that worker hears of the next generation when all others have entered
+the present one.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elaunch
+from elaunch.errors import GenerationChanged
+from elaunch.workers.recovery import Recovery
 from elaunch.workers.reentry import copies
 
 SAMPLES, BATCH = 600, 24
@@ -34,7 +40,34 @@ parser.add_argument("--die", action="append", default=[])
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--overtaken", default="")
+parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
+
+
+def enter_late(recovery: Recovery) -> None:
+    """Activates a generation; on the first way back, the next one comes before the last part of what others send."""
+    group = recovery._group
+    assert group is not None
+    number = recovery.generation.number
+    if recovery._activated and not overtaken:
+        overtaken.append(number)
+        gather = group.all_gather_bytes
+
+        def gather_late(content: bytes) -> list[bytes]:
+            gather(content)
+            while (newest := recovery._client.newest()) is None or newest.number == number:
+                time.sleep(0.01)
+            raise GenerationChanged(newest.number)
+
+        group.all_gather_bytes = gather_late  # type: ignore[assignment, method-assign]
+    activate(recovery)
+
+
+activate = Recovery._activate
+overtaken: list[int] = []
+if os.environ.get("LOCAL_RANK") == arguments.overtaken:
+    Recovery._activate = enter_late  # type: ignore[assignment, method-assign]
 
 
 def copy_late(copying: copies._Copying) -> None:
@@ -81,8 +114,25 @@ def train(state: elaunch.ElasticState) -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 16, generator=generator).double()
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    file, whole_state = arguments.checkpoint, StateDictOptions(full_state_dict=True)
+
+    def load() -> None:
+        if file.exists():
+            saved = torch.load(file)
+            parts = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+            set_state_dict(model, optimizer, **parts, options=whole_state)
+            scheduler.load_state_dict(saved["scheduler"])
+            state.load_state_dict(saved["elastic"])
+
+    def save() -> None:
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=whole_state)
+        if state.rank == 0:
+            own = {"scheduler": scheduler.state_dict(), "elastic": state.state_dict()}
+            torch.save({"model": of_model, "optimizer": of_optimizer, **own}, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
+
     die("bind", state.entry)
-    state.bind(model=model, optimizer=optimizer, scheduler=scheduler)
+    state.bind(model=model, optimizer=optimizer, scheduler=scheduler, load=load if file is not None else None)
     assert state.values.get("steps", 0) == state.step
     print(f"entry {state.entry}: {state.size} members, step {state.step}", flush=True)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
@@ -103,6 +153,8 @@ def train(state: elaunch.ElasticState) -> None:
         dist.all_reduce(total)
         state.values["steps"] = state.step + 1
         state.commit(loss=total.item() / state.size)
+        if file is not None and state.step % 5 == 0:
+            save()
     die("end", state.step)
     squares = sum(whole(parameter).square().sum().item() for parameter in model.parameters())
     print(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.", flush=True)

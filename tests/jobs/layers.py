@@ -1,8 +1,9 @@
 """A small model in layers under elaunch.hybrid(); a layer of it can raise, or wait for its test, in a step.
 
-`--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the gradients for the copies go
-out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
+`--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the last gradients for the copies
+go out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
 
+    tp         in a layer, before a sum of its tensor-parallel group in which the others wait, over native groups
     share      before it tells the others the new values of its parameters, after the commit of the step before
     vote       as it is about to agree with the others on the step in flight
     held_state before it says what it has of the state
@@ -41,13 +42,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import elaunch
-from elaunch.plan import symmetric
+from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.membership import slot_of
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.clocks import SimulatedClocks
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
+from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.job import HybridJob
 from elaunch.workers.layers.snapshots import Snapshots
@@ -73,6 +75,7 @@ class LayerFaults(Faults):
         super().__init__(job, requests)
         if self.steps:
             self._die_around(Snapshots, "ship", before="ship")
+            self._die_around(NativeCarrier, "all_reduce", before="tp")
             self._die_around(ZeroOptimizer, "share", before="share")
             self._die_around(HybridJob, "vote", before="vote")
             self._die_around(Engine, "held_state", before="held_state")
@@ -166,6 +169,22 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
     return (y.mean(1, keepdim=True) - target).square().mean()
 
 
+def replan(job: HybridJob, engine: Engine, given: Plan, degrees: str, weights_only: bool) -> None:
+    """Asks for a plan, and says which one holds and what is here then."""
+    dp, pp, tp = map(int, degrees.split("x"))
+    names = [f"any{number}" for number in range(dp * pp * tp)]
+    sizes = given.n_layers, given.global_batch_size, given.micro_batch_size
+    holds = job.replan(symmetric(names, *sizes, dp=dp, pp=pp, tp=tp), weights_only)
+    here = sorted(number for number, _ in engine.layers)
+    busy = len(holds.workers) - len(holds.idle)
+    say(f"replanned {engine.step} {degrees} {len(holds.tiles)} tiles {busy} busy layers {here}")
+    if weights_only:
+        for (number, _), layer in engine.layers.items():
+            layer.module.eval()
+            code = zlib.crc32(b"".join(value.numpy().tobytes() for value in layer.tensors().values()))
+            say(f"lent {engine.step} {number} {layer.tp_rank.rank}/{layer.tp_rank.size} {code:08x}")
+
+
 def fill_disk(step: int) -> None:
     """While the checkpoint after so many steps is written, let files have few bytes."""
     original = checkpoint.write_shard
@@ -216,6 +235,13 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="layers have frozen parameters; loads values into all")
     parser.add_argument("--loaders", type=int, default=0, help="processes that load samples")
     parser.add_argument("--spoil", default="", help="SLOT:STEP: before this step, it changes its layers' values")
+    parser.add_argument(
+        "--replan",
+        action="append",
+        default=[],
+        metavar="STEP:DPxPPxTP[:weights]",
+        help="before this step, go over to another plan, with the weights alone or with all; in this order",
+    )
     parser.add_argument("--stop", type=int, help="end after so many steps, as if there were no more")
     for name in ("--hang", "--busy", "--pause"):
         parser.add_argument(name, action="append", default=[], help="SLOT:STEP:WHAT, see tests/jobs/hangs.py")
@@ -274,7 +300,10 @@ def main() -> None:
         if not args.hang_between:
             hangs.at(engine.step)
 
+    asked = [one.split(":") for one in args.replan]
     while engine.step < min(args.steps, args.stop or args.steps):
+        for _, degrees, *weights in [one for one in asked if int(one[0]) == engine.step]:
+            replan(job, engine, plan, degrees, bool(weights))
         for layer_here in engine.layers.values():
             assert isinstance(layer_here.module, Layer)
             layer_here.module.step, layer_here.module.before = engine.step, before

@@ -7,6 +7,4 @@ from tests.jobs.eager import compile_nothing
 compile_nothing()
 
 # torch.distributed.checkpoint and torch.distributed.tensor come with these.
-import elaunch.workers.attach  # noqa: E402
-import elaunch.workers.data_parallel.job  # noqa: E402, F401
 import tests.jobs.layers  # noqa: E402, F401

@@ -64,6 +64,8 @@ WARM = f"{_EAGER},{LAUNCHER_MODULES}"
 
 _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
+_TRANSFORMERS = "tests.jobs.preloaded_hf"
+
 PRELOADS = {
     "train.py": _EAGER,
     "steps.py": _EAGER,
@@ -77,11 +79,15 @@ PRELOADS = {
     "early.py": _EAGER,
     "smallest_runtime.py": _EAGER,
     "c10d_calls.py": _COMPILER,
+    "hf.py": _TRANSFORMERS,
+    "hf_accelerate.py": _TRANSFORMERS,
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
+    "fsdp_hooks.py": _COMPILER,
+    "megatron_gpt.py": f"{_COMPILER},megatron.core.models.gpt,megatron.core.optimizer",
 }
 """What scripts import: a process that imports torch takes a second or two, and the tests run hundreds of workers."""
 

@@ -143,6 +143,10 @@ class SimulatedGroups(NativeGroups):
         self._worker = worker
         self.leaves = False
 
+    @property
+    def offered(self) -> str:
+        return ""  # nothing moves: the state of a simulated job is a number
+
     def close(self) -> None:
         self.leaves = True
         super().close()

@@ -20,7 +20,8 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.transport import Transport
-from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.change.held_state import StepReport
+from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from tests.helpers import wait_until
 from tests.unit.comm_crew import PATIENCE_S, addresses, switching_often, together

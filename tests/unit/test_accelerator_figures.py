@@ -14,6 +14,8 @@ from benchmarks.accelerator import (
     CPU_STEPS,
     GPU_KILLS,
     GPU_STEPS,
+    PEERS,
+    GptJob,
     add_targets,
     joined_s,
     native_backend,
@@ -85,10 +87,21 @@ def test_all_that_was_asked_is_in_the_report_and_what_is_absent_was_not_measured
 
 
 def test_every_figure_of_a_case_has_a_bound() -> None:
-    keys = {f"{case.key} {name}" for case in CPU_STEPS for name in case.launchers if name != "ddp"}
+    keys = {f"{case.key} {name}" for case in CPU_STEPS for name in case.launchers if name not in PEERS}
     keys |= {case.key for case in GPU_STEPS} | {f"{GPU_KILLS.key} join"}
     keys |= {f"{case.key} {what}" for case in (CPU_KILLS, GPU_KILLS) for what in ("next", "next, worst")}
     assert keys == set(BOUNDS)
+
+
+def test_the_hybrid_case_is_the_same_job_for_both_launchers(tmp_path: Path) -> None:
+    case = next(case for case in GPU_STEPS if case.is_hybrid)
+    commands = [GptJob(name, case, tmp_path)._command for name in ("native", "pipelining")]
+    scripts = [next(word for word in words if word.endswith("_job.py")) for words in commands]
+    assert {Path(script).name for script in scripts} == {"accelerator_hybrid_job.py"}
+    assert all(set(case.flags) <= set(words) for words in commands)
+    assert "--micro-batch-size=4" in case.flags
+    assert "--collectives=native" in commands[0]
+    assert "--peer=pipelining" in commands[1]
 
 
 def test_what_is_packed_is_what_setup_requires_for_the_other_machines_python() -> None:

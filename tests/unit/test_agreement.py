@@ -47,3 +47,12 @@ def test_a_holder_one_step_behind_that_has_entered_it_commits_it() -> None:
     verdict = agree([Vote(step=6, entered=True, holds=True), Vote(step=7, holds=True), Vote(step=7)], begun=True)
     assert (verdict.step, verdict.committing, verdict.sources, verdict.receivers) == (7, (0,), (0, 1), (2,))
     assert verdict.passed == 1
+
+
+def test_what_all_holders_have_ready_commits_although_nobody_has_passed_its_barrier() -> None:
+    ready = Vote(step=6, entered=True, holds=True, ready=7)
+    verdict = agree([ready, Vote(step=2), ready], begun=True)
+    assert (verdict.step, verdict.committing, verdict.sources, verdict.receivers) == (7, (0, 2), (0, 2), (1,))
+    assert verdict.passed == 0
+    assert agree([ready, Vote(step=6, holds=True)], begun=True).step == 6
+    assert agree([ready, Vote(step=7, holds=True)], begun=True).committing == (0,)

@@ -33,7 +33,8 @@ from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.data_parallel.layout import SampleLayout
-from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.change.held_state import StepReport
+from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole

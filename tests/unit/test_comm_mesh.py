@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from elaunch.errors import GenerationChanged
+from elaunch.errors import GenerationChanged, MeshError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes
 from elaunch.workers.comm.process_group import ElasticProcessGroup
@@ -89,7 +89,7 @@ def test_an_interruption_comes_out_of_the_operation(world: World) -> None:
 
 def test_what_is_no_mesh_of_these_members_is_refused(world: World) -> None:
     for shape, names in (((2,), ("tp",)), ((1,), ("dp", "tp")), ((), ())):
-        with pytest.raises(ValueError, match="cannot be made of 1 members"):
+        with pytest.raises(MeshError, match=r"cannot be made of 1 members \(a/0#0\)"):
             world.meshes.make(world.group, "cpu", shape, names)
 
 

@@ -19,7 +19,8 @@ from elaunch.plan import Plan, symmetric
 from elaunch.plan.views import unit_of
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
-from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.change.held_state import StepReport
+from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.chunks import Chunk
@@ -235,7 +236,7 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) ->
 def test_where_nobody_is_lost_state_moves_during_the_next_step(
     first: Plan, second: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elaunch.workers.layers.engine.reshard", None)
+    monkeypatch.setattr("elaunch.workers.layers.change.begin.reshard", None)
     reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5)
     assert all(received)
     check_as_undisturbed(reports, weights, first, second, clip_norm=0.5)

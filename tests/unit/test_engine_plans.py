@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages, symmetric
-from elaunch.workers.layers.engine import StepReport
+from elaunch.workers.layers.change.held_state import StepReport
 from tests.helpers import ROOT, scaled, soak
 from tests.unit.engine_crew import train
 from tests.unit.plan_strategies import valid_plans

@@ -35,13 +35,14 @@ DIRECTIONS = {
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
     "workers.comm": {"rendezvous", "workers"},
     "workers.data": {"workers.random"},
-    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm", "workers.data"},
+    "workers.member": {"plan", "policy", "rendezvous", "workers", "workers.comm", "workers.data", "workers.state"},
     "workers.random": {"workers"},
     "workers.state": {"plan", "workers", "workers.comm", "workers.random"},
     "workers.data_parallel": UNDER_JOBS,
     "workers.layers": UNDER_JOBS,
     "workers.reentry": UNDER_JOBS,
-    "integrations": {"workers", "workers.reentry"},
+    "workers.frameworks": {"workers.reentry", *UNDER_JOBS},
+    "integrations": {"workers.reentry", *UNDER_JOBS},
     "": set[str](),
 }
 
@@ -80,9 +81,8 @@ def modules() -> list[str]:
 
 def is_light(module: str) -> bool:
     """Belongs to the control plane, to the rendezvous or to planning: it is used where there is no torch."""
-    if module.startswith("elaunch.integrations."):
-        return False
-    return module != FOR_TORCHRUN and (not module.startswith("elaunch.workers.") or module == "elaunch.workers")
+    in_workers = module.startswith(("elaunch.workers.", "elaunch.integrations."))
+    return module != FOR_TORCHRUN and not in_workers
 
 
 def package_of(module: str) -> str:

@@ -16,8 +16,8 @@ from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry.copies import Copies, StateCopy
 from elaunch.workers.reentry.data import Batches
+from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
-from elaunch.workers.reentry.run import elastic
 from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
 from elaunch.workers.state.codec import restore
 from tests.unit.comm_crew import crew, each
@@ -57,7 +57,8 @@ def test_a_part_comes_back_from_the_guard_of_who_had_it() -> None:
         groups = [Group(transport, 1, members) for transport in transports]
         guards = [Guards(), Guards()]
         copies = [state_copy(1, LOW, 1.0), state_copy(1, HIGH, 2.0)]
-        each(lambda guard, group, copy: guard.exchange(group, copy), guards, groups, copies)
+        each(lambda guard, group, copy: guard.tell(group, copy.boxes), guards, groups, copies)
+        each(lambda guard, group, copy: guard.ship(group, copy, lambda: None).wait(), guards, groups, copies)
         whole = [TensorShare(((0, 4), (0, 4)), lambda tensor: tensor)]
         alone_again = Group(transports[0], 1, members[:1])
         ((found,), received_bytes) = move_copies(

@@ -20,7 +20,8 @@ from elaunch.errors import GenerationChanged, StateError, StepInterrupted
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state.modules import load_model, load_optimizer, tensors_of
-from elaunch.workers.state.tensors import Layout, TensorSpace
+from elaunch.workers.state.placement.layouts import Layout
+from elaunch.workers.state.tensors import TensorSpace
 from tests.helpers import scaled
 from tests.unit.comm_crew import crew, each, outcomes
 

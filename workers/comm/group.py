@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from elaunch.workers.comm.link import Destination
+from elaunch.workers.comm.paths import Paths
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.comm.transport import Receive, Send, Transport
@@ -88,6 +89,9 @@ class Group:
     of the tensors passed are unspecified, and the group is of no more use: make one for the next generation.
 
     Groups of one generation that have two members in common, and take turns, need different `number`s.
+
+    Attributes:
+        paths: what state may move over besides links; None: nothing.
     """
 
     def __init__(self, transport: Transport, generation: int, members: Sequence[str], number: int = 0) -> None:
@@ -98,6 +102,7 @@ class Group:
         self.rank = self.members.index(transport.worker)
         self._direct = self.size <= DIRECT_MEMBERS
         self.number = number
+        self.paths: Paths | None = None
         self._first_op = number << 32
         self._others = [member for member in range(self.size) if member != self.rank]
         self._collectives = 0

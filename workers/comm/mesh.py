@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _redistribute as redistribute
 
+from elaunch.errors import MeshError
+from elaunch.rendezvous.membership import names_text
 from elaunch.workers.comm.c10d.tables import NAME, enter
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.process_group import ElasticProcessGroup
@@ -92,12 +94,17 @@ class Meshes:
             The mesh; None if this worker has no place in it.
 
         Raises:
-            ValueError: it has more places than there are members for it, or not one name for each axis.
+            MeshError: it has more places than there are members for it, or not one name for each axis.
         """
         places = math.prod(shape)
         free = [rank for rank, member in enumerate(group.members) if member not in without]
         if not shape or len(names) != len(shape) or not 0 < places <= len(free):
-            raise ValueError(f"a mesh of {tuple(shape)} named {tuple(names)} cannot be made of {len(free)} members")
+            told = names_text([group.members[rank] for rank in free])
+            raise MeshError(
+                f"a mesh of {' x '.join(map(str, shape)) or 'no axes'} places, named {', '.join(names) or 'nothing'}, "
+                f"cannot be made of {len(free)} members ({told}): give each axis one name, and choose sizes "
+                f"whose product is {len(free)} at most"
+            )
         self.forget_before(group.generation)
         ranks = torch.tensor(free[:places]).view(*shape)
         axes: list[AxisGroup] = []

@@ -28,7 +28,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from elaunch.errors import StepInterrupted
 from elaunch.workers.comm.c10d import tables
 from elaunch.workers.comm.c10d.mail import Channel
-from elaunch.workers.comm.c10d.native import NativeWorks
+from elaunch.workers.comm.c10d.native import Issues
 from elaunch.workers.comm.c10d.subgroups import Numbers, Ranks, Some
 from elaunch.workers.comm.c10d.tables import NAME
 from elaunch.workers.comm.c10d.works import FinishedWork, Interrupted, MessageWork, SeveralWorks
@@ -93,7 +93,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         self,
         current: Callable[[], Group],
         interrupted: Interrupted | None = None,
-        native: NativeWorks | None = None,
+        native: Issues | None = None,
         store: dist.Store | None = None,
     ) -> None:
         group = current()
@@ -189,8 +189,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
         members = tuple(whole.members[rank] for rank in ranks)
         if whole.rank not in ranks:
             return None
-        some = Some(self._current, members, self._numbers.next(whole.generation, members))
-        return Subgroup(some, group_name, group_desc or "", self._interrupted, self._store)
+        number = self._numbers.next(whole.generation, members)
+        native = self._native.of_subgroup(number) if self._native is not None else None
+        some = Some(self._current, members, number)
+        return Subgroup(some, group_name, group_desc or "", self._interrupted, native, self._store)
 
     @_operation("allreduce")
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -395,17 +397,26 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
 
 class Subgroup(ElasticProcessGroup):
-    """Some members, as this worker, one of them, sees them. All its operations go over links.
+    """Some members, as this worker, one of them, sees them. Its messages go over links.
 
     Args:
         some: the members.
         name: under which functional collectives find it, and `desc` is for people.
         interrupted: takes interruptions.
+        native: where its collectives begin, in a native group of its own; None: they go over links.
         store: of the job.
     """
 
-    def __init__(self, some: Some, name: str, desc: str, interrupted: Interrupted | None, store: dist.Store) -> None:
-        super().__init__(some, interrupted, None, dist.PrefixStore(f"{name}/", store))
+    def __init__(
+        self,
+        some: Some,
+        name: str,
+        desc: str,
+        interrupted: Interrupted | None,
+        native: Issues | None,
+        store: dist.Store,
+    ) -> None:
+        super().__init__(some, interrupted, native, dist.PrefixStore(f"{name}/", store))
         self._some, self._name, self._desc, self._place = some, name, desc, some().rank
 
     def size(self) -> int:

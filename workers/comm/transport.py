@@ -140,12 +140,19 @@ class Transport:
             links = [self._links[peer] for peer in peers if peer in self._links]
         return tuple(link.peer for link in links if link.hung_up())
 
-    def check(self, peers: Collection[str]) -> None:
+    def check(self, peers: Collection[str], generation: int | None = None) -> None:
         """Looks at the links to `peers`, for whoever waits for them by other ways.
+
+        Args:
+            peers: identities.
+            generation: for which the caller waits, if an interruption is to end the wait.
 
         Raises:
             LinkLost: one has broken, or is silent.
+            GenerationChanged: the generation is over.
         """
+        if generation is not None:
+            self._check(generation)
         with self._changed:
             links = [self._links[peer] for peer in peers if peer in self._links]
         for link in links:

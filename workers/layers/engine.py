@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,11 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups, Needs
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
-from elaunch.workers.layers.change.assembly import Assembly
+from elaunch.workers.layers.change.begin import migration_to, moved_shards
 from elaunch.workers.layers.change.compare import check_replicas
-from elaunch.workers.layers.change.held_state import Commit, HeldState, Hosted
-from elaunch.workers.layers.change.migration import Migration, Under, keys_of
+from elaunch.workers.layers.change.held_state import Commit, HeldState, Hosted, StepReport
+from elaunch.workers.layers.change.lending import LentWeights, bring_back, lend
+from elaunch.workers.layers.change.migration import Migration, keys_of
 from elaunch.workers.layers.change.migration_plan import MigrationPlan
 from elaunch.workers.layers.executor import LayerKey, LossFunction, Outcome
 from elaunch.workers.layers.model import Factory, Layer
@@ -32,7 +32,6 @@ from elaunch.workers.layers.untrained.duties import copy_peers
 from elaunch.workers.layers.untrained.moving import move
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
-from elaunch.workers.state.reshard import reshard
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -40,21 +39,6 @@ if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import CheckpointShard, Read, Restored
 
 Barrier = Callable[[StepRecord], StepRecord]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step that has committed came to; the same on all workers.
-
-    Attributes:
-        step: its number.
-        loss: mean over the global batch.
-        gradient_norm: of the mean loss over the global batch, before clipping; None without clipping.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float | None
 
 
 class Engine:
@@ -103,6 +87,9 @@ class Engine:
         # A change that happens in the next step, and what follows when that commits.
         self._migration: Migration | None = None
         self._next_migration: Migration | None = None
+        # Of the weights alone, for a while.
+        self._lent: LentWeights | None = None
+        self._next_lent: LentWeights | None = None
         self._outcome: Outcome | None = None
         self.update_s = 0.0
         """Of the optimizer's last step on what this worker owns; on an accelerator, of giving it orders."""
@@ -128,13 +115,13 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """Returns the plan in force."""
-        return self._here.plan
+        """Returns the plan in force; while the weights alone follow another one, that."""
+        return self._here.plan if self._lent is None else self._lent.plan
 
     @property
     def layers(self) -> dict[LayerKey, Layer]:
         """Returns this worker's layers, by layer and number of the TP group that it belongs to."""
-        return self._here.layers
+        return self._here.layers if self._lent is None else self._lent.layers
 
     @property
     def holds(self) -> bool:
@@ -157,8 +144,12 @@ class Engine:
         Raises:
             StepInterrupted: a link broke, or the membership changes. If `step` has grown, the step had committed, and
                 what is lacking is new values of parameters that others own.
+            StateError: the weights alone follow another plan.
         """
         step = self.step
+        if self._lent is not None:
+            why = "the weights alone follow another plan (weights_only=True); go back to the one before by replan()"
+            raise StateError(f"step {step} cannot begin: {why}")
         self._settle()
         if not step and self._migration is None:
             self.builder.check_values(self._here)
@@ -189,7 +180,8 @@ class Engine:
         with part.group.open() as traffic:
             part.begin_copies(traffic)
             load = self.builder.samples.begin(part.plan, step, part.executor.loaded)
-            outcome = part.executor.run(part.for_step(traffic), step, load, part.sums, watch=watch)
+            keep = partial(part.snapshots.keep, traffic)
+            outcome = part.executor.run(part.for_step(traffic), step, load, part.sums, watch=watch, summed=keep)
             part.keep_copies(traffic, outcome.gradients)
         return part, outcome
 
@@ -252,7 +244,38 @@ class Engine:
         copied = self.builder.copied.holdings()
         return self._part.held_state(self._stale, self._mixed, self._hosted, copied, settings)
 
-    def change(self, group: Group, plan: Plan, step: int) -> int:
+    @property
+    def under_way(self) -> Plan | None:
+        """Returns the plan to which the next step goes over; None: to none."""
+        return self._next.plan if self._migration is not None and self._next is not None else None
+
+    def lend(self, group: Group, plan: Plan) -> int:
+        """Has the weights follow another plan for a while; see `elaunch.workers.layers.change.lending`.
+
+        All members of the group call it; it takes effect with `install`, and ends with the next `change`.
+
+        Returns:
+            The bytes that this worker received.
+
+        Raises:
+            StateError: a change of plan is under way.
+            StepInterrupted: a link broke, or the membership changes.
+        """
+        self._take_back()
+        self._settle()
+        self._next_lent = lend(group, plan, self._part, self.builder)
+        return self._next_lent.received_bytes
+
+    def _take_back(self) -> None:
+        """Ends that weights follow another plan, or its beginning."""
+        for lent in (self._lent, self._next_lent):
+            if lent is not None:
+                lent.end()
+        self._lent = self._next_lent = None
+        if self._part is not None:
+            bring_back(self._part)
+
+    def change(self, group: Group, plan: Plan, step: int, pausing: bool = False) -> int:
         """Moves to another plan, or into the job; it takes effect with `install`.
 
         All members of the group call it with the same arguments; among those that `plan` uses or leaves idle, each. An
@@ -266,6 +289,7 @@ class Engine:
             group: of the workers of `plan`, with links between those that exchange anything under it.
             plan: for them.
             step: the number of steps that have committed.
+            pausing: whether it takes effect at once in any case. Where it is the plan in force, nothing is done.
 
         Returns:
             The bytes that this worker received, or will in the next step.
@@ -276,6 +300,7 @@ class Engine:
         """
         worker = group.members[group.rank]
         plan.validate(group.members)
+        self._take_back()
         self._settle()
         notes = group.all_gather_json(self.held_state().to_json())
         held = {who: HeldState.from_json(one) for who, one in zip(group.members, notes, strict=True)}
@@ -286,25 +311,28 @@ class Engine:
             self._next = self.builder.begun(plan, group)
             self.builder.check_same(plan, group)
             return 0
+        part, text = self._part, str(plan)
+        if pausing and part is not None and part.group is group and all(one.is_of(text) for one in held.values()):
+            self._next = None
+            return 0
         migration_plan = MigrationPlan(plan, held, self.specs)
         layout, pieces = migration_plan.new.layout, migration_plan.new.layout.pieces(worker)
         layers = {key: self._here.layers[was] for key, was in migration_plan.kept[worker].items()}
         for key in keys_of(layout, worker):
             if key not in layers:
                 layers[key] = self.builder.built(layout, key, worker, values=False)
-        old, between = migration_plan.old, None
-        if not self._settings.blocking:
+        between = None
+        if not self._settings.blocking and not pausing:
             between = migration_plan.between(group.members, self._settings.max_extra_bytes)
         if between is not None:
-            assert old is not None
-            migration = self._next_migration = self._migration_to(between, migration_plan, old, layers, group)
+            migration = self._next_migration = migration_to(between, migration_plan, layers, group, part, self.builder)
             shards = self.builder.shards(
                 pieces, migration.assembly.tensors(), migration_plan.forms, migration_plan.schedule
             )
             self._next = self.builder.part_of(plan, group, layout, layers, shards)
             return migration.coming_bytes
         came_bytes = move(group, migration_plan, self._part, layers, self.builder.copied.chunks())
-        shards, received_bytes = self._moved(group, migration_plan, pieces)
+        shards, received_bytes = self._moved(group, migration_plan, pieces, pausing)
         received_bytes += came_bytes
         part = self.builder.part_of(plan, group, layout, layers, shards)
         # Where this is interrupted, some of the parameters that stay may have new values and others not yet.
@@ -323,9 +351,13 @@ class Engine:
 
     def install(self) -> None:
         """Goes on under the plan that the last `change` has prepared."""
+        if self._next_lent is not None:
+            self._lent, self._next_lent = self._next_lent, None
+            self._lent.begin()
+            return
         self.step, self._outcome = self._next_step, None
         self._migration, self._next_migration = self._next_migration, None
-        if self._migration is None:
+        if self._migration is None and self._next is not None:
             self._take_over()
 
     def arrive(self) -> None:
@@ -353,53 +385,23 @@ class Engine:
         self._mixed, self._stale = None, False
         self._hosted, self._next_hosted = self._next_hosted, None
 
-    def _migration_to(
-        self, between: Plan, migration_plan: MigrationPlan, old: Under, layers: Mapping[LayerKey, Layer], group: Group
-    ) -> Migration:
-        worker = group.members[group.rank]
-        part = self._part
-        local, sums, had = (None, {}, {}) if part is None else (part.zero.shards, part.sums, part.layers)
-        return Migration(
-            between,
-            group,
-            old,
-            migration_plan.new,
-            (had, layers),
-            migration_plan.lacking,
-            self.specs,
-            migration_plan.items,
-            local,
-            sums,
-            self.builder.device,
-            partial(self.builder.executor, worker),
-        )
-
     def _moved(
-        self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[ParameterPiece]
+        self, group: Group, migration_plan: MigrationPlan, pieces: Sequence[ParameterPiece], keeping: bool
     ) -> tuple[Shards, int]:
         """The optimizer's state of the new pieces, and the bytes that came."""
-        router, forms, schedule = migration_plan.router(), migration_plan.forms, migration_plan.schedule
         local = self._part.zero.shards if self._part is not None and self._mixed is None else None
-        assembly = Assembly(pieces, local, router.items, self.builder.device)
         state = self._mixed if self._mixed is not None else local.chunks() if local is not None else {}
         hosted = self._hosted
         if hosted is None:
-            hosted = Hosted({} if self._part is None else self._part.snapshots.chunks(), forms, schedule)
-        self._next_hosted = hosted
-        if self._settings.max_extra_bytes is not None:
+            copies = {} if self._part is None else self._part.snapshots.chunks()
+            hosted = Hosted(copies, migration_plan.forms, migration_plan.schedule)
+        bound = self._settings.max_extra_bytes
+        if bound is not None:
             self._mixed, self._hosted = state, hosted
-            if local is not None:
-                # From here on the chunks alone hold it, so that what is let go is free.
-                local.release()
-        new, moved = reshard(
-            group,
-            router,
-            state,
-            assembly.allocate,
-            snapshots=hosted.chunks,
-            max_extra_bytes=self._settings.max_extra_bytes,
+        shards, received_bytes, self._next_hosted = moved_shards(
+            group, migration_plan, pieces, local, state, hosted, self.builder, bound, keeping
         )
-        return self.builder.shards(pieces, assembly.tensors(new), forms, schedule), moved.received_bytes
+        return shards, received_bytes
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ class Engine:
 
         # Who joins during the next step has nothing yet.
         shards = self._here.zero.shards if self.holds else self.builder.shards((), ())
-        places = written_places(self._here.layout, self._here.worker, self.layers) if self.holds else {}
+        places = written_places(self._here.layout, self._here.worker, self._here.layers) if self.holds else {}
         return part_of(self.specs, shards, places, self.builder.cursor(self.plan))
 
     def restore(
@@ -430,6 +432,7 @@ class Engine:
             StepInterrupted: a link broke, or the membership changes.
         """
         plan.validate(group.members)
+        self._take_back()
         self.builder.check_same(plan, group)
         layout, worker = StateLayout(plan, self.specs), group.members[group.rank]
         found = go_back(lambda saved: self.builder.read(saved, plan, layout, worker))

@@ -10,6 +10,7 @@ of a greedy colouring (Chameleon IV-B): of one round no worker has two.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,10 @@ LOOK_AHEAD = 2
 LossFunction = Callable[[Tensor, Any], Tensor]
 LayerKey = tuple[int, int]
 """A layer and the number of one of the TP groups that hold it."""
+
+
+Summed = Callable[[OptimizerShard, Tensor], object]
+"""Takes the gradient of a shard."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Executor:
         sums: Mapping[tuple[str, ...], TPGroupSum],
         ready: Callable[[range], object] = lambda _: None,
         watch: Stopwatch | None = None,
+        summed: Summed = lambda _, __: None,
     ) -> Outcome:
         """Does all actions of step number `step`.
 
@@ -132,12 +138,14 @@ class Executor:
             sums: over tensor-parallel groups.
             ready: called before some layers are used, returns when they can be.
             watch: measures the layers, if there is one.
+            summed: called with each of this worker's shards and its gradient as soon as that is complete, most of them
+                while backward goes on.
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
             StateError: a layer or the loss does something that cannot be used.
         """
-        return _Step(self, carrier, step, load, sums, ready, watch).run()
+        return _Step(self, carrier, step, load, sums, ready, watch, summed).run()
 
     @cached_property
     def _taker(self) -> dict[int, Action]:
@@ -164,9 +172,14 @@ class _Step:
         sums: Mapping[tuple[str, ...], TPGroupSum],
         ready: Callable[[range], object],
         watch: Stopwatch | None,
+        summed: Summed,
     ) -> None:
         self._of, self._plan = executor, executor._plan
         self._carrier, self._step, self._load, self._ready, self._watch = carrier, step, load, ready, watch
+        self._summed = summed
+        self._gradients: dict[OptimizerShard, Tensor] = {}
+        # In the order in which backward comes to them.
+        self._unsummed = deque(sorted(executor._owned, key=lambda shard: -shard.layer))
         self._saved: dict[tuple[int, int], list[SavedActivations]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
@@ -188,7 +201,9 @@ class _Step:
             for coming in order[place : place + LOOK_AHEAD + 1]:
                 self._post(coming)
             (self._forward if action.kind == "F" else self._backward)(action)
-        gradients = {shard: self._total(shard) for shard in self._of._owned}
+        while self._unsummed:
+            self._sum(self._unsummed.popleft())
+        gradients = {shard: self._gradients[shard] for shard in self._of._owned}
         self._carrier.finish()
         return Outcome(tuple((sample, rows, float(loss)) for sample, rows, loss in self._losses), gradients)
 
@@ -237,6 +252,8 @@ class _Step:
             if self._add(key, unit, grads):
                 # The first round goes out while backward goes on.
                 (later.append if self._of._round[layer] else self._send_gradient)(key)
+                if not peers.dx_to:
+                    self._sum_what_came()
 
         def done(layer: Layer, grads: list[Tensor]) -> None:
             if peers.dx_to and layer.spec.index == tile.layers.start:
@@ -252,6 +269,7 @@ class _Step:
             add(tile.layers.start, *held)
         for key in sorted(later, key=lambda key: (self._of._round[key[0]], -key[0])):
             self._send_gradient(key)
+        self._sum_what_came()
 
     def _draw(self, samples: MicroBatch) -> Draw:
         plan = self._plan
@@ -360,6 +378,26 @@ class _Step:
                     )
                     self._arriving[shard, number] = part
                     self._carrier.post(sender, tag(Kind.GRADIENT, terms.number(shard, number)), part)
+
+    def _sum_what_came(self) -> None:
+        """Sums the gradients of the next shards, as long as all terms of one are here."""
+        while self._unsummed and self._is_here(self._unsummed[0]):
+            self._sum(self._unsummed.popleft())
+
+    def _is_here(self, shard: OptimizerShard) -> bool:
+        layout, terms, worker = self._of._layout, self._of._terms, self._of._worker
+        for number, term in enumerate(terms.terms[shard.layer]):
+            sender = layout.holder(shard, term.replica)
+            if sender == worker:
+                if (shard, number) not in self._arriving:
+                    return False
+            elif not self._carrier.arrived(sender, tag(Kind.GRADIENT, terms.number(shard, number))):
+                return False
+        return True
+
+    def _sum(self, shard: OptimizerShard) -> None:
+        total = self._gradients[shard] = self._total(shard)
+        self._summed(shard, total)
 
     def _total(self, shard: OptimizerShard) -> Tensor:
         """The gradient of a shard: sums over whole units along the tree, then the rest by TP group, in order."""

@@ -34,13 +34,14 @@ from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
-from elaunch.workers.layers.change.held_state import Commit
-from elaunch.workers.layers.engine import Engine, StepReport
+from elaunch.workers.layers.change.held_state import Commit, StepReport
+from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.executor import LossFunction
 from elaunch.workers.layers.model import Factory
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import MakeOptimizer
 from elaunch.workers.layers.timing import Stopwatch
+from elaunch.workers.member.replans import ReplanCall, asked
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.replicas import ReplicasDiffer
 from elaunch.workers.runtime import Member
@@ -60,6 +61,7 @@ class HybridJob(BaseJob):
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.local_rank)
         self._engine: Engine | None = None
         self._next: Decision | None = None
+        self._call: ReplanCall | None = None  # by which the members go over to it
         self._holds = False
         self._replica_check = replica_check.from_environment(os.environ)
         self._compared = (0, 0)
@@ -166,6 +168,41 @@ class HybridJob(BaseJob):
                 assert engine.report is not None
                 return engine.report
 
+    def replan(self, plan: Plan, weights_only: bool = False) -> Plan:
+        """Goes over to another plan, before the step that comes; returns when it holds.
+
+        All members call it alike, at the same step: whether and with which plan may depend on the job's step, and on
+        nothing that differs between members. A worker that joins in between finds that the calls of this step which are
+        over return at once.
+
+        With `weights_only`, parameters and buffers alone follow the plan, until the next call without it: the
+        optimizer's state stays where it is, in host memory, and no step can be done. A recovery ends that as well, with
+        the plan that trains.
+
+        Args:
+            plan: for the same layers, batch and micro-batch. Its workers, in the order in which it names them, become
+                the members in the order of their ranks; so any names will do. Members beyond them are idle. Where
+                workers of the job are lost, the members go on as after any loss under this plan, and take it when
+                everybody is back.
+            weights_only: whether only parameters and buffers move.
+
+        Returns:
+            The plan that holds, with the names of the members; that is another one where members are lost, and where
+            the others are further than this worker.
+
+        Raises:
+            PlanError: the plan does not tile layers and samples.
+            StateError: it is for other layers, batch or micro-batch, or for too many workers; layers cannot be cut so;
+                or the members asked for different plans.
+            WentBack: the job went back to its checkpoint meanwhile; go on from its step.
+        """
+        engine = self._made
+        plan.validate()
+        widths = {len(tile.workers) for tile in plan.tiles}
+        engine.builder.check_widths(widths, "replan(): a plan with tensor-parallel groups of ")
+        self._member.replan(plan, weights_only, lambda: engine.under_way)
+        return engine.plan
+
     def finish(self) -> None:
         """Waits for the other members when all steps are done, so that nobody takes an early end for a failure."""
         while not self._member.finish():
@@ -256,7 +293,7 @@ class HybridJob(BaseJob):
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses the next plan with all other members; returns the fields of the `decision` event."""
-        self._next = self._member.choose(generation, group, verdict)
+        self._next, self._call = self._member.choose(generation, group, verdict), asked(verdict, generation)
         return dict(self._next.event)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
@@ -270,8 +307,10 @@ class HybridJob(BaseJob):
         self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
         if verdict.fresh and verdict.saved is not None:
             return self._go_back(group, plan, verdict.saved, 0)
+        if self._call is not None and self._call.weights_only:
+            return self._made.lend(group, plan)
         try:
-            return self._made.change(group, plan, verdict.step)
+            return self._made.change(group, plan, verdict.step, pausing=self._call is not None)
         except StateLost:
             # All members find the same.
             if verdict.saved is None:

@@ -206,6 +206,12 @@ class Layer:
         """Returns all of this worker's part: what is trained, what is frozen, and the buffers."""
         return {name: value.data for name, value in self.parameters.items()} | self.untrained()
 
+    def place(self, device: torch.device) -> None:
+        """Has this worker's part on a device, as the same parameters and buffers."""
+        for value in (*self.parameters.values(), *(value for _, value in self._named_untrained())):
+            if value.device.type != device.type:
+                value.data = value.data.to(device)
+
     def own_memory(self) -> None:
         """Gives each element a place of its own, so that values can come there; a buffer may be an expanded one."""
         for _, value in self._named_untrained():

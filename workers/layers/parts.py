@@ -122,7 +122,7 @@ class WorkerPart:
 
     def keep_copies(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
         """Sends, at the end of a step, what others' copies of this worker's state need, and waits for the same."""
-        self.snapshots.ship(traffic, gradients)
+        self.snapshots.ship(traffic, gradients)  # those that have not left yet
         self.copies.ship(traffic)
         self.snapshots.arrive(traffic)
         self.copies.arrive(traffic)
@@ -240,6 +240,7 @@ class Builder:
         self._recompute = settings.recomputed(plan.n_layers)
         self.device = torch.device(settings.device)
         self.copied = HostCopies()
+        self._widths = {1}  # of tensor-parallel groups, that all layers can have
         self.samples = Samples(settings.source(), self.device)
         self.specs = describe(layers, self.samples.example(), plan.micro_batch_size, settings.dtype)
         layer_texts = [
@@ -379,17 +380,22 @@ class Builder:
             elements.append(sum(sizes.values()))
         return tuple(layers), tuple(elements)
 
-    def check_widths(self, widths: Collection[int]) -> None:
+    def check_widths(self, widths: Collection[int], asker: str = "--tp=") -> None:
         """Checks that the layers can be cut over tensor-parallel groups of so many workers.
+
+        Args:
+            widths: numbers of workers.
+            asker: who wants them, for messages.
 
         Raises:
             StateError: a layer cannot, or none says how.
         """
-        for width in widths:
+        for width in set(widths) - self._widths:
             try:
                 check_cuts(self.specs, self._factories, self._settings.dtype, width)
             except StateError as error:
-                raise StateError(f"--tp={width}: {error}") from error
+                raise StateError(f"{asker}{width}: {error}") from error
+            self._widths.add(width)
 
     def shards(
         self,

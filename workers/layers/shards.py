@@ -173,6 +173,15 @@ class Shards:
             ) from error
         return state
 
+    def place(self, device: torch.device) -> None:
+        """Has masters and states on a device."""
+        if self._optimizer is None:
+            return
+        for value in self._values:
+            for tensor in (value, *self._optimizer.state.get(value, {}).values()):
+                if isinstance(tensor, Tensor) and tensor.shape == value.shape and tensor.device.type != device.type:
+                    tensor.data = tensor.data.to(device)
+
     def release(self) -> None:
         """Lets go of everything: the state is somewhere else."""
         if self._optimizer is not None:

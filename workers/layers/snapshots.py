@@ -5,7 +5,7 @@ is the gradient of its shards: it applies the same update to them on the host, i
 A new copy is made in batches, one in each step, of the state as it is when the step begins; from that step on the
 gradients of the batch's shards follow. A batch counts when its step commits, so a dropped step leaves a copy as it was.
 
-    step k     owner ──state of some shards, gradients of all shards so far──> holder
+    step k     owner ──state of some shards; the gradient of each shard as soon as it is summed──> holder
     commit k   holder: takes the batch in, updates all its shards
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
-from elaunch.workers.state.staging import to_host
+from elaunch.workers.state.staging import begun_to_host
 
 BATCH_BYTES = 16 << 20
 """Of state that a worker sends to each holder in a step while a copy is being made; a single shard may be larger."""
@@ -120,6 +120,11 @@ class Snapshots:
             for owner in workers
             if worker in holders[owner] and (pieces := layout.pieces(owner))
         ]
+        # Of the step in flight: gradients that wait for the others of their message, and messages on their way to host
+        # memory.
+        self._unsent: dict[OptimizerShard, tuple[OptimizerShard, ...]] = {}
+        self._given: dict[OptimizerShard, Tensor] = {}
+        self._leaving: list[tuple[int, Callable[[], Tensor]]] = []
         self._thread: ThreadPoolExecutor | None = None
         self._updating: Future[None] | None = None
 
@@ -128,10 +133,12 @@ class Snapshots:
     def begin(self, traffic: Traffic) -> None:
         """Sends the next batch of this worker's state, and has those of others received."""
         self.settle()
+        self._forget()
         if self._holders:
             self._own.batch = self._next_batch(self._own)
             if self._own.batch:
                 self._send_batch(traffic)
+            self._unsent = {shard: shards for shards in self._bundles(self._own) for shard in shards}
         for copy in self._copies:
             copy.batch = self._next_batch(copy)
             copy.came = None
@@ -144,13 +151,35 @@ class Snapshots:
                 copy.gradients |= zip(shards, whole.split(sizes), strict=True)
                 traffic.post(copy.owner, self._bundle_tag(shards), memory(whole))
 
+    def keep(self, traffic: Traffic, shard: OptimizerShard, gradient: Tensor) -> None:
+        """Sends the gradient of one of this worker's shards to those who copy it, while the step goes on.
+
+        That of a device is copied to pinned memory beside what it computes, and sent by `ship`: nothing waits here.
+        """
+        shards = self._unsent.get(shard)
+        if shards is None:
+            return
+        self._given[shard] = gradient
+        if not all(one in self._given for one in shards):
+            return
+        parts = [self._given.pop(one) for one in shards]
+        for one in shards:
+            del self._unsent[one]
+        whole = torch.cat(parts) if parts[1:] else parts[0]
+        leaving = self._bundle_tag(shards), begun_to_host(whole)
+        if _is_on_host(whole):
+            self._send(traffic, *leaving)
+        else:
+            self._leaving.append(leaving)
+
     def ship(self, traffic: Traffic, gradients: Mapping[OptimizerShard, Tensor]) -> None:
-        """Sends the gradients of this worker's shards to those who copy them."""
-        bundles = self._bundles(self._own) if self._holders else []
-        wholes = [torch.cat([gradients[shard] for shard in one]) if one[1:] else gradients[one[0]] for one in bundles]
-        for shards, sent in zip(bundles, to_host(wholes), strict=True):
-            for holder in self._holders:
-                traffic.send(holder, self._bundle_tag(shards), memory(sent), sent)
+        """Sends what has not left yet of the gradients of this worker's shards."""
+        for shard in list(self._unsent):
+            if shard not in self._given:
+                self.keep(traffic, shard, gradients[shard])
+        leaving, self._leaving = self._leaving, []
+        for number, coming in leaving:
+            self._send(traffic, number, coming)
 
     def arrive(self, traffic: Traffic) -> None:
         """Waits until all of the step is here: after that it may commit."""
@@ -176,6 +205,7 @@ class Snapshots:
 
     def drop(self) -> None:
         """Drops what came of a step that is done again."""
+        self._forget()
         for copy in (self._own, *self._copies):
             copy.batch, copy.came, copy.gradients = 0, None, {}
 
@@ -227,6 +257,14 @@ class Snapshots:
         return found
 
     # ---------------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._unsent, self._given, self._leaving = {}, {}, []
+
+    def _send(self, traffic: Traffic, number: int, coming: Callable[[], Tensor]) -> None:
+        sent = coming()
+        for holder in self._holders:
+            traffic.send(holder, number, memory(sent), sent)
 
     def _next_batch(self, copy: _OwnerCopy) -> int:
         """How many more shards come in this step; both ends find the same, since it follows from the layout."""
@@ -318,3 +356,7 @@ class Snapshots:
 
 def _shards(pieces: Sequence[ParameterPiece]) -> tuple[OptimizerShard, ...]:
     return tuple(dict.fromkeys(piece.shard for piece in pieces))
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

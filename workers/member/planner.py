@@ -2,7 +2,7 @@
 
 The runtime has a `Planner` for a job whose work is described by a `Plan`: of `elaunch.hybrid()`, or of a framework that
 calls `Member.use_plans`. It keeps the plan by which the state is distributed and the one the job prefers, carries both
-to workers that join, and takes the plans that `elaunch ctl plan --set` asks for.
+to workers that join, and takes the plans that `elaunch ctl plan --set` and the script ask for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from elaunch.policy.selector import Selector
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict
+from elaunch.workers.member.replans import ReplanCall, asked, fitted
 
 FACTS = "elaunch.plan"
 """Where among the facts of a vote those of `Planner.facts` are."""
@@ -42,6 +43,7 @@ class Planner:
         self.decision: Decision | None = None
         self._given, self._selector, self._saved = given, selector, saved
         self._followed: Decision | None = None  # the state is distributed by its plan
+        self._lends = False  # the weights alone go by the decision
         self._request = ""
 
     def facts(self) -> dict[str, str]:
@@ -62,14 +64,39 @@ class Planner:
         self.decision = self._chosen(generation, group, verdict)
         return self.decision
 
-    def entered(self, generation: Generation) -> Decision:
-        """Notes that the members go on by the decision, and returns it."""
+    def entered(self, generation: Generation) -> Decision | None:
+        """Notes that the members go on by the decision, and returns it; None if the weights alone do."""
         assert self.decision is not None, "the hooks entered a generation without a plan: call choose() in plan()"
+        if self._lends:
+            return None
         self._followed, self._request = self.decision, generation.plan_request
         return self.decision
 
+    def check(self, plan: Plan, members: Sequence[str]) -> None:
+        """Checks that a job with these members can be asked for a plan, with all places filled or some of them empty.
+
+        Raises:
+            PlanError: it is none.
+            StateError: it is of another size.
+        """
+        plan.validate()
+        sizes, ours = _sizes(plan), _sizes(self._given)
+        if sizes != ours:
+            raise StateError(
+                f"replan(): the plan has (layers, batch, micro-batch) {sizes}, and the job has {ours}; give a plan for "
+                "these"
+            )
+        followed = self._followed.preferred_plan.workers if self._followed is not None else ()
+        places = max(len(self._given.workers), len(followed), len(members))
+        if len(plan.workers) > places:
+            raise StateError(
+                f"replan(): the plan is for {len(plan.workers)} workers, and the job is for {places} "
+                f"({', '.join(members)} are there); give a plan for at most {places}"
+            )
+
     def _chosen(self, generation: Generation, group: Group, verdict: Verdict) -> Decision:
         members = generation.ids
+        call, self._lends = asked(verdict, generation), False
         if verdict.fresh:
             if len(self._given.workers) == len(members):
                 here = self._given.renamed(dict(zip(self._given.workers, members, strict=True)))
@@ -82,6 +109,9 @@ class Planner:
             return self._from_one(group, 0, self._given, self._given)
         known: Mapping[str, str] = verdict.facts[verdict.passed][FACTS]
         refused, preferred = "", Plan.parse(known["preferred"])
+        if call is not None:
+            self._lends = call.weights_only
+            return self._called(call, group, verdict, preferred)
         if generation.plan_request != known["request"] and generation.plan:
             requested = Plan.parse(generation.plan)
             refused = _unfit(requested, preferred, members)
@@ -90,6 +120,21 @@ class Planner:
             refused = f"; the plan asked for {refused}"
         present = self._followed.plan if self._followed is not None else None
         return self._from_one(group, verdict.passed, present, preferred, refused, verdict.leaving)
+
+    def _called(self, call: ReplanCall, group: Group, verdict: Verdict, preferred: Plan) -> Decision:
+        """Returns the plan that the script asks for; where places have no member, how to do best without them."""
+        plan, here = Plan.parse(call.plan), [one for one in group.members if one not in verdict.leaving]
+        empty = [worker for worker in preferred.workers if worker not in here]
+        found = fitted(plan, here, [*empty, *(f"nobody/{number}#0" for number in range(len(plan.workers)))])
+        assert found is not None
+        if set(found.workers) <= set(here):
+            reason = "the script asked for the plan"
+            if call.completes:
+                reason = "the script asked for another plan, and the change to this one had not ended"
+            elif call.weights_only:
+                reason += " for the weights alone"
+            return Decision.given(found, "asked", reason).with_idle(verdict.leaving)
+        return self._from_one(group, verdict.passed, found, found, "; the script asked for a plan", verdict.leaving)
 
     def _from_one(
         self,
@@ -147,7 +192,7 @@ class Planner:
 
 def _unfit(requested: Plan, preferred: Plan, members: Sequence[str]) -> str:
     """Returns why a plan that was asked for cannot be followed; empty if it can."""
-    sizes, ours = ((plan.n_layers, plan.global_batch_size, plan.micro_batch_size) for plan in (requested, preferred))
+    sizes, ours = _sizes(requested), _sizes(preferred)
     if sizes != ours:
         return f"has (layers, batch, micro-batch) {sizes}, and the job has {ours}"
     if set(requested.workers) != set(members):
@@ -157,3 +202,8 @@ def _unfit(requested: Plan, preferred: Plan, members: Sequence[str]) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def _sizes(plan: Plan) -> tuple[int, int, int]:
+    """Returns what no change of plan may change: layers, samples of a step, and of a micro-batch."""
+    return plan.n_layers, plan.global_batch_size, plan.micro_batch_size

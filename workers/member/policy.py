@@ -84,6 +84,17 @@ class Policy:
             raise StateError("call use_plans() before join(): this job has no plan to go on from")
         return self._planner.choose(generation, group, verdict)
 
+    @property
+    def plans(self) -> bool:
+        """Returns whether the job's plans are chosen here."""
+        return self._planner is not None
+
+    def check(self, plan: Plan, members: Sequence[str]) -> None:
+        """Checks that the job can be asked for a plan; see `Planner.check`."""
+        plan.validate()
+        if self._planner is not None:
+            self._planner.check(plan, members)
+
     def facts(self) -> dict[str, Any]:
         """Returns what a vote tells workers that join, as JSON values."""
         facts: dict[str, Any] = {}
@@ -97,7 +108,7 @@ class Policy:
         """Notes that the members go on by the plan that was chosen, if it was chosen here."""
         if self._planner is not None:
             decision = self._planner.entered(generation)
-            if self.selector is not None:
+            if self.selector is not None and decision is not None:
                 self.selector.entered(decision.plan, decision.preferred_plan, members, history_of(verdict))
 
     def took(self, seconds: float, rows: int) -> None:

@@ -20,6 +20,9 @@ from elaunch.workers.hooks import Verdict
 LAST_STEP = "elaunch.last_step"
 """Among the facts of a vote: the report of the last step that the voter has committed."""
 
+READY_STEP = "elaunch.ready_step"
+"""Likewise: the report of the step that the voter has ready (`Vote.ready`)."""
+
 TOLD = "elaunch.told"
 """Likewise: `StepReports.told`."""
 
@@ -45,6 +48,22 @@ def tells_again(verdict: Verdict, generation: Generation, worker: str, known: To
 
     told = counts(known) or any(counts(facts.get(TOLD)) for facts in verdict.facts)
     return verdict.step > 0 and not told and not verdict.fresh and generation.ids[verdict.passed] == worker
+
+
+def step_report(
+    group: Group, generation: int, step: int, loss: float | None, sample_ids: Iterable[int], seconds: float
+) -> dict[str, Any]:
+    """Returns the fields of the report of a step, with the arguments of `StepReports.tell` and its seconds."""
+    ids = list(sample_ids)
+    return {
+        "generation": generation,
+        "step": step,
+        "loss": loss,
+        "samples": len(ids),
+        "digest": digest(ids),
+        "members": group.size,
+        "seconds": round(seconds, 6),
+    }
 
 
 class StepReports:
@@ -103,16 +122,7 @@ class StepReports:
         """
         now_s = time.monotonic()
         seconds, self._commit_s = now_s - self._commit_s, now_s
-        ids = list(sample_ids)
-        self.last = {
-            "generation": generation,
-            "step": step,
-            "loss": loss,
-            "samples": len(ids),
-            "digest": digest(ids),
-            "members": group.size,
-            "seconds": round(seconds, 6),
-        }
+        self.last = step_report(group, generation, step, loss, sample_ids, seconds)
         if group.rank == 0 and (self.told is None or step != self.told[0]):
             self._client.send(Report("step", self.last))
             self.told = (step, node_of(self._client.worker))

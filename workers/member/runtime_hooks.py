@@ -15,7 +15,9 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
-from elaunch.workers.member.reports import LAST_STEP, StepReports, tells_again
+from elaunch.workers.member.replans import REPLAN, Replans
+from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports, tells_again
+from elaunch.workers.state.paths.offers import Offers
 
 NATIVE = "elaunch.native"
 """Among the facts of a vote: the generation whose native group the voter may still be in."""
@@ -33,6 +35,7 @@ class RuntimeHooks:
     Attributes:
         entered: whether this worker has complete gradients of a step that has not committed: what it votes.
         group: the members, or in `transfer` those of the next generation; None before this worker joins.
+        replans: the plans that the script asks for.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class RuntimeHooks:
         self._worker, self._hooks, self._step = worker, hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
         self._native, self._works = native, works
+        self._offers = Offers(native)
         self.entered = False
         self.group: Group | None = None
+        self.replans = Replans()
         self._agreed = 0  # number of the generation of the last agreement
 
     @property
@@ -61,8 +66,10 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), NATIVE: self._native.ready()}
-        return replace(vote, facts=facts, saved=saved.newest(), every=saved.every)
+        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts(), **self._offers.facts()}
+        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), **ours}
+        newest = saved.newest()
+        return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
 
     def pause(self) -> None:
         """Has the framework stop all communication of the generation left behind."""
@@ -73,10 +80,13 @@ class RuntimeHooks:
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Has the framework settle the step in flight; reports it, if whoever should have may not have."""
         self._native.settled([facts.get(NATIVE, 0) for facts in verdict.facts])
+        self.replans.agreed(verdict)
+        self._offers.agreed(verdict.facts, lambda: store_of(generation))
         self._hooks.agreed(generation, verdict)
         self.entered = False
         if generation.rank(self._worker) in verdict.committing:
-            self._reports.last = verdict.facts[verdict.passed][LAST_STEP]
+            passed = verdict.passed
+            self._reports.last = verdict.facts[passed][READY_STEP if passed in verdict.committing else LAST_STEP]
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
         first = node_of(self.group.members[0]) if self.group is not None else ""
@@ -86,18 +96,22 @@ class RuntimeHooks:
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Has the framework choose how the members go on."""
-        return self._hooks.plan(generation, group, verdict)
+        shown = self.replans.planned(generation, verdict)
+        return self._hooks.plan(generation if self._policy.plans else shown, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Has the framework move the state over the new group, which is that of the member from now on."""
         self.group = group
+        group.paths = self._offers
         return self._hooks.transfer(group, verdict)
 
     def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
         """Has the framework go on, and tells all parts of the runtime who the members are."""
         self._hooks.resume(generation, group, verdict)
         self._policy.entered(generation, group.members, verdict)
+        self.replans.resumed(generation.number)
         self.entered = False
         self._checkpoints.entered(group.members)
+        self._native.state_moved()
         self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

@@ -43,7 +43,7 @@ class TorchGroups:
         generation: Callable[[], Generation],
     ) -> None:
         self._current, self._device_type, self._generation = current, device_type, generation
-        self.works = NativeWorks(lambda: native.current, device_type, native.failed)
+        self.works = NativeWorks(lambda: native.current, device_type, native.failed, native)
         self.interrupted: Interrupted | None = None
 
     @cached_property

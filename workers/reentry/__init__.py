@@ -1,7 +1,8 @@
 """Re-entry: a function that every worker enters, and enters again whenever the members of its job change.
 
 entered -> process groups of its own, over the members there are -> bind: the state of the last commit is there
-commit  -> a copy of all that is bound, in this worker's memory, counts as soon as all members have come to it
+commit  -> a copy of all that is bound, in this worker's memory; it counts as soon as all members have come to it and
+           what one alone has of it is with its guard
 change  -> whoever waits in a process group is freed, the function is left, and entered again
 
 groups  the process groups that a function makes: freed and forgotten
@@ -9,7 +10,9 @@ copies  copies of the state in host memory
 shares  which part of each tensor a worker needs, and where it comes from
 data    batches in an order that does not depend on the members
 state   what the function sees
+guards  copies of what one worker alone has, for another to keep
 run     the loop around the function
+forms   a function, the body of a loop, or a script
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from elaunch import threads
 from elaunch.errors import StateError
 from elaunch.workers.comm.native import ended
+from elaunch.workers.reentry.tensor_shard import TensorShard
 from elaunch.workers.state.boxes import Box, whole
 from elaunch.workers.state.codec import VERSION, Encoder, Manifest
 from elaunch.workers.state.space import box_of_placements
@@ -38,7 +39,8 @@ class ShardEncoder(Encoder):
         """Returns what stands for a value in a manifest."""
         if not is_dtensor(value):
             return super().encode(value, path, depth)
-        place = self.add(value.to_local(), path)
+        # Of engines' shards, two may lie at the same place on one worker and not on another: these have names instead.
+        place = self.add(value.to_local(), path, tied=not isinstance(value, TensorShard))
         self.boxes[place] = box_of(value)
         self.specs[place]["shape"] = list(value.shape)
         self.specs[place].pop("strides", None)
@@ -46,21 +48,32 @@ class ShardEncoder(Encoder):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Returns whether a value is a DTensor, without importing what defines it."""
+    """Returns whether a value is a part of a tensor, as DTensors are, without importing what defines these."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, TensorShard) or (module is not None and isinstance(value, module.DTensor))
 
 
 def is_sharded(thing: Any) -> bool:
-    """Returns whether a module or optimizer has parameters that are DTensors of which this worker has a part."""
+    """Returns whether an object has tensors of which this worker has a part: parameters, or others of its state."""
     if isinstance(thing, torch.nn.Module):
-        return any(is_dtensor(one) and _is_cut(one) for one in thing.parameters())
-    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else []
-    return any(is_dtensor(one) and _is_cut(one) for group in groups for one in group["params"])
+        return any(_is_cut(one) for one in thing.parameters())
+    if isinstance(thing, torch.optim.Optimizer):
+        return any(_is_cut(one) for group in thing.param_groups for one in group["params"])
+    return _has_cut(thing.state_dict())
 
 
-def _is_cut(tensor: Any) -> bool:
-    return not all(placement.is_replicate() for placement in tensor.placements)
+def _has_cut(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_cut, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_cut, value))
+    return _is_cut(value)
+
+
+def _is_cut(value: Any) -> bool:
+    if isinstance(value, TensorShard):
+        return value.is_cut
+    return is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def box_of(tensor: Any) -> Box:
@@ -69,6 +82,8 @@ def box_of(tensor: Any) -> Box:
     Raises:
         StateError: it has a placement that gives no box, such as a partial sum.
     """
+    if isinstance(tensor, TensorShard):
+        return tensor.box
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -77,7 +92,11 @@ def box_of(tensor: Any) -> Box:
     return box
 
 
-def describe_shards(objects: Mapping[str, Any]) -> tuple[Manifest, ShardEncoder]:
+Described = tuple[Manifest, ShardEncoder]
+"""The manifest of objects, and what encoded it."""
+
+
+def describe_shards(objects: Mapping[str, Any]) -> Described:
     """Returns the manifest of objects with `state_dict`, by name, and what encoded it: live tensors and their boxes.
 
     Raises:
@@ -144,26 +163,50 @@ class Copies:
         self._hooks = [one.register_step_pre_hook(lambda *_: self._let_pass()) for one in optimizers]
         self._gated = {name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
 
-    def begin(self, step: int, objects: Mapping[str, Any], values: dict[str, Any]) -> StateCopy:
+    @property
+    def under_way(self) -> _Copying | None:
+        """Returns what is being copied; None if nothing is."""
+        return self._under_way
+
+    def begin(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        values: dict[str, Any],
+        later: Collection[str] = (),
+        described: Described | None = None,
+    ) -> StateCopy:
         """Begins to copy the present state, in place of the copy before the newest one; returns the copy.
+
+        Args:
+            step: number of steps that will have committed with it.
+            objects: that make it up, by name, with `state_dict`.
+            values: what else does, as JSON.
+            later: paths of tensors that do not change before `finish`, beside those that only an optimizer changes.
+            described: what `describe_shards` has just given of the objects; None: they are described here.
 
         Raises:
             StateError: an object has a value that cannot be described; names the path.
         """
         self.finish()
-        manifest, encoder = describe_shards(objects)
+        manifest, encoder = describe_shards(objects) if described is None else described
         sources = encoder.tensors
         spare = self.former.tensors if self.former is not None else []
         places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
         copy = StateCopy(step, manifest, values, places, dict(encoder.boxes))
-        later = self._later(objects, encoder)
-        now = [place for place in range(len(sources)) if place not in later]
+        copied_later = self._later(objects, encoder)
+        copied_later |= {place for place, spec in enumerate(encoder.specs) if spec["path"] in later}
+        now = [place for place in range(len(sources)) if place not in copied_later]
         for place in now:
             places[place].copy_(sources[place])
         self.former, self.newest = self.newest, copy
-        if later:
-            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(later)])
+        if copied_later:
+            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(copied_later)])
         return copy
+
+    def copied(self) -> Callable[[], None]:
+        """Returns a function that returns when the copy that is under way now is complete. For any thread."""
+        return self._under_way.await_copy if self._under_way is not None else lambda: None
 
     def finish(self) -> None:
         """Returns when no copy is under way.
@@ -185,6 +228,11 @@ class Copies:
         """Lets the newest copy go: its commit does not count."""
         self.finish()
         self.newest, self.former = self.former, None
+
+    def forget(self) -> None:
+        """Lets all copies go."""
+        self.finish()
+        self.newest = self.former = None
 
     def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
         """Places of the tensors that nothing but an optimizer changes."""
@@ -237,11 +285,16 @@ class _Copying:
             self.wait()
 
     def wait(self) -> None:
+        """Returns when all is copied, and it was looked whether anything changed meanwhile."""
+        self.await_copy()
+        if self._event is not None:
+            self._check()
+
+    def await_copy(self) -> None:
         """Returns when all is copied."""
         if self._event is not None:
             while not self._event.query():  # not in the driver, where an abort could not free it
                 self._done.wait(ended.POLL_S)
-            self._check()
         else:
             self._done.wait()
             if self._error is not None:

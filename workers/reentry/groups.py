@@ -6,12 +6,14 @@ one that is gone. From then on it can be freed by any thread.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -36,6 +38,9 @@ MEET_S = 1800.0
 """For all members of a group to come to its making, as torch has it."""
 
 
+END_S = 10.0
+"""For groups to end before this process does: an interpreter that ends under a backend's thread aborts the process."""
+
 WITHOUT_MEMBERS = ("mpi", "fake")
 """Backends whose members do not meet in a store."""
 
@@ -49,9 +54,11 @@ class FunctionGroups:
         self._older: frozenset[int] = frozenset()
         self._connections: list[sockets.Socket] = []
         self._device_groups: list[Any] = []
+        self._ending: list[threading.Thread] = []
         self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
         self._connect: Callable[..., Any] = rendezvous._create_c10d_store
         _ALIVE.add(self)
+        atexit.register(self.close)
 
     @contextlib.contextmanager
     def watching(self, entry: str) -> Iterator[None]:
@@ -90,8 +97,14 @@ class FunctionGroups:
                 return
             self._over.set()
             connections, groups = list(self._connections), list(self._device_groups)
-        _end(connections, groups)
+        self._end(connections, groups)
         _end_store_clients(self._older)
+
+    def close(self) -> None:
+        """Returns when all groups that were freed have ended, or `END_S` later."""
+        end_s = time.monotonic() + END_S
+        for thread in self._ending:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _make(
         self, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **more: Any
@@ -125,7 +138,7 @@ class FunctionGroups:
             self._device_groups += devices
             over = self._over.is_set()
         if over:
-            _end(found, devices)
+            self._end(found, devices)
             raise RuntimeError("the members have changed while a process group was made")
 
     def _forget(self) -> None:
@@ -154,19 +167,22 @@ class FunctionGroups:
             one.close()
         KEPT.extend(devices)  # their destructors block for long
         # Gloo's ends its threads, which takes some milliseconds.
-        threads.start("elaunch-groups-close", groups.clear, lambda _: None)
+        self._begin_end("elaunch-groups-close", groups.clear)
+
+    def _end(self, connections: Sequence[sockets.Socket], groups: Sequence[Any]) -> None:
+        """Frees whoever waits in some connections of Gloo's, and in groups of devices."""
+        for one in connections:
+            one.shut_down()
+        for group in groups:
+            self._begin_end("elaunch-group-abort", group.abort)
+
+    def _begin_end(self, name: str, end: Callable[[], object]) -> None:
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        self._ending.append(threads.start(name, end, lambda _: None))
 
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
-
-
-def _end(connections: Sequence[sockets.Socket], groups: Sequence[Any]) -> None:
-    """Frees whoever waits in some connections of Gloo's, and in groups of devices."""
-    for one in connections:
-        one.shut_down()
-    for group in groups:
-        threads.start("elaunch-group-abort", group.abort, lambda _: None)
 
 
 def _shorter(timeout: timedelta | None) -> timedelta:

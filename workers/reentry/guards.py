@@ -1,22 +1,29 @@
 """Copies for others: what of the state is on one worker alone, another one keeps as well.
 
-Each member has one guard, on another node where there are several, and is the guard of one. What it alone holds goes
-there in each commit, before the barrier: whoever dies, no part of the last commit is lost with it.
+Each member has one guard, on another node where there are several, and is the guard of one. What it alone holds of a
+commit goes there while the next step computes, and the commit counts when all guards have what they keep: whoever dies,
+no part of the last commit that counts is lost with it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
+from elaunch import threads
+from elaunch.errors import StepInterrupted
 from elaunch.rendezvous.membership import node_of
+from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry.copies import Part, StateCopy
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.codec import dtype_of
 
+Key = TypeVar("Key")
 Boxes = Mapping[int, Box]
 
 
@@ -26,12 +33,14 @@ def guard_of(rank: int, members: Sequence[str], node: Callable[[str], str] = nod
     return (rank + (max(counts.values()) if len(counts) > 1 else 1)) % len(members)
 
 
-def alone(rank: int, held: Sequence[Boxes], members: Sequence[str], node: Callable[[str], str] = node_of) -> list[int]:
-    """Returns the places of the tensors of which a member has a part that nobody else has, or nobody on another node.
+def alone(
+    rank: int, held: Sequence[Mapping[Key, Box]], members: Sequence[str], node: Callable[[str], str] = node_of
+) -> list[Key]:
+    """Returns the tensors of which a member has a part that nobody else has, or nobody on another node.
 
     Args:
         rank: of the member.
-        held: by rank, the parts that are not whole tensors, by place.
+        held: by rank, the parts, by whatever stands for a tensor.
         members: by rank.
         node: gives the node of a member.
     """
@@ -48,6 +57,53 @@ def alone(rank: int, held: Sequence[Boxes], members: Sequence[str], node: Callab
     ]
 
 
+class Shipment:
+    """What members give their guards of one commit, on its way in a thread.
+
+    Args:
+        move: does it.
+    """
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        self._move = move
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threads.start("elaunch-guards", self._run, self._died)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether this worker's parts are with its guard, and those that it keeps are here."""
+        return self._over.is_set() and self._error is None
+
+    def wait(self) -> None:
+        """Returns when it has arrived.
+
+        Raises:
+            StepInterrupted: a peer was lost, or the generation changed; what was taken is incomplete.
+        """
+        self.settle()
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """Returns when it has arrived, or was interrupted."""
+        if not self._over.is_set():
+            with heartbeat.waiting():
+                self._over.wait()
+
+    def _run(self) -> None:
+        heartbeat.in_background()
+        try:
+            self._move()
+        except StepInterrupted as error:  # whoever waits for it is told
+            self._error = error
+        self._over.set()
+
+    def _died(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
+
+
 class Guards:
     """What one worker keeps for another, in one entry.
 
@@ -59,30 +115,63 @@ class Guards:
     def __init__(self) -> None:
         self.newest: list[Part] = []
         self.former: list[Part] = []
+        self._own: Boxes = {}
+        self._held: list[Boxes] = []
 
-    def exchange(self, group: Group, copy: StateCopy) -> None:
-        """Gives this worker's guard what it alone holds of a copy, and takes what it keeps itself. All members call it.
+    def knows(self, boxes: Boxes) -> bool:
+        """Returns whether the members have told each other of these parts of this worker's."""
+        return bool(self._held) and boxes == self._own
+
+    def tell(self, group: Group, boxes: Boxes) -> None:
+        """Tells all members which parts this one has, of the tensors that it has not wholly. All members call it.
 
         Raises:
-            StepInterrupted: a peer was lost, or the generation changed; what was taken is incomplete.
+            StepInterrupted: a peer was lost, or the generation changed.
         """
-        self.former, self.newest = self.newest, []
+        notes = group.all_gather_json([[place, box] for place, box in boxes.items()])
+        self._own = dict(boxes)
+        self._held = [{place: tuple((lo, hi) for lo, hi in box) for place, box in note} for note in notes]
+
+    def ship(self, group: Group, copy: StateCopy, copied: Callable[[], None]) -> Shipment:
+        """Begins to give this worker's guard what it alone holds of a copy, and to take what it keeps itself.
+
+        All members call it, after `tell`; the group must not be used before the shipment has arrived.
+
+        Args:
+            group: of the members.
+            copy: of this worker.
+            copied: returns when the copy is complete.
+        """
+        former, self.former = {(place, box): tensor for place, box, tensor in self.former}, self.newest
+        self.newest = []
         if group.size == 1:
-            return
-        notes = group.all_gather_json([[place, box] for place, box in copy.boxes.items()])
-        held = [{place: tuple((lo, hi) for lo, hi in box) for place, box in note} for note in notes]
+            return Shipment(copied)
+        held, specs = self._held, copy.manifest["tensors"]
         guards = [guard_of(rank, group.members) for rank in range(group.size)]
-        ward = guards.index(group.rank)
-        specs = copy.manifest["tensors"]
-        taken: list[Part] = []
+        guard, ward = guards[group.rank], guards.index(group.rank)
         for place in alone(ward, held, group.members):
-            box = held[ward][place]
-            shape = [stop - start for start, stop in box]
-            taken.append((place, box, torch.empty(shape, dtype=dtype_of(specs[place]["dtype"]))))
-        sent = [copy.tensors[place].contiguous() for place in alone(group.rank, held, group.members)]
-        group.exchange([(guards[group.rank], tensor) for tensor in sent], [(ward, tensor) for _, _, tensor in taken])
-        self.newest = taken
+            box, dtype = held[ward][place], dtype_of(specs[place]["dtype"])
+            spare = former.get((place, box))
+            if spare is None or spare.dtype != dtype:
+                spare = torch.empty([stop - start for start, stop in box], dtype=dtype)
+            self.newest.append((place, box, spare))
+        sent, taken = alone(group.rank, held, group.members), [tensor for _, _, tensor in self.newest]
+
+        def move() -> None:
+            copied()
+            outgoing = [copy.tensors[place].contiguous() for place in sent]
+            group.exchange([(guard, tensor) for tensor in outgoing], [(ward, tensor) for tensor in taken])
+
+        return Shipment(move)
 
     def forget_newest(self) -> None:
         """Lets the parts of the last commit go: it does not count."""
         self.newest, self.former = self.former, []
+
+    def forget(self) -> None:
+        """Lets all parts go."""
+        self.newest, self.former = [], []
+
+    def enter(self) -> None:
+        """Forgets which parts the members have: there are others from now on, or they are cut anew."""
+        self._own, self._held = {}, []

@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import json
 import os
-import runpy
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from elaunch.detect.heartbeat import Phase
-from elaunch.errors import CollectiveFailed, GenerationChanged, StepInterrupted, UsageError
+from elaunch.errors import CollectiveFailed, GenerationChanged, StateLost, StepInterrupted, UsageError
 from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
+from elaunch.workers.member.reports import READY_STEP, step_report
 from elaunch.workers.random.rng import continue_generators, read_generators
-from elaunch.workers.reentry.copies import Copies, StateCopy, is_sharded
+from elaunch.workers.reentry.copies import Copies, Described, StateCopy, describe_shards, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups
-from elaunch.workers.reentry.guards import Guards
+from elaunch.workers.reentry.guards import Guards, Shipment
 from elaunch.workers.reentry.shares import check_alike, move_copies, shares
 from elaunch.workers.reentry.state import ElasticState
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.codec import Manifest, restore
 
 Result = TypeVar("Result")
+Reset = Callable[[], object]
 
 NEWS_S = 1.0
 """An error of the script is a consequence of a change of members that is told of within this time."""
 
 LOOK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A commit that does not count yet: the guards do not have all of it.
+
+    Attributes:
+        step: number of steps that will have committed with it.
+        shipment: of this worker.
+        loss: of the step.
+        ids: of its samples, over all members.
+        report: of the step, where this worker has to tell the others.
+    """
+
+    step: int
+    shipment: Shipment
+    loss: float | None
+    ids: Sequence[int]
+    report: dict[str, Any]
+
+
+@dataclass
+class Bound:
+    """What one entry of the function has bound.
+
+    Attributes:
+        objects: by name.
+        is_sharded: whether a member has parts that not all others have.
+        step: number of commits that counted then.
+        calls: of `commit` since.
+    """
+
+    objects: dict[str, Any]
+    is_sharded: bool
+    step: int
+    calls: int = 0
 
 
 class Reentry:
@@ -47,22 +85,30 @@ class Reentry:
         member: this worker in its job.
         step: number of commits that count.
         entry: how often the function has been entered here.
-        bound: whether the function has bound its state in this entry.
+        over: whether the function is done, on all members.
+        resets: called once, before the function is entered again.
+
+    Args:
+        every: commits that count.
+        resets: called each time before the function is entered again.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int = 1, resets: Sequence[Reset] = ()) -> None:
         self._client = agent_client.connect()
         transport = Transport(self._client.worker, self._client.token, self._client.host)
         transport.watch(self._free_below)
         self._groups = FunctionGroups()
         self._entered_in = 0  # the generation in which the function runs
-        self._every, self._calls = every, 0
+        self._every = every
         self._copies, self._guards = Copies(), Guards()
+        self._pending: Pending | None = None
+        self._bound: Bound | None = None
         self._generators: dict[int, bytes] = {}
-        self._objects: dict[str, Any] = {}
         self._brought: dict[str, Any] = {}
-        self._holds = self._is_sharded = False
-        self.step, self.entry, self.bound = 0, 0, False
+        self._holds = self._can_load = False
+        self._commit_s = time.monotonic()
+        self._always, self.resets = tuple(resets), list[Reset]()
+        self.step, self.entry, self.over = 0, 0, False
         self.member = Member(self._client, self, transport=transport)
 
     def run(self, function: Callable[[ElasticState], Result]) -> Result:
@@ -72,42 +118,55 @@ class Reentry:
             StateError: the state of the job is lost.
             Exception: whatever the function raises, unless that follows from a change of members.
         """
-        member = self.member
-        member.join()
-        while True:
-            member.begin_step()
-            result = self._enter(function)
-            if result is not None:
-                number = member.generation.number
-                if member.finish(lambda: member.generation.number == number):  # noqa: B023 (called at once)
-                    return result[0]
+        self.member.join()
+        results: list[Result] = []
+        while not self.over:
+            with ElasticState(self, {}) as state:
+                results[:] = [function(state)]
+        return results[0]
 
-    def _enter(self, function: Callable[[ElasticState], Result]) -> tuple[Result] | None:
-        """Enters the function; returns what it returned, or None where it was left because the members change."""
-        generation = self.member.generation
-        _tell_environment(generation, self.member.group, self._client.elastic)
+    @contextlib.contextmanager
+    def entered(self, state: ElasticState) -> Iterator[ElasticState]:
+        """Returns a context that is one entry of the function; it ends the entry also where the members change.
+
+        After it `over` says whether the function is done.
+        """
+        member = self.member
+        # Behind the barrier nobody is on the way into this generation. Whoever is goes into a newer one at once, and
+        # who waited for it in a group of the function would not be told of that.
+        member.begin_step(Group.barrier)
+        generation = member.generation
+        _tell_environment(generation, member.group, self._client.elastic)
+        resets, self.resets = [*self._always, *self.resets] if self.entry else [], []
+        for reset in resets:
+            reset()
         self.entry += 1
-        self.bound, self._calls = False, 0
+        self._bound = None
+        self._guards.enter()
         heartbeat.enter(Phase.FUNCTION, self.step)
         try:
             with self._groups.watching(f"entry/{generation.attempt}/{generation.number}"):
                 self._entered_in = generation.number
-                self.check()  # whoever told of a change before could free nothing
-                return (function(ElasticState(self, {})),)
+                if self._interrupting() is not None:  # whoever told of that change before could free nothing
+                    self._groups.free()
+                yield state
+                self._count()
         except StepInterrupted as error:
             left = error
         except Exception as error:
             left = self._consequence(error)
+        else:
+            self.over = member.finish(lambda: member.generation.number == generation.number)
+            return
         finally:
             self._entered_in = 0
         self._say_why(left)
         traceback.clear_frames(left.__traceback__)
         left.__traceback__ = left.__context__ = left.__cause__ = None
-        if self.member.generation.number == generation.number:
-            self.member.agree(left)
-        self._objects = {}
+        if member.generation.number == generation.number:
+            member.agree(left)
+        self._bound = None
         gc.collect()  # models and groups are full of cycles
-        return None
 
     def _consequence(self, error: Exception) -> StepInterrupted:
         """Returns what interrupted the function, if that is what an error follows from; else raises the error."""
@@ -147,22 +206,56 @@ class Reentry:
         if (newest := self._interrupting()) is not None:
             raise GenerationChanged(newest)
 
-    def bind(self, objects: dict[str, Any]) -> dict[str, Any] | None:
+    @property
+    def bound(self) -> bool:
+        """Returns whether the function has bound its state in this entry."""
+        return self._bound is not None
+
+    @property
+    def done(self) -> int:
+        """Number of commits that the function has made: one of them may not count yet."""
+        return self.step if self._pending is None else self._pending.step
+
+    def wait_for_change(self) -> NoReturn:
+        """Waits for other members, and leaves the function then.
+
+        Raises:
+            GenerationChanged: they have come, or gone.
+        """
+        while True:
+            newest = self._client.newest()
+            if newest is not None and newest.number > self.member.generation.number:
+                raise GenerationChanged(newest.number)
+            time.sleep(LOOK_S)
+
+    def last_values(self) -> dict[str, Any] | None:
+        """Returns a copy of the values of the last commit; None where this worker has none, as one that joins."""
+        copy = self._copies.newest
+        return json.loads(json.dumps(copy.values)) if copy is not None else None
+
+    def continue_random(self) -> None:
+        """Sets the generators of random numbers to where they were at the last commit, if this worker was there."""
+        continue_generators(self._generators.get(self.step, b""))
+
+    def bind(self, objects: dict[str, Any], load: Callable[[], object] | None = None) -> dict[str, Any] | None:
         """Takes the objects that make up the state, and gives them that of the last commit; returns its values.
 
         Returns:
-            None where there has been no commit.
+            None where there has been no commit, or all members have loaded a checkpoint.
         """
-        if self.bound:
+        if self._bound is not None:
             raise UsageError("state.bind() was called before in this entry: bind everything in one call")
         self.check()
         group = self.member.group
         copy = self._copies.newest
         forms = zlib.crc32(repr(_forms(copy.manifest)).encode()) if copy is not None else None
-        notes = group.all_gather_json({"names": sorted(objects), "forms": forms})
+        notes = group.all_gather_json({"names": sorted(objects), "forms": forms, "load": load is not None})
         names = [note["names"] for note in notes]
         if any(one != names[0] for one in names):
             raise UsageError(f"the members bind different objects: {names}")
+        if len({note["load"] for note in notes}) > 1:
+            raise UsageError("state.bind(load=...): give it on all members, or on none")
+        self._can_load = load is not None
         holders = [rank for rank, note in enumerate(notes) if note["forms"] is not None]
         values = None
         if holders:
@@ -170,77 +263,145 @@ class Reentry:
             first = group.rank == holders[0]
             told = group.all_gather_bytes(_packed(copy) if first and copy is not None else b"")
             manifest, values = json.loads(told[holders[0]])
-            self._restore(group, objects, manifest)
+            try:
+                self._restore(group, objects, manifest, values)
+            except StateLost as lost:  # all members find the same
+                if load is None:
+                    raise
+                values = None
+                self._load(group, load, lost)
+        elif load is not None:
+            self._load(group, load, None)
         self._copies.gate(objects)
-        self._objects, self.bound = objects, True
-        self._is_sharded = any(map(is_sharded, objects.values()))
+        self._bound = Bound(objects, any(map(is_sharded, objects.values())), self.step)
+        self._holds = True
         return values
 
-    def _restore(self, group: Group, objects: dict[str, Any], manifest: Manifest) -> None:
+    def _restore(self, group: Group, objects: dict[str, Any], manifest: Manifest, values: dict[str, Any]) -> None:
         begin_s = time.monotonic()
         needed = shares(objects, manifest)
         copy = self._copies.newest
         held = [*copy.parts, *self._guards.newest] if copy is not None else []
         tensors, received_bytes = move_copies(group, held, manifest, needed)
         restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
-        continue_generators(self._generators.get(self.step, b""))
+        self.continue_random()
+        if copy is None:
+            self._brought = values
+            self._copy(self.step, objects)
         if group.rank == 0:
             seconds = round(time.monotonic() - begin_s, 6)
             self.member.send("restored", {"step": self.step, "bytes_moved": received_bytes, "seconds": seconds})
 
+    def _load(self, group: Group, load: Callable[[], object], lost: StateLost | None) -> None:
+        """Has the script load its newest checkpoint, on all members: nobody has the state, or not all of it."""
+        begin_s, had = time.monotonic(), self.step
+        self._copies.forget()
+        self._guards.forget()
+        self._holds, self.step = False, 0
+        load()
+        found = group.all_gather_json(self.step)
+        if len(set(found)) > 1:
+            raise UsageError(f"state.bind(load=...): the members loaded checkpoints of different steps: {found}")
+        self.member.forget_step()
+        if group.rank == 0 and (lost is not None or self.step):
+            again = max(0, had - self.step)
+            fields = {"step": self.step, "again": again, "bytes": 0, "path": None}
+            self.member.send("resume", {**fields, "seconds": round(time.monotonic() - begin_s, 6)})
+            why = f"; {again} steps are done again: {str(lost).partition(';')[0]}" if lost is not None else ""
+            line = f"the job goes on from step {self.step}, which the script's own load function brought{why}"
+            print(f"[elaunch] {line}", file=sys.stderr, flush=True)
+
     def commit(self, values: dict[str, Any], loss: float | None, ids: Sequence[int]) -> None:
         """Makes the present state the one that counts; leaves the function if a change of members is due."""
-        self._calls += 1
-        if self._calls % self._every:
+        bound = self._bound
+        if bound is None:
+            raise UsageError("call state.bind() before state.commit(): nothing is bound that could be kept")
+        bound.calls += 1
+        if bound.calls % self._every:
             self.check()
             return
         try:
-            json.dumps(values)
+            values = json.loads(json.dumps(values))  # what the function changes later is of a later commit
         except TypeError as error:
             raise UsageError(f"state.values holds what JSON cannot: {error}") from error
         self._copies.finish()
         self._brought = values
         before = self.member.generation.number
-        if self._is_sharded:
-            # What only this worker has must be elsewhere, too, before the step counts.
-            copy = self._copy(self.step + 1)
-            self._copies.finish()
-            self._guards.exchange(self.member.group, copy)
-        self.member.commit()
-        self._keep()
-        self.member.report(self.step - 1, loss=loss, sample_ids=ids)
+        if bound.is_sharded:
+            self._ship(bound, loss, ids)
+        else:
+            self.member.commit()
+            self._keep()
+            self.member.report(self.step - 1, loss=loss, sample_ids=ids)
         self.member.begin_step()
         heartbeat.enter(Phase.FUNCTION, self.step)
         if self.member.generation.number != before:
             raise GenerationChanged(self.member.generation.number)
 
-    def _keep(self) -> None:
-        """Goes on to the next step; copies the state of the one that has just committed, unless that is there."""
-        self.step += 1
-        if self._copies.newest is None or self._copies.newest.step < self.step:
-            self._copy(self.step)
-        self._holds = True
+    def _ship(self, bound: Bound, loss: float | None, ids: Sequence[int]) -> None:
+        """Counts the commit before, and begins to bring this one to the guards, while the next step computes."""
+        group = self.member.group
+        described = describe_shards(bound.objects)
+        boxes = described[1].boxes
+        if self._pending is None or self._count(b"" if self._guards.knows(boxes) else b"boxes"):
+            self._guards.tell(group, boxes)
+        copy = self._copy(self.step + 1, bound.objects, described)
+        shipment = self._guards.ship(group, copy, self._copies.copied())
+        now_s = time.monotonic()
+        report = step_report(group, self.member.generation.number, self.step, loss, ids, now_s - self._commit_s)
+        self._pending, self._commit_s = Pending(self.step + 1, shipment, loss, ids, report), now_s
+        if self.step == bound.step or self.member.boundary_is_due:
+            # A recovery ends with the first one, or some members leave after it, and their parts with them.
+            self._count()
 
-    def _copy(self, step: int) -> StateCopy:
+    def _count(self, note: bytes = b"") -> bool:
+        """Has the commit that is on its way to the guards count; returns whether any member noted something."""
+        pending = self._pending
+        if pending is None:
+            return False
+        self._copies.finish()
+        pending.shipment.wait()
+        notes = self.member.commit(note)
+        self._pending, self.step = None, pending.step
+        self.member.report(self.step - 1, loss=pending.loss, sample_ids=pending.ids)
+        return any(notes)
+
+    def _keep(self) -> None:
+        """Goes on to the next step, and copies the state of the one that has just committed."""
+        assert self._bound is not None
+        self.step += 1
+        self._copy(self.step, self._bound.objects)
+
+    def _copy(self, step: int, objects: dict[str, Any], described: Described | None = None) -> StateCopy:
         self._generators = {**dict(list(self._generators.items())[-1:]), step: read_generators()}
-        return self._copies.begin(step, self._objects, self._brought)
+        return self._copies.begin(step, objects, self._brought, described=described)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def vote(self) -> Vote:
         """Says how far it is."""
-        return Vote(self.step, self.member.entered, self._holds)
+        pending, entered = self._pending, self.member.entered
+        saved = 0 if self._can_load else None
+        if pending is None or not pending.shipment.arrived:
+            return Vote(self.step, entered, self._holds, saved=saved)
+        return Vote(self.step, True, self._holds, {READY_STEP: pending.report}, saved, ready=pending.step)
 
     def pause(self) -> None:
         """Frees the groups of the generation left behind."""
         self._groups.free()
         self._copies.finish()
+        if self._pending is not None:
+            self._pending.shipment.settle()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Keeps the state of the step in flight, if it has committed: its objects are as they were at the barrier."""
-        if self._holds and self.step < verdict.step:
-            self._keep()
-        if self._copies.newest is not None and self._copies.newest.step > verdict.step:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            if self._holds and self.step < verdict.step:
+                self._keep()
+        elif pending.step == verdict.step:
+            self.step = verdict.step
+        else:
             self._copies.forget_newest()
             self._guards.forget_newest()
 
@@ -259,76 +420,10 @@ class Reentry:
             self._holds = True
 
 
-def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> Any:
-    """Has a function entered by every worker of its job, and entered again whenever the members change.
-
-    The function gets an `ElasticState` before its own arguments. Under torchrun, or in a plain Python process, it is
-    entered once.
-
-    Args:
-        function: the function.
-        every: commits that count; the others are passed over, so that at most so many steps are done again.
-
-    Raises:
-        UsageError: `every` is below 1.
-    """
+def check_every(every: int) -> None:
+    """Raises UsageError where every so many commits cannot count."""
     if every < 1:
         raise UsageError(f"elastic(every={every}): expected 1 or more")
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return Reentry(every).run(lambda state: function(state, *args, **kwargs))
-
-        return call
-
-    return decorate if function is None else decorate(function)
-
-
-def elastic_script(*, every: int = 1) -> ElasticState:
-    """Has the script that calls it run anew from its first line on, in the same process, whenever the members change.
-
-    For scripts that train at their top level. It stands where nothing has been set up yet; modules that were imported
-    stay as they are.
-
-    Args:
-        every: as for `elastic`.
-
-    Returns:
-        The state of this run of the script.
-
-    Raises:
-        UsageError: `every` is below 1, or there is no script, as in an interactive session.
-        SystemExit: the last run is over; what is left of the first one has been done in it.
-    """
-    if _Script.state is not None:
-        return _Script.state
-    main = sys.modules["__main__"]
-    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if path is None:
-        raise UsageError("elastic_script() was called where there is no script; use elaunch.elastic with a function")
-
-    def run(state: ElasticState) -> None:
-        _Script.state = state
-        try:
-            if spec is not None:
-                runpy.run_module(spec.name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        finally:
-            _Script.state = None
-
-    elastic(run, every=every)()
-    raise SystemExit(0)
-
-
-class _Script:
-    """The run of the script that is under way."""
-
-    state: ElasticState | None = None
 
 
 def _tell_environment(generation: Generation, group: Group, elastic: bool) -> None:

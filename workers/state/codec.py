@@ -179,8 +179,8 @@ class Encoder:
         index = self.add(torch.from_numpy(flat.view(np.uint8)), path)
         return {"k": "array", "dtype": value.dtype.str, "shape": list(value.shape), "i": index}
 
-    def add(self, tensor: torch.Tensor, path: str) -> int:
-        """Takes a tensor into the list; returns its place there."""
+    def add(self, tensor: torch.Tensor, path: str, *, tied: bool = True) -> int:
+        """Takes a tensor into the list; returns its place there. With `tied`, one that is in the list is not added."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise StateError(f"{path}: a tensor without plain memory ({'meta' if tensor.is_meta else what})")
@@ -189,7 +189,9 @@ class Encoder:
         # Gaps and overlaps are not moved; a permuted order of the dimensions (channels_last) is kept.
         dense = tensor if strides == tensor.stride() else tensor.contiguous()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device))
-        if tensor.numel() and dense is tensor:  # the list keeps it alive, so nothing else can come to this place
+        if (
+            tied and tensor.numel() and dense is tensor
+        ):  # the list keeps it alive, so nothing else can come to this place
             if place in self._known:
                 return self._known[place]
             self._known[place] = len(self.tensors)

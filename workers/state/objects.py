@@ -78,22 +78,34 @@ def move_objects(group: Group, verdict: Verdict, objects: Mapping[str, Any], ste
 
 
 def allocate(manifest: Manifest, into: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """Returns tensors in host memory to receive the state that `manifest` describes; their content is arbitrary.
+    """Returns tensors to receive the state that `manifest` describes; their content is arbitrary.
 
     Args:
-        into: objects that will be restored from the result. The modules among them lend their own memory where it
-            has the right form, so that parameters are received into place; they are spoilt if the move fails.
+        manifest: of the state.
+        into: objects that will be restored from the result; then tensors of an accelerator are received on that of
+            this worker. The modules among them lend their own memory where it has the right form, so that parameters
+            are received into place; they are spoilt if the move fails. None: all are in host memory.
     """
+    accelerator = accelerator_type() if into is not None else "cpu"
     modules = {name: thing for name, thing in (into or {}).items() if isinstance(thing, nn.Module)}
     described, tensors = describe(modules)
     own = {spec["path"]: tensor for spec, tensor in zip(described["tensors"], tensors, strict=True)}
     result = []
     for spec in manifest["tensors"]:
         shape, dtype, strides = spec["shape"], dtype_of(spec["dtype"]), spec.get("strides")
-        new = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+        device = accelerator if spec.get("device") == accelerator else "cpu"
+        new = torch.empty(shape, dtype=dtype, device=device)
+        if strides is not None:
+            new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         lent = own.pop(spec["path"], None)
         result.append(lent if lent is not None and _form(lent) == _form(new) else new)
     return result
+
+
+def accelerator_type() -> str:
+    """Returns the type of this worker's accelerator, such as "cuda"; "cpu" if it has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else "cpu"
 
 
 def part_of(objects: Mapping[str, Any], settings: Mapping[str, Any], rank: int, size: int) -> CheckpointShard:

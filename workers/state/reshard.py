@@ -2,8 +2,9 @@
 
 What a worker keeps is copied, or stays where it is if its box is the same. What travels between two workers is a fixed
 sequence of messages that both derive from the routes: small parts are packed together, large ones cut, and what is one
-run of host memory is sent from it and received into it without a copy. A link has one message of each direction under
-way (`elaunch.workers.comm.stream`), and all links of a stage work at the same time. Without a bound on memory there is
+run of memory is sent from it and received into it without a copy. What carries them is a path (`paths`): the links, of
+which each has one message of each direction under way and all of a stage work at the same time, or something that is
+quicker. Without a bound on memory there is
 one stage. With one, the pairs of workers are taken in the order of the XOR schedule, as many steps of it at a time as
 their buffers fit: in step s worker i is paired with worker i ^ s and with nobody else. The steps run to the next power
 of two, since fewer miss pairs (docs/papers.md, error 1).
@@ -24,8 +25,8 @@ instead, until the end: whoever dies, nothing is lost.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -33,23 +34,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.stream import Messages
+from elaunch.workers.comm.paths import Parcel, StatePath
 from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
 from elaunch.workers.state.chunks import Chunk, ChunkedState, copy_box, covering
+from elaunch.workers.state.paths.links import MESSAGE_BYTES, LinkPath
 from elaunch.workers.state.routes import HOPS, ChunkTransfer, Router, Routes
 from elaunch.workers.state.space import Item
-from elaunch.workers.state.staging import ALIGN, Buffer, Staging, aligned, copies_of
-
-MESSAGE_BYTES = 4 << 20
-"""Of a message, where memory is not bounded more tightly."""
+from elaunch.workers.state.staging import ALIGN, aligned, copies_of
 
 SMALLEST_MESSAGE_BYTES = 64 << 10
 """Under a tight bound fewer links work at a time, rather than with smaller messages."""
-
-_CODE_BYTES = 8
 
 Allocate = Callable[[str, Box], tuple[Tensor, ...]]
 """Makes the tensors of a chunk, by item and box; their content is arbitrary."""
@@ -78,8 +74,8 @@ class Moved:
     """What a worker took part in.
 
     Attributes:
-        received_bytes: over links.
-        sent_bytes: over links.
+        received_bytes: from others.
+        sent_bytes: to others.
         kept_bytes: that were needed and there, copied or not.
         guarded_bytes: old chunks that were put into host memory, because one worker alone would have had them.
         peak_extra_bytes: the most memory held at a time beside the old state: new chunks, less the old ones let go or
@@ -136,28 +132,40 @@ def reshard(
     routes = router.of(worker)
     moved = Moved()
     snapshots = {} if snapshots is None else snapshots
+    is_bounded = max_extra_bytes is not None
     windows = [list(router.needed)] if max_extra_bytes is None else _windows(router, max_extra_bytes // 2)
-    stages = plan_stages(group.size, None if max_extra_bytes is None else max_extra_bytes // 2)
+    max_buffer_bytes = None if max_extra_bytes is None else max_extra_bytes // 2
     for_items = {
         kind: {name: list(pieces) for name, pieces in groupby(getattr(routes, kind), key=lambda piece: piece.item)}
         for kind in ("retain", "send", "receive")
     }
-    new: dict[str, list[Chunk]] = {} if max_extra_bytes is None else state
-    for window in windows:
-        part = Routes(*(tuple(p for name in window for p in for_items[kind].get(name, ())) for kind in for_items))
-        needed = {name: router.needed[name].get(worker, ()) for name in window}
-        filled = _Window(
-            group, router.items, part, needed, state, snapshots, allocate, moved, checksum, max_extra_bytes is not None
-        )
-        filled.run(stages)
-        if max_extra_bytes is not None:
-            # Nobody lets go before everybody has what it needs.
-            group.barrier()
-        for name in window:
-            if max_extra_bytes is not None:
-                _let_go(router, name, worker, state, filled.chunks[name], snapshots, moved)
-            if filled.chunks[name]:
-                new[name] = filled.chunks[name]
+    new: dict[str, list[Chunk]] = state if is_bounded else {}
+    path: StatePath | None = None
+    begin_s = time.monotonic()
+    try:
+        for window in windows:
+            part = Routes(*(tuple(p for name in window for p in for_items[kind].get(name, ())) for kind in for_items))
+            needed = {name: router.needed[name].get(worker, ()) for name in window}
+            filled = _Window(group, router.items, part, needed, state, snapshots, allocate, moved, checksum)
+            if path is None:
+                path = _path(group, routes, router.items, filled.devices(), is_bounded)
+                stages = plan_stages(group.size, max_buffer_bytes, path.message_bytes)
+                begin_s = time.monotonic()
+            filled.run(stages, path)
+            path.finish()
+            if is_bounded:
+                # Nobody lets go before everybody has what it needs.
+                group.barrier()
+            for name in window:
+                if is_bounded:
+                    _let_go(router, name, worker, state, filled.chunks[name], snapshots, moved)
+                if filled.chunks[name]:
+                    new[name] = filled.chunks[name]
+    finally:
+        if path is not None:
+            path.close()
+    if path is not None and group.paths is not None:
+        group.paths.took(path, max(moved.sent_bytes, moved.received_bytes), time.monotonic() - begin_s)
     for name in new.keys() - router.needed.keys():
         del new[name]  # nobody needs it any more
     return new, moved
@@ -177,18 +185,18 @@ class _Window:
         allocate: Allocate,
         moved: Moved,
         checksum: bool,
-        bounded: bool,
     ) -> None:
         self._group, self._items, self._routes = group, items, routes
         self._state, self._snapshots = state, snapshots
         self._moved, self._checksum = moved, checksum
         self.chunks = {name: [self._chunk(name, box, allocate) for box in boxes] for name, boxes in needed.items()}
-        devices = (
-            one.device for chunks in (*state.values(), *self.chunks.values()) for c in chunks for one in c.tensors
-        )
-        self._copies = copies_of(next((one for one in devices if one.type != "cpu"), torch.device("cpu")), bounded)
 
-    def run(self, stages: Sequence[TransferStage]) -> None:
+    def devices(self) -> set[torch.device]:
+        """Returns where the tensors are that this worker has and needs."""
+        states = self._state, self.chunks
+        return {one.device for state in states for held in state.values() for chunk in held for one in chunk.tensors}
+
+    def run(self, stages: Sequence[TransferStage], path: StatePath) -> None:
         """Fills the new chunks."""
         for piece in self._routes.retain:
             self._keep(piece)
@@ -199,9 +207,11 @@ class _Window:
                 ranks = [self._group.rank ^ step for step in stage.steps]
                 peers = {rank: self._group.members[rank] for rank in ranks if rank < self._group.size}
                 size = stage.message_bytes
-                self._group.stream(
-                    {rank: self._send(send[peer], size) for rank, peer in peers.items() if peer in send},
-                    {rank: self._receive(receive[peer], size) for rank, peer in peers.items() if peer in receive},
+                path.move(
+                    {rank: self._leaving(send[peer], size) for rank, peer in peers.items() if peer in send},
+                    {rank: self._coming(receive[peer], size) for rank, peer in peers.items() if peer in receive},
+                    self._checksum,
+                    self._hold_buffers,
                 )
 
     def _chunk(self, name: str, box: Box, allocate: Allocate) -> Chunk:
@@ -218,45 +228,20 @@ class _Window:
         self._moved.kept_bytes += n_elements(piece.box) * self._items[piece.item].element_bytes
         copy_box(sources[piece.item], self.chunks[piece.item], piece.box)
 
-    def _send(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
-        codes = bytearray()
-        messages = messages_of(pieces, self._items, message_bytes)
-        with self._staging() as staging:
-            for buffer in staging.leaving([self._held(part) for part in message] for message in messages):
-                if self._checksum:
-                    codes += _code(buffer)
-                self._moved.sent_bytes += len(buffer.bytes)
-                yield buffer.bytes
-        if self._checksum:
-            yield memoryview(codes)
+    def _leaving(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Iterator[Parcel]:
+        for message in messages_of(pieces, self._items, message_bytes):
+            views = [self._held(part) for part in message]
+            self._moved.sent_bytes += _bytes_of(views)
+            yield Parcel(_name_of(message[0]), views)
 
-    def _receive(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Messages:
-        codes: list[tuple[bytes, TensorChunk]] = []
-        with self._staging() as staging:
-            for message in messages_of(pieces, self._items, message_bytes):
-                with staging.coming([self._place(part) for part in message]) as buffer:
-                    yield buffer.bytes
-                    if self._checksum:
-                        codes.append((_code(buffer), message[0]))
-                    self._moved.received_bytes += len(buffer.bytes)
-            staging.end()
-        if self._checksum:
-            told = bytearray(_CODE_BYTES * len(codes))
-            yield memoryview(told)
-            for number, (code, first) in enumerate(codes):
-                if code != told[_CODE_BYTES * number : _CODE_BYTES * (number + 1)]:
-                    raise StateError(
-                        f"{first.item} {list(first.box)} arrived damaged from {pieces[0].source}; if that happens "
-                        "again, look for errors of this machine's or that machine's memory or network card"
-                    )
+    def _coming(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Iterator[Parcel]:
+        for message in messages_of(pieces, self._items, message_bytes):
+            views = [self._place(part) for part in message]
+            self._moved.received_bytes += _bytes_of(views)
+            yield Parcel(_name_of(message[0]), views)
 
-    @contextmanager
-    def _staging(self) -> Iterator[Staging]:
-        staging = Staging(self._copies, lambda n_bytes: self._moved.hold(buffers_bytes=n_bytes))
-        try:
-            yield staging
-        finally:
-            staging.close()
+    def _hold_buffers(self, n_bytes: int) -> None:
+        self._moved.hold(buffers_bytes=n_bytes)
 
     def _held(self, part: TensorChunk) -> Tensor:
         sources = self.chunks if part.hop else self._snapshots if part.snapshot else self._state
@@ -266,18 +251,27 @@ class _Window:
         return view_of(self.chunks[part.item], part)
 
 
-def _code(buffer: Buffer) -> bytes:
-    """The checksum of a message: XXH3 with 64 bits, which is ten times as fast as a CRC."""
-    import xxhash  # no job loads it before it has something to move
-
-    return xxhash.xxh3_64_digest(buffer.bytes)
+def _name_of(part: TensorChunk) -> str:
+    return f"{part.item} {list(part.box)}"
 
 
-def _device_of(*states: ChunkedState) -> torch.device:
-    """The accelerator on which some of the chunks are; the CPU if none is."""
-    chunks = (chunk for state in states for of_item in state.values() for chunk in of_item)
-    devices = (tensor.device for chunk in chunks for tensor in chunk.tensors)
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+def _bytes_of(views: Sequence[Tensor]) -> int:
+    """What the parts of a message take together: all but the last are padded."""
+    return sum(aligned(view.nbytes) for view in views[:-1]) + views[-1].nbytes
+
+
+def _path(
+    group: Group, routes: Routes, items: Mapping[str, Item], devices: set[torch.device], is_bounded: bool
+) -> StatePath:
+    """The path of a move, the same on all members of the group."""
+    device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+    if group.paths is not None:
+        ways = routes.send, routes.receive
+        most = max(sum(n_elements(one.box) * items[one.item].element_bytes for one in way) for way in ways)
+        path = group.paths.choose(group, most, device if devices else None, is_bounded)
+        if path is not None:
+            return path
+    return LinkPath(group, copies_of(device, is_bounded))
 
 
 def messages_of(
@@ -308,13 +302,19 @@ def messages_of(
         yield tuple(together)
 
 
-def plan_stages(members: int, max_buffer_bytes: int | None) -> list[TransferStage]:
-    """Returns how many steps of the XOR schedule run at a time, so that two buffers each fit, and their messages."""
+def plan_stages(members: int, max_buffer_bytes: int | None, most_bytes: int = MESSAGE_BYTES) -> list[TransferStage]:
+    """Returns how many steps of the XOR schedule run at a time, so that two buffers each fit, and their messages.
+
+    Args:
+        members: number of workers.
+        max_buffer_bytes: for all buffers of a worker; None: as much as there is.
+        most_bytes: of a message.
+    """
     steps = 1 << (members - 1).bit_length()
     if max_buffer_bytes is None:
-        return [TransferStage(range(1, steps), MESSAGE_BYTES)] if members > 1 else []
+        return [TransferStage(range(1, steps), most_bytes)] if members > 1 else []
     at_a_time = max(1, min(steps - 1, max_buffer_bytes // (2 * SMALLEST_MESSAGE_BYTES)))
-    message_bytes = max(SMALLEST_MESSAGE_BYTES, min(MESSAGE_BYTES, max_buffer_bytes // (2 * at_a_time)))
+    message_bytes = max(SMALLEST_MESSAGE_BYTES, min(most_bytes, max_buffer_bytes // (2 * at_a_time)))
     return [
         TransferStage(range(first, min(first + at_a_time, steps)), message_bytes // ALIGN * ALIGN)
         for first in range(1, steps, at_a_time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
-from elaunch.workers.state.boxes import Box, n_elements
+from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.checkpoint import CheckpointShard, ChunkedTensor, Read, Restored, SavedCheckpoint
 from elaunch.workers.state.codec import dtype_of
+from elaunch.workers.state.placement.layouts import AnyLayout
 from elaunch.workers.state.space import Item
-from elaunch.workers.state.tensors import Layout, TensorSpace
+from elaunch.workers.state.tensors import TensorSpace
 
 KIND = "tensors"
 
@@ -32,20 +34,26 @@ def part_of(space: TensorSpace, worker: str) -> CheckpointShard:
         if items:
             raise StateError("a move was interrupted and not done again; the state cannot be saved")
         return CheckpointShard(KIND, {}, {}, {})  # an idle member that has had no place yet
-    holdings = layout.holdings(items)
-    written, turn = {}, 0
-    for name, item in items.items():
-        holders: dict[Box, list[str]] = {}
+    parts = layout.parts(items)
+    written: dict[str, ChunkedTensor] = {}
+    described: list[Any] = []
+    turns: Counter[tuple[str, ...]] = Counter()
+    # Members of different pipeline stages know different tensors: those who hold the same part find the same turn.
+    for name in sorted(items):
+        holders: dict[tuple[Box, ...], list[str]] = {}
         for member in layout.members:
-            holders.setdefault(holdings[member][name], []).append(member)
-        for box, members in holders.items():
-            if n_elements(box):
-                turn += 1
-                if members[turn % len(members)] == worker:
-                    written[name] = ChunkedTensor(item.shape, [(box, space.local(name))])
-    facts = {}
+            if name in parts[member]:
+                holders.setdefault(parts[member][name].boxes, []).append(member)
+        for boxes, members in holders.items():
+            if boxes:
+                turns[tuple(members)] += 1
+                if members[turns[tuple(members)] % len(members)] == worker:
+                    written[name] = ChunkedTensor(items[name].shape, list(space.chunks(name)))
+        if next(member for member in layout.members if name in parts[member]) == worker:
+            described.append([name, items[name].shape, str(items[name].dtypes[0])])
+    facts: dict[str, Any] = {"items": described} if described else {}
     if worker == layout.members[0]:
-        facts = {"items": [[one.name, one.shape, str(one.dtypes[0])] for one in items.values()], "values": space.values}
+        facts["values"] = space.values
     return CheckpointShard(KIND, {}, written, facts)
 
 
@@ -56,12 +64,12 @@ class SpaceState:
     Attributes:
         items: all tensors of the job, by name.
         values: what is no tensor.
-        tensors: this worker's parts, with their boxes; those without elements are left out.
+        tensors: this worker's parts, in boxes of the whole; those without elements are left out.
     """
 
     items: Mapping[str, Item]
     values: Mapping[str, Any]
-    tensors: Mapping[str, tuple[Box, Tensor]]
+    tensors: Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 
 class SpaceSource:
@@ -78,7 +86,7 @@ class SpaceSource:
         self._restore = restore
         self.found: Restored[SpaceState] | None = None
 
-    def read(self, layout: Layout, worker: str, device: torch.device, known: Sequence[Item]) -> Restored[SpaceState]:
+    def read(self, layout: AnyLayout, worker: str, device: torch.device, known: Sequence[Item]) -> Restored[SpaceState]:
         """Reads this worker's parts of all tensors. All members of the job call it.
 
         Args:
@@ -96,21 +104,26 @@ class SpaceSource:
 
 
 def _read(
-    saved: SavedCheckpoint, layout: Layout, worker: str, device: torch.device, known: Sequence[Item]
+    saved: SavedCheckpoint, layout: AnyLayout, worker: str, device: torch.device, known: Sequence[Item]
 ) -> tuple[SpaceState, int]:
     saved.check(KIND, {})
-    told = next(facts for facts in saved.facts if facts)
-    items = {name: Item(name, tuple(shape), (dtype_of(dtype),)) for name, shape, dtype in told["items"]}
-    saved.refuse([text for item in known if (text := _difference(items.get(item.name), item))])
-    boxes = layout.holdings(items).get(worker, {})
-    parts = {
-        name: (box, torch.empty([stop - start for start, stop in box], dtype=items[name].dtypes[0]))
-        for name, box in boxes.items()
-        if n_elements(box)
+    items = {
+        name: Item(name, tuple(shape), (dtype_of(dtype),))
+        for facts in saved.facts
+        for name, shape, dtype in facts.get("items", ())
     }
-    read_bytes = saved.read({name: ChunkedTensor(items[name].shape, [part]) for name, part in parts.items()})
-    tensors = {name: (box, tensor.to(device)) for name, (box, tensor) in parts.items()}
-    return SpaceState(items, told["values"], tensors), read_bytes
+    values = next(facts["values"] for facts in saved.facts if "values" in facts)
+    saved.refuse([text for item in known if (text := _difference(items.get(item.name), item))])
+    chunks = {
+        name: [
+            (box, torch.empty([stop - start for start, stop in box], dtype=items[name].dtypes[0])) for box in part.boxes
+        ]
+        for name, part in layout.parts(items).get(worker, {}).items()
+        if part.boxes
+    }
+    read_bytes = saved.read({name: ChunkedTensor(items[name].shape, of_item) for name, of_item in chunks.items()})
+    tensors = {name: [(box, tensor.to(device)) for box, tensor in of_item] for name, of_item in chunks.items()}
+    return SpaceState(items, values, tensors), read_bytes
 
 
 def _difference(there: Item | None, here: Item) -> str:

@@ -222,19 +222,34 @@ def to_host(tensors: Sequence[Tensor], copies: CopyEngine | None = None) -> Iter
         tensors: contiguous ones, on one device.
         copies: the copy engine, through which all go then; None: that of their device.
     """
+    for coming in [begun_to_host(tensor, copies) for tensor in tensors]:
+        yield coming()
+
+
+def begun_to_host(tensor: Tensor, copies: CopyEngine | None = None) -> Callable[[], Tensor]:
+    """Begins to copy a tensor to host memory beside what its device computes; what is there is not copied.
+
+    Args:
+        tensor: a contiguous one.
+        copies: the copy engine; None: that of its device, for what its present stream has computed until now.
+
+    Returns:
+        What waits for the copy and returns it.
+    """
     if copies is None:
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            yield from tensors
-            return
-        copies = copies_of(tensors[0].device)
-    begun = []
-    for tensor in tensors:
-        host = copies.new(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        copies.copy(host, tensor)
-        begun.append((host, copies.mark()))
-    for host, done in begun:
+        if tensor.device.type == "cpu":
+            return lambda: tensor
+        copies = copies_of(tensor.device)
+    host = copies.new(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    copies.copy(host, tensor)
+    done = copies.mark()
+
+    def coming() -> Tensor:
         done()
-        yield host
+        _ = tensor  # its memory is not given to another one before
+        return host
+
+    return coming
 
 
 def aligned(n_bytes: int) -> int:

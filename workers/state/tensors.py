@@ -13,106 +13,29 @@ its shape (what an optimizer keeps for each element), and is whole on every memb
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.state.boxes import Box, n_elements, subtract_all
 from elaunch.workers.state.chunks import Chunk, holdings_of
 from elaunch.workers.state.codec import dtype_of
+from elaunch.workers.state.placement.layouts import AnyLayout, LocalPart, joined, layout_from_json
 from elaunch.workers.state.reshard import Moved, reshard
 from elaunch.workers.state.routes import Router
-from elaunch.workers.state.space import Holdings, Item, box_of_placements
+from elaunch.workers.state.space import Holdings, Item
 
 if TYPE_CHECKING:
     from elaunch.workers.state.spaces import SpaceSource, SpaceState
 
-Placements = tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which member holds which part of each tensor.
-
-    Attributes:
-        mesh: number of places along each axis.
-        members: at the places, row by row; other members of the job hold nothing.
-        placements: by tensor, one for each axis. A tensor without is whole on every member of the layout.
-    """
-
-    mesh: tuple[int, ...]
-    members: tuple[str, ...]
-    placements: Mapping[str, Placements] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if math.prod(self.mesh) != len(self.members) or len(set(self.members)) != len(self.members):
-            raise StateError(f"a mesh of {self.mesh} needs one member for each place, got {self.members}")
-        for name, placements in self.placements.items():
-            if len(placements) != len(self.mesh):
-                raise StateError(
-                    f"{name} is placed as {placements}, and the mesh {self.mesh} has {len(self.mesh)} axes"
-                )
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, members: Sequence[str], tensors: Mapping[str, Tensor]) -> Layout:
-        """Returns the layout of DTensors on a mesh, or on some of its axes; they may be on the meta device.
-
-        Args:
-            mesh: of ranks in the job.
-            members: of the job, by rank.
-            tensors: by name; those that are no DTensors are whole on every member.
-
-        Raises:
-            StateError: a DTensor is on another mesh, or has no chunk.
-        """
-        placements = {name: _on_axes(name, one, mesh) for name, one in tensors.items() if isinstance(one, DTensor)}
-        return cls(tuple(mesh.shape), tuple(members[rank] for rank in mesh.mesh.flatten().tolist()), placements)
-
-    def holdings(self, items: Mapping[str, Item]) -> dict[str, dict[str, Box]]:
-        """Returns what each member of the layout has of some tensors; boxes may be empty.
-
-        Raises:
-            StateError: a placement that gives no box: a partial sum, or one that is not known.
-        """
-        places = list(product(*map(range, self.mesh)))
-        alike: dict[tuple[tuple[int, ...], Placements], list[Box]] = {}
-        found: dict[str, dict[str, Box]] = {member: {} for member in self.members}
-        for name, item in items.items():
-            form = item.shape, self._placements(name, items)
-            if form not in alike:
-                alike[form] = [box_of_placements(item.shape, self.mesh, form[1], place) for place in places]
-            for member, box in zip(self.members, alike[form], strict=True):
-                found[member][name] = box
-        return found
-
-    def _placements(self, name: str, items: Mapping[str, Item]) -> Placements:
-        base = items.get(name.partition("@")[0])
-        if name not in self.placements and base is not None and base.shape == items[name].shape:
-            name = base.name
-        return self.placements.get(name, (Replicate(),) * len(self.mesh))
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON, for other members."""
-        placements = {name: [_text(name, one) for one in many] for name, many in sorted(self.placements.items())}
-        return {"mesh": self.mesh, "members": self.members, "placements": placements}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Layout:
-        """Returns what `to_json` wrote."""
-        placements = {name: tuple(map(_placement, many)) for name, many in fields["placements"].items()}
-        return cls(tuple(fields["mesh"]), tuple(fields["members"]), placements)
+_MOST_NAMES = 8
 
 
 class TensorSpace:
@@ -146,10 +69,12 @@ class TensorSpace:
         self._worker, self._device = worker, torch.device(device)
         self._max_extra_bytes, self._checksum = max_extra_bytes, checksum
         self._items: dict[str, Item] = {}
-        self._layout: Layout | None = None
+        self._layout: AnyLayout | None = None
         self._state: dict[str, list[Chunk]] = {}
         self._guarded: dict[str, list[Chunk]] = {}
-        self._next: tuple[Layout, dict[str, list[Chunk]]] | None = None
+        self._next: tuple[AnyLayout, dict[str, list[Chunk]]] | None = None
+        self._offered: list[tuple[Item, Chunk]] = []  # those of the guarded ones that are copies for others
+        self._newer: tuple[Any, ...] | None = None  # what is held beside copies of an older step
         # A checkpoint to read from in the next move, and what was read and is not installed.
         self._source: SpaceSource | None = None
         self._restored: SpaceState | None = None
@@ -160,13 +85,13 @@ class TensorSpace:
         return self._items
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> AnyLayout | None:
         """Returns the layout of what is held; None if nothing is, or parts of several layouts."""
         return self._layout
 
     def hold(
         self,
-        layout: Layout,
+        layout: AnyLayout,
         tensors: Mapping[str, Tensor],
         values: Mapping[str, Any] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
@@ -175,48 +100,64 @@ class TensorSpace:
 
         Args:
             layout: by which it lies.
-            tensors: by name, DTensors or this worker's parts; the same names on all members of the layout.
+            tensors: by name, DTensors or this worker's parts; all that the layout gives this worker.
             values: what else makes up the state, as JSON; the same on all.
             shapes: of the whole tensors of which other parts than all are given as plain tensors.
 
         Raises:
-            StateError: a part has not the shape that the layout says.
+            StateError: a part has not the shape that the layout says, or the layout gives this worker none.
         """
         if self._next is not None or (self._layout is None and self._state):
             return
-        whole_shapes = {name: tuple((shapes or {}).get(name, one.shape)) for name, one in tensors.items()}
+        bases = {name: base for name in tensors if (base := layout.whole_name(name)) in tensors}
+        given = {name: tuple((shapes or {}).get(name, one.shape)) for name, one in tensors.items()}
+        whole_shapes = {name: given[name if name in (shapes or {}) else bases.get(name, name)] for name in tensors}
         self._items = {name: Item(name, whole_shapes[name], (one.dtype,)) for name, one in tensors.items()}
         self._layout, self.values = layout, dict(values or {})
         self._state = {}
-        boxes = layout.holdings(self._items).get(self._worker, {})
-        for name, box in boxes.items():
-            local = _local(tensors[name])
-            if tuple(local.shape) != _shape(box):
+        parts = layout.parts(self._items)
+        if self._worker not in parts:
+            return
+        for name, tensor in tensors.items():
+            part = parts[self._worker].get(name)
+            if part is None:
+                raise StateError(f"{name} is held here, and its layout gives this worker no part of it")
+            local = _local(tensor)
+            if tuple(local.shape) != part.shape:
                 raise StateError(
-                    f"{name} is {list(local.shape)} here, and by its layout this worker has {list(box)} "
+                    f"{name} is {list(local.shape)} here, and by its layout this worker has {_text(part)} "
                     f"of {list(whole_shapes[name])}"
                 )
-            if n_elements(box):
-                self._state[name] = [Chunk(box, (local,))]
+            if part.boxes:
+                self._state[name] = _chunks(part, local)
 
-    def move(self, group: Group, layout: Layout | None) -> Moved:
+    def move(self, group: Group, layout: AnyLayout | None) -> Moved:
         """Takes part in a move of all tensors to another layout, from wherever they are.
 
         All members of the group call it, also those that hold nothing before or after.
 
         Args:
             group: all who hold, or will hold, something.
-            layout: to which they move; None: the one that the other members give, for who has no place in it.
+            layout: to which they move, the same on all members; where layouts say which tensors they are for, members
+                may give different ones, which are joined. None: what the other members give, for who has no place.
 
         Raises:
-            StateError: no member has all of a tensor that the layout needs; it names the tensors.
+            StateError: no member has all of a tensor that the layout needs, or the layout has no place for one that
+                is held; it names the tensors.
             StepInterrupted: a peer was lost, or the generation changed.
         """
         if self._source is not None:
             return self._read(group, layout, self._source)
         self._gather()
         before, guarded, layout = self._hear(group, layout)
-        wanted = layout.holdings(self._items)
+        wanted = layout.parts(self._items)
+        placed = {name for parts in wanted.values() for name in parts}
+        if homeless := [name for name in self._items if name not in placed]:
+            more = f" and {len(homeless) - _MOST_NAMES} more" if len(homeless) > _MOST_NAMES else ""
+            raise StateError(
+                f"the members hold {', '.join(homeless[:_MOST_NAMES])}{more}, and the layouts that they move to give "
+                "nobody a part of it; name it in one of them"
+            )
         after = {member: _lists(wanted.get(member, {})) for member in group.members}
         if self._max_extra_bytes is not None:
             self._layout = None
@@ -241,15 +182,54 @@ class TensorSpace:
         finally:
             self._source = None
 
+    def offer(self, kept: Sequence[tuple[Item, Chunk]]) -> None:
+        """Has the next move take copies of what others have held, in host memory; in place of those offered before."""
+        self._guarded = {
+            name: left
+            for name, chunks in self._guarded.items()
+            if (left := [chunk for chunk in chunks if all(chunk is not one for _, one in self._offered)])
+        }
+        self._offered = []
+        for item, chunk in kept:
+            there = self._guarded.setdefault(item.name, [])
+            for box in subtract_all([chunk.box], [one.box for one in there]):
+                there.append(Chunk(box, chunk.part(box)))
+                self._offered.append((item, there[-1]))
+
+    def go_back(
+        self, items: Mapping[str, Item], values: Mapping[str, Any], chunks: Sequence[tuple[Item, Chunk]]
+    ) -> None:
+        """Makes copies of an older step what is held; `hold` says nothing new then.
+
+        What was held comes back by `stay`, unless a move of the copies has been installed.
+        """
+        self.stay()
+        self._newer = self._items, self._layout, self.values, self._state, self._next, self._guarded
+        self._items, self._layout, self.values = dict(items), None, dict(values)
+        self._state, self._next, self._guarded, self._offered = {}, None, {}, []
+        for item, chunk in chunks:
+            # A copy stays one: what is held is changed in place.
+            tensor = chunk.tensors[0].to(self._device, copy=True)
+            self._state.setdefault(item.name, []).append(Chunk(chunk.box, (tensor,)))
+
+    def stay(self) -> None:
+        """Undoes `go_back`, if what was moved by then has not been installed."""
+        if self._newer is not None:
+            self._items, self._layout, self.values, self._state, self._next, self._guarded = self._newer
+            self._newer, self._offered = None, []
+
     def install(self) -> None:
         """Makes what has moved what is held, and lets the old state go."""
         if self._next is None:
             raise StateError("nothing has moved; call move() before install()")
         self._layout, self._state = self._next
-        self._next, self._guarded = None, {}
+        self._next, self._guarded, self._offered, self._newer = None, {}, [], None
         if self._restored is not None:
             self._items, self.values = dict(self._restored.items), dict(self._restored.values)
             self._restored = None
+        for name, part in self._layout.parts(self._items).get(self._worker, {}).items():
+            if len(part.boxes) > 1 or (part.boxes and len(part.shape) != len(self._items[name].shape)):
+                self._state[name] = _in_one(part, self._state[name])
 
     def names(self) -> tuple[str, ...]:
         """Returns the names of all tensors of the job, as far as this worker knows them."""
@@ -261,27 +241,56 @@ class TensorSpace:
 
     def local(self, name: str) -> Tensor:
         """Returns this worker's part of a tensor; it may have no elements. It is no copy."""
+        layout = self._installed()
+        held = self._state.get(name)
+        part = self._part(layout, name)
+        if held is None:
+            return torch.empty(part.shape, dtype=self._items[name].dtypes[0], device=self._device)
+        if len(part.shape) == len(self._items[name].shape) and len(held) == 1:
+            return held[0].tensors[0]
+        # The boxes of a range are views of it, one after the other.
+        first = held[0].tensors[0]
+        return first.as_strided(part.shape, (1,))
+
+    def has(self, name: str) -> bool:
+        """Returns whether the installed layout gives this worker a part of a tensor, if only one without elements."""
+        return name in self._items and name in self._installed().parts(self._with_base(name)).get(self._worker, {})
+
+    def chunks(self, name: str) -> tuple[tuple[Box, Tensor], ...]:
+        """Returns this worker's part of a tensor as boxes of the whole; none if it has no elements."""
+        return tuple((chunk.box, chunk.tensors[0]) for chunk in self._state.get(name, ()))
+
+    def _installed(self) -> AnyLayout:
         if self._layout is None:
             raise StateError("no layout is installed")
-        held = self._state.get(name)
-        if held is not None:
-            return held[0].tensors[0]
-        box = self._layout.holdings({n: self._items[n] for n in {name, name.partition("@")[0]} & self._items.keys()})
-        return torch.empty(_shape(box[self._worker][name]), dtype=self._items[name].dtypes[0], device=self._device)
+        return self._layout
 
-    def _read(self, group: Group, layout: Layout | None, source: SpaceSource) -> Moved:
+    def _part(self, layout: AnyLayout, name: str) -> LocalPart:
+        part = layout.parts(self._with_base(name)).get(self._worker, {}).get(name)
+        if part is None:
+            raise StateError(f"the layout gives this worker no part of {name}")
+        return part
+
+    def _with_base(self, name: str) -> dict[str, Item]:
+        return {one: self._items[one] for one in (name, name.partition("@")[0]) if one in self._items}
+
+    def _read(self, group: Group, layout: AnyLayout | None, source: SpaceSource) -> Moved:
         """Takes part in a move from a checkpoint: each member reads what the layout gives it."""
         note = {
             "layout": layout.to_json() if layout is not None else None,
             "items": [[item.name, item.shape, str(item.dtypes[0])] for item in self._items.values()],
         }
         notes = group.all_gather_json(note)
-        layout = _only_one([Layout.from_json(one["layout"]) for one in notes if one["layout"] is not None])
-        known = {
-            name: Item(name, tuple(shape), (dtype_of(dtype),)) for one in notes for name, shape, dtype in one["items"]
-        }
+        layout = joined([layout_from_json(one["layout"]) for one in notes if one["layout"] is not None])
+        known = {name: item for one in notes for name, item in _items(one["items"]).items()}
         self._restored = source.read(layout, self._worker, self._device, tuple(known.values())).state
-        self._next = layout, {name: [Chunk(box, (tensor,))] for name, (box, tensor) in self._restored.tensors.items()}
+        self._next = (
+            layout,
+            {
+                name: [Chunk(box, (tensor,)) for box, tensor in chunks]
+                for name, chunks in self._restored.tensors.items()
+            },
+        )
         return Moved()
 
     def _gather(self) -> None:
@@ -299,81 +308,83 @@ class TensorSpace:
                 merged.setdefault(name, []).extend(Chunk(box, old.part(box)) for box in rest)
         self._state, self._layout, self._next = merged, None, None
 
-    def _hear(self, group: Group, wanted: Layout | None) -> tuple[dict[str, Holdings], dict[str, Holdings], Layout]:
+    def _hear(
+        self, group: Group, wanted: AnyLayout | None
+    ) -> tuple[dict[str, Holdings], dict[str, Holdings], AnyLayout]:
         """Who holds what, and in host memory besides, and the layout that is wanted; takes over tensors and values."""
         layout = self._layout.to_json() if self._layout is not None else None
-        items = [[item.name, item.shape, str(item.dtypes[0]).removeprefix("torch.")] for item in self._items.values()]
+        items = _fields(self._items.values())
         texts = {
             "held": _packed({"layout": layout, "items": items, "values": self.values}) if self._state else "",
             "wanted": _packed(wanted.to_json()) if wanted is not None else "",
         }
         note: dict[str, Any] = {kind: zlib.crc32(text.encode()) if text else None for kind, text in texts.items()}
         if self._layout is None and self._state:
-            note |= {"boxes": holdings_of(self._state), "guarded": holdings_of(self._guarded)}
+            note["boxes"] = holdings_of(self._state)
+        if self._guarded:
+            note["guarded"] = holdings_of(self._guarded)
+            # Of tensors that nobody else may know.
+            note["items"] = _fields({item.name: item for item, _ in self._offered}.values())
         notes = group.all_gather_json(note)
         # Of those who would say the same, one does.
         first = {kind: [one[kind] for one in notes].index(note[kind]) == group.rank for kind in texts}
         answers = group.all_gather_json({kind: text for kind, text in texts.items() if text and first[kind]})
         held = {notes[rank]["held"]: json.loads(one["held"]) for rank, one in enumerate(answers) if "held" in one}
-        targets = [Layout.from_json(json.loads(one["wanted"])) for one in answers if "wanted" in one]
+        targets = [layout_from_json(json.loads(one["wanted"])) for one in answers if "wanted" in one]
         if not held:
             raise StateError("no member holds any tensor; hold() what the job begins with on one member at least")
-        self._items = {
-            name: Item(name, tuple(shape), (dtype_of(dtype),))
-            for one in held.values()
-            for name, shape, dtype in one["items"]
-        }
+        known = {key: _items(one["items"]) for key, one in held.items()}
+        self._items = {}
+        for there in (*known.values(), *(_items(one.get("items", ())) for one in notes)):
+            for name, item in there.items():
+                if self._items.setdefault(name, item) != item:
+                    raise StateError(
+                        f"members hold {name} as {item.dtypes[0]} {list(item.shape)} and as "
+                        f"{self._items[name].dtypes[0]} {list(self._items[name].shape)}; one name is one tensor"
+                    )
         self.values = next(iter(held.values()))["values"]
-        lying = {
-            key: Layout.from_json(one["layout"]).holdings(self._items) for key, one in held.items() if one["layout"]
-        }
+        # Each knows the tensors that it has a part of.
+        lying = {key: layout_from_json(one["layout"]).parts(known[key]) for key, one in held.items() if one["layout"]}
         before: dict[str, Holdings] = {}
         guarded: dict[str, Holdings] = {}
         for member, one in zip(group.members, notes, strict=True):
             if one["held"] in lying:
                 before[member] = _lists(lying[one["held"]].get(member, {}))
             elif "boxes" in one:
-                before[member], guarded[member] = _boxes(one["boxes"]), _boxes(one["guarded"])
-        return before, guarded, _only_one(targets)
+                before[member] = _boxes(one["boxes"])
+            guarded[member] = _boxes(one.get("guarded", {}))
+        return before, guarded, joined(targets)
 
 
-def _only_one(targets: Sequence[Layout]) -> Layout:
-    different = [one for number, one in enumerate(targets) if one not in targets[:number]]
-    if len(different) != 1:
-        raise StateError(f"the members move to {len(different)} different layouts; they must give the same one")
-    return different[0]
+def _fields(items: Iterable[Item]) -> list[Any]:
+    return [[item.name, item.shape, str(item.dtypes[0]).removeprefix("torch.")] for item in items]
+
+
+def _items(fields: Sequence[Any]) -> dict[str, Item]:
+    return {name: Item(name, tuple(shape), (dtype_of(dtype),)) for name, shape, dtype in fields}
+
+
+def _chunks(part: LocalPart, local: Tensor) -> list[Chunk]:
+    """A member's tensor as boxes of the whole one, which are views of it."""
+    if part.boxes[1:] or len(part.shape) != len(part.boxes[0]):
+        sizes = [n_elements(box) for box in part.boxes]
+        views = local.split(sizes)
+        return [Chunk(box, (view.view(_shape(box)),)) for box, view in zip(part.boxes, views, strict=True)]
+    return [Chunk(part.boxes[0], (local,))]
+
+
+def _text(part: LocalPart) -> str:
+    return " and ".join(str(list(box)) for box in part.boxes) or "nothing"
+
+
+def _in_one(part: LocalPart, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The boxes of a range, in memory one after the other."""
+    by_box = {chunk.box: chunk.tensors[0] for chunk in chunks}
+    return _chunks(part, torch.cat([by_box[box].reshape(-1) for box in part.boxes]))
 
 
 def _packed(fields: Any) -> str:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
-
-def _on_axes(name: str, tensor: DTensor, mesh: DeviceMesh) -> Placements:
-    """The placements of a DTensor along all axes of a mesh."""
-    own = tensor.device_mesh
-    if own == mesh:
-        return tuple(tensor.placements)
-    axes, ours = own.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    if not axes or not set(axes) <= set(ours):
-        raise StateError(f"{name} is on {own}, whose axes are none of {mesh}; make the one a slice of the other")
-    by_axis = dict(zip(axes, tensor.placements, strict=True))
-    return tuple(by_axis.get(axis, Replicate()) for axis in ours)
-
-
-def _text(name: str, placement: Placement) -> str:
-    if isinstance(placement, Replicate):
-        return "R"
-    if not hasattr(placement, "dim"):
-        raise StateError(f"{name} is placed as {placement}, which has no chunk; redistribute it before it is held")
-    factor = getattr(placement, "split_factor", 1)
-    return f"S{placement.dim}" + (f"/{factor}" if factor > 1 else "")
-
-
-def _placement(text: str) -> Placement:
-    if text == "R":
-        return Replicate()
-    dim, _, factor = text[1:].partition("/")
-    return _StridedShard(int(dim), split_factor=int(factor)) if factor else Shard(int(dim))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -384,8 +395,8 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _lists(boxes: Mapping[str, Box]) -> dict[str, tuple[Box, ...]]:
-    return {name: (box,) for name, box in boxes.items() if n_elements(box)}
+def _lists(parts: Mapping[str, LocalPart]) -> dict[str, tuple[Box, ...]]:
+    return {name: part.boxes for name, part in parts.items() if part.boxes}
 
 
 def _boxes(fields: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:

@@ -60,7 +60,7 @@ def agree_on_start(
         logger_versions: that this member would choose.
     """
     own = [known.replicas, list(known.logger_versions)] if known is not None else [0, list(logger_versions)]
-    notes = state.gather(own)
+    notes = state.all_gather(own)
     replicas, versions = next((note for note in notes if note[0]), [state.size, notes[0][1]])
     return Start(replicas, tuple(versions)), not any(note[0] for note in notes)
 

@@ -1,10 +1,10 @@
-"""The operations of a member in its native group."""
+"""The operations of a member in its native groups."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from elaunch.workers.comm.c10d.works import Interrupted, NativeWork
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.comm.native.groups import GroupKey, NativeGroups
 
 MESSAGES = ("send", "recv")
 
@@ -25,21 +26,42 @@ GLOO_TYPES = frozenset(
 """Of others it finds out in the middle of the operation; other backends refuse them at the call."""
 
 
+SUBGROUP = "c10d"
+"""The purpose of native groups of subgroups, followed by their number."""
+
+
+class Issues(Protocol):
+    """Where the operations of one process group begin."""
+
+    def issue(
+        self, group: Group, names: Sequence[str], args: Sequence[Any], interrupted: Interrupted | None
+    ) -> NativeWork | None:
+        """Begins an operation natively, or returns None: it goes over links."""
+
+    def of_subgroup(self, number: int) -> Issues | None:
+        """Returns the same for a process group of some of the members; None: its operations go over links."""
+
+
 class NativeWorks:
-    """What a member has under way in its native group, from one commit barrier to the next.
+    """What a member has under way in its native groups, from one commit barrier to the next.
 
     Args:
         current: returns the native group that all members use at present; None: there is none, and links serve.
         device_type: of the tensors that it takes.
         failed: called with the generation when an operation has failed, once for each.
+        natives: opens groups for subgroups; None: these go over links.
     """
 
     def __init__(
-        self, current: Callable[[], Bulk | None], device_type: str, failed: Callable[[int], None] = lambda number: None
+        self,
+        current: Callable[[], Bulk | None],
+        device_type: str,
+        failed: Callable[[int], None] = lambda number: None,
+        natives: NativeGroups | None = None,
     ) -> None:
-        self._current, self._device_type, self._failed = current, device_type, failed
+        self._current, self._device_type, self._failed, self._natives = current, device_type, failed, natives
         self._begun: dict[NativeWork, None] = {}
-        self._on_device: tuple[Bulk, torch.device] | None = None
+        self._on_device: dict[Bulk, torch.device] = {}
         self._group: Group | None = None
         self.error: StepInterrupted | None = None
 
@@ -60,7 +82,21 @@ class NativeWorks:
         Raises:
             CollectiveFailed: the group has failed, or was left.
         """
-        bulk = self._current()
+        return self.begin(self._current(), group, names, args, interrupted)
+
+    def of_subgroup(self, number: int) -> SubgroupWorks | None:
+        """Returns where operations of some of the members begin; None: they go over links."""
+        return None if self._natives is None else SubgroupWorks(self, self._natives, number)
+
+    def begin(
+        self,
+        bulk: Bulk | None,
+        group: Group,
+        names: Sequence[str],
+        args: Sequence[Any],
+        interrupted: Interrupted | None,
+    ) -> NativeWork | None:
+        """Does as `issue`, in a native group of these members."""
         tensor = _first_tensor(args)
         if bulk is None or tensor is None or tensor.device.type != self._device_type or group.size == 1:
             return None
@@ -101,7 +137,7 @@ class NativeWorks:
         if not is_message:  # what one member sends, another may receive in the next step
             self._begun[found] = None
         if not is_on_host:
-            self._on_device = bulk, tensor.device
+            self._on_device[bulk] = tensor.device
         return found
 
     def finish(self) -> None:
@@ -116,16 +152,15 @@ class NativeWorks:
             work.wait()
         if self.error is not None:  # handled elsewhere
             raise self.error
-        if self._on_device is not None:
-            bulk, device = self._on_device
+        for bulk, device in self._on_device.items():
             ended.reach(device, ended.here(device), bulk.errored, failed=bulk.poison)
             if wrong := bulk.errored():
                 raise self.failure(RuntimeError(wrong))
-        self._on_device = None
+        self._on_device = {}
 
     def drop(self) -> None:
         """Forgets the step; the group has been poisoned before. Then nothing writes into the tensors any more."""
-        begun, self._begun, self._on_device = list(self._begun), {}, None
+        begun, self._begun, self._on_device = list(self._begun), {}, {}
         for work in begun:
             work.drop()
         self._group, self.error = None, None
@@ -157,6 +192,51 @@ class NativeWorks:
 
     def _ended(self, work: NativeWork) -> None:
         self._begun.pop(work, None)
+
+
+class SubgroupWorks:
+    """Begins operations of a subgroup in a native group of its own, of each generation a new one.
+
+    That is opened in the background from the first operation of a generation on. The subgroup's members tell each other
+    over links, with their operation of number 1, 2, 4, 8 and so on, whether it is open; from the one on at which it is
+    on all of them they use it. Messages stay with the links: one may be on its way while others agree.
+
+    Args:
+        works: of the member, which waits for all before a commit barrier.
+        natives: opens the group.
+        number: of the subgroup, the same on all its members.
+    """
+
+    def __init__(self, works: NativeWorks, natives: NativeGroups, number: int) -> None:
+        self._works, self._natives, self._number = works, natives, number
+        self._generation = self._operations = 0
+        self._agreed = False
+
+    def issue(
+        self, group: Group, names: Sequence[str], args: Sequence[Any], interrupted: Interrupted | None
+    ) -> NativeWork | None:
+        """Begins an operation, as `NativeWorks.issue` does; it may ask the other members whether they can."""
+        if names[0] in MESSAGES or group.size == 1:
+            return None
+        key = GroupKey(f"{SUBGROUP}{self._number}", group.members)
+        if group.generation != self._generation:
+            self._generation, self._operations, self._agreed = group.generation, 0, False
+        if not self._agreed:
+            self._natives.ask_for(group.generation, key)
+            self._operations += 1
+            if self._operations & (self._operations - 1):
+                return None
+            is_open = self._natives.opened(group.generation, key) is not None
+            self._agreed = all(one == b"1" for one in group.all_gather_bytes(b"1" if is_open else b"0"))
+            if not self._agreed:
+                return None
+        # None: the generation is over, as the links will say.
+        bulk = self._natives.opened(group.generation, key)
+        return self._works.begin(bulk, group, names, args, interrupted)
+
+    def of_subgroup(self, number: int) -> SubgroupWorks:
+        """Returns where operations of some of its members begin."""
+        return SubgroupWorks(self._works, self._natives, number)
 
 
 def _first_tensor(args: Any) -> torch.Tensor | None:

@@ -27,6 +27,12 @@ MOST_FAILURES = 2
 EVERYONE = ""
 """The purpose of the group of all members."""
 
+STATE = "state"
+"""The purpose, with a number, of a group of all members that is opened for state to move in."""
+
+GIVE_UP_S = 10.0
+"""For a group in which state is to move to stand here; then links are quicker."""
+
 Connect = Callable[[], dist.Store]
 
 
@@ -52,25 +58,45 @@ class _Opening:
 
     Attributes:
         members: of the generation.
+        rank: of this one among them.
+        connect: returns a client of the job's store.
         needs: the groups of all members that must be open before any is used.
         bulks: those of this worker, whether they are open or not.
+        more: groups that this worker has asked for besides; when one is used, its members agree among themselves.
         is_open: those that stand here; whether they do elsewhere, the commit barrier says.
         in_use: all members have all that they need, and use it.
         poisoned: the generation is over.
+        for_state: how many groups were opened for state to move in.
+        refused: why a group of these does not stand here.
         seconds: that its openings took.
         last: the thread that opens what was asked for last.
     """
 
     generation: int
     members: tuple[str, ...]
+    rank: int
+    connect: Connect
     needs: tuple[GroupKey, ...] = ()
     bulks: dict[GroupKey, Bulk] = field(default_factory=dict)
+    more: dict[GroupKey, Bulk] = field(default_factory=dict)
     is_open: set[GroupKey] = field(default_factory=set)
     in_use: bool = False
     poisoned: bool = False
+    for_state: int = 0
+    refused: dict[GroupKey, str] = field(default_factory=dict)
     seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
     last: threading.Thread | None = None
+
+    @property
+    def all(self) -> dict[GroupKey, Bulk]:
+        """All groups of this worker."""
+        return self.bulks | self.more
+
+    @property
+    def state_key(self) -> GroupKey:
+        """The key of the group that was opened last for state."""
+        return GroupKey(f"{STATE}{self.for_state}", self.members)
 
     def is_ready(self) -> bool:
         """Returns whether all that this worker needs is open."""
@@ -145,30 +171,133 @@ class NativeGroups:
             rank: of this one.
             connect: returns a client of the job's store, for the thread that opens the groups.
         """
-        if self._make is None or len(members) == 1 or generation < self._floor:
+        newest, needs = self._of(generation, members, rank, connect), tuple(self.needs(members))
+        if newest is None or (newest is self._newest and newest.needs == needs):
             return
-        needs, newest = tuple(self.needs(members)), self._newest
-        if newest is not None and newest.generation == generation:
-            if newest.needs == needs:
-                return
-        else:
-            assert newest is None, f"generation {generation} begins before {newest} has been left"
-            self._failures = self._failures if members == self._members else 0
-            self._members = members
-            if self._failures >= MOST_FAILURES:
-                return
-            newest = _Opening(generation, members)
         new = [key for key in needs if members[rank] in key.members and key not in newest.bulks]
-        made = {key: self._make() for key in new}
-        with self._lock:
-            if generation < self._floor:
-                return
+        if self._add(newest, new):
             newest.needs, newest.in_use = needs, False
-            newest.bulks |= made
-            self._newest = newest
-        if new:
-            before = newest.last
-            newest.last = self._start("elaunch-native-open", lambda: self._open(newest, new, rank, connect, before))
+            self._open_later(newest, new)
+
+    def ask_for(self, generation: int, key: GroupKey) -> None:
+        """Begins to open one more group of a generation in the background; all its members ask for it.
+
+        It is none of the needs of all members, so the others neither wait for it nor know of it.
+        """
+        newest = self._newest
+        if self._make is None or newest is None or newest.generation != generation or key in newest.more:
+            return
+        bulk = self._make()
+        with self._lock:
+            if newest.poisoned:
+                return
+            newest.more[key] = bulk
+        # In a thread of its own: members may ask for several in different orders.
+        self._start("elaunch-native-open", lambda: self._open(newest, [key], None))
+
+    def opened(self, generation: int, key: GroupKey) -> Bulk | None:
+        """Returns a group that was asked for, if it is open here; whether it is elsewhere its members must find out."""
+        newest = self._newest
+        if newest is None or newest.generation != generation or newest.poisoned or key not in newest.is_open:
+            return None
+        return newest.more.get(key)
+
+    @property
+    def offered(self) -> str:
+        """Name of the backend of the groups that this worker can make; "": of none."""
+        return self._make().backend if self._make is not None else ""
+
+    def open_for_state(
+        self, generation: int, members: tuple[str, ...], rank: int, connect: Connect, look: Callable[[], object]
+    ) -> str:
+        """Opens a group of all members before the generation begins, for state to move in.
+
+        All members call it with the same arguments, and tell each other what came of it before any uses the group.
+
+        Args:
+            generation, members, rank, connect: as for `enter`.
+            look: called every 0.1 s while this worker waits; what it raises ends the wait.
+
+        Returns:
+            Why it does not stand here; "": it does.
+        """
+        newest = self._of(generation, members, rank, connect)
+        if newest is None:
+            return f"there are no native groups in generation {generation}"
+        newest.for_state += 1
+        key = newest.state_key
+        if not self._add(newest, [key]):
+            return "the members have changed"
+        thread = self._open_later(newest, [key])
+        end_s = time.monotonic() + GIVE_UP_S
+        while thread is not None and thread.is_alive() and time.monotonic() < end_s and not newest.poisoned:
+            thread.join(LONGEST_LOOK_S)
+            look()
+        if key in newest.is_open:
+            return ""
+        newest.bulks[key].poison()
+        return newest.refused.get(key, f"it did not stand within {GIVE_UP_S:g} s")
+
+    def for_state(self, members: tuple[str, ...]) -> Bulk | None:
+        """Returns a group of all members in which state may move: one that they use, or that was opened for it."""
+        newest = self._newest
+        if newest is None or newest.members != members:
+            return None
+        key = newest.state_key
+        return newest.bulks[key] if key in newest.is_open else self.in_use.get(GroupKey(EVERYONE, members))
+
+    def state_moved(self, stands: bool = True) -> None:
+        """Keeps the group that was opened for state if it is one that the members need, and gives it back else.
+
+        Args:
+            stands: whether it does on all members, which are out of it; False: on some it could not be opened.
+        """
+        newest = self._newest
+        key = newest.state_key if newest is not None else None
+        if newest is None or key not in newest.bulks:
+            return
+        everyone, is_open = GroupKey(EVERYONE, newest.members), key in newest.is_open
+        keeps = stands and everyone in self.needs(newest.members) and everyone not in newest.bulks
+        with self._lock:
+            bulk = newest.bulks.pop(key)
+            newest.is_open.discard(key)
+            if keeps:
+                newest.bulks[everyone] = bulk
+                newest.is_open.add(everyone)
+        if not keeps:
+            bulk.poison()
+            bulk.leave()
+            if is_open:
+                self._start("elaunch-native-close", bulk.close)
+
+    def _of(self, generation: int, members: tuple[str, ...], rank: int, connect: Connect) -> _Opening | None:
+        """The groups of a generation, which may be none yet; None: it is over, or has links alone."""
+        if self._make is None or len(members) == 1 or generation < self._floor:
+            return None
+        newest = self._newest
+        if newest is not None and newest.generation == generation:
+            return newest
+        assert newest is None, f"generation {generation} begins before {newest} has been left"
+        self._failures = self._failures if members == self._members else 0
+        self._members = members
+        return _Opening(generation, members, rank, connect) if self._failures < MOST_FAILURES else None
+
+    def _add(self, opening: _Opening, keys: Sequence[GroupKey]) -> bool:
+        """Makes groups that `poison` knows of before they open; returns False if the generation is over."""
+        assert self._make is not None
+        made = {key: self._make() for key in keys}
+        with self._lock:
+            if opening.generation < self._floor:
+                return False
+            opening.bulks |= made
+            self._newest = opening
+        return True
+
+    def _open_later(self, opening: _Opening, keys: Sequence[GroupKey]) -> threading.Thread | None:
+        before = opening.last
+        if keys:
+            opening.last = self._start("elaunch-native-open", lambda: self._open(opening, keys, before))
+        return opening.last
 
     def passed(self, ready: tuple[int, int]) -> bool:
         """Takes note of what all members brought to a commit barrier; returns whether they use the groups from now on.
@@ -202,7 +331,7 @@ class NativeGroups:
             if newest is None or newest.generation >= below or newest.poisoned:
                 return
             newest.poisoned = True
-            bulks = list(newest.bulks.values())
+            bulks = list(newest.all.values())
         newest.over.set()
         for bulk in bulks:
             bulk.poison()
@@ -212,7 +341,7 @@ class NativeGroups:
         newest = self._newest
         if newest is not None:
             self.poison(newest.generation + 1)
-            for bulk in newest.bulks.values():
+            for bulk in newest.all.values():
                 bulk.leave()
             self._left.append(newest)
             self._newest = None
@@ -228,7 +357,7 @@ class NativeGroups:
             assert opening.poisoned, "a group is closed before it was poisoned"
             assert opening.generation not in others_in, f"a member still is in the group of {opening.generation}"
             for key in opening.is_open:
-                self._start("elaunch-native-close", opening.bulks[key].close)
+                self._start("elaunch-native-close", opening.all[key].close)
 
     def close(self) -> None:
         """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
@@ -242,40 +371,41 @@ class NativeGroups:
         self._threads.append(threads.start(name, run, lambda _: None))
         return self._threads[-1]
 
-    def _open(
-        self, opening: _Opening, keys: Sequence[GroupKey], rank: int, connect: Connect, before: threading.Thread | None
-    ) -> None:
+    def _open(self, opening: _Opening, keys: Sequence[GroupKey], before: threading.Thread | None) -> None:
         """Opens groups in the order of all members, so that none waits for one that waits for it."""
+        bulks = {key: opening.all[key] for key in keys}
         if before is not None:
             before.join()
         begin_s = time.monotonic()
         try:
-            store = dist.PrefixStore(f"native/{opening.generation}", connect())
+            store = dist.PrefixStore(f"native/{opening.generation}", opening.connect())
         except RuntimeError as error:
-            self._refused(opening, keys, error)
+            self._refused(opening, bulks, error)
             return
-        for key in keys:
-            bulk, me = opening.bulks[key], opening.members[rank]
+        for key, bulk in bulks.items():
+            me = opening.members[opening.rank]
             try:
                 place = dist.PrefixStore(key.place, store) if key.place else store
                 meet(place, len(key.members), opening.over)
                 bulk.open(place, key.members.index(me), len(key.members), messages=key.purpose != EVERYONE)
             except RuntimeError as error:  # of torch's stores and groups
-                self._refused(opening, [key], error)
+                self._refused(opening, {key: bulk}, error)
                 continue
             with self._lock:
-                if not opening.poisoned:
+                if not opening.poisoned and key in opening.all:  # one for state may have been given up
                     opening.is_open.add(key)
             if key not in opening.is_open:
                 _give_back(bulk)
         opening.seconds += time.monotonic() - begin_s
 
-    def _refused(self, opening: _Opening, keys: Sequence[GroupKey], error: RuntimeError) -> None:
-        if not opening.poisoned:
-            name = opening.bulks[keys[0]].backend
-            _say(f"{name} cannot be used in generation {opening.generation}; links serve: {error}")
-        for key in keys:
-            _give_back(opening.bulks[key])
+    def _refused(self, opening: _Opening, bulks: Mapping[GroupKey, Bulk], error: RuntimeError) -> None:
+        key, bulk = next(iter(bulks.items()))
+        if key.purpose.startswith(STATE):
+            opening.refused[key] = str(error)
+        elif not opening.poisoned:
+            _say(f"{bulk.backend} cannot be used in generation {opening.generation}; links serve: {error}")
+        for each in bulks.values():
+            _give_back(each)
 
 
 def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float = MEET_TIMEOUT_S) -> None:

@@ -27,6 +27,9 @@ class Carrier(Protocol):
     def wait(self, peer: str, part: int) -> None:
         """Has what follows, on a device on its present stream, come after the arrival of a part that was posted."""
 
+    def arrived(self, peer: str, part: int) -> bool:
+        """Returns whether a part that was posted is here; never raises. It is still to be waited for."""
+
     def exchange(
         self, workers: Sequence[str], part: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:

@@ -53,6 +53,10 @@ class LinkCarrier:
             tensor, host = self._coming.pop((peer, part))
             tensor.copy_(host, non_blocking=True)
 
+    def arrived(self, peer: str, part: int) -> bool:
+        """Returns whether a part is here."""
+        return self._traffic.arrived(peer, part)
+
     def exchange(
         self, workers: Sequence[str], part: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:

@@ -137,6 +137,14 @@ class NativeCarrier:
             tensor.copy_(came)
         one.works, one.copies = (), []
 
+    def arrived(self, peer: str, part: int) -> bool:
+        """Returns whether the operation that brings a part is over."""
+        one = self._receives.get((peer, part))
+        if one is None:
+            work = self._coming.get((peer, part))
+            return work is not None and work.is_completed()
+        return one.works is not None and all(work.is_completed() for work in one.works)
+
     def exchange(
         self, workers: Sequence[str], part: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:
@@ -155,7 +163,9 @@ class NativeCarrier:
         total = tensor.clone()
         with self._failing():
             work = self._bulks[tp_key(workers)].all_reduce(total)
-        self._wait([work], workers)
+        self._under_way.append((work, total))  # of one that is given up `drop` sees the end
+        self._wait([work], workers, gives_up=True)
+        self._under_way.pop()
         return total
 
     def finish(self) -> None:
@@ -169,7 +179,9 @@ class NativeCarrier:
         self._under_way.clear()
         with self._failing():
             if self._device.type != "cpu":
-                ended.reach(self._device, ended.here(self._device), self._errored)
+                others = {peer for key in self._bulks for peer in key.members} - {self._routes.worker}
+                with heartbeat.waiting(others, self._generation):
+                    ended.reach(self._device, ended.here(self._device), self._errored, failed=self._poison)
             if wrong := self._errored():
                 raise RuntimeError(wrong)
         self._sends.clear()
@@ -206,11 +218,32 @@ class NativeCarrier:
         one.copies += [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, came, strict=True)]
         return whole
 
-    def _wait(self, works: Sequence[dist.Work], peers: Sequence[str]) -> None:
+    def _wait(self, works: Sequence[dist.Work], peers: Sequence[str], gives_up: bool = False) -> None:
+        """Waits for some works.
+
+        Args:
+            works: of them.
+            peers: for whom.
+            gives_up: whether it ends with the generation even if the work never does, as now and then a sum of Gloo's
+                (`ended.drop`). Its messages cannot be waited for in parts: a time-out closes their whole group.
+        """
         others = [peer for peer in peers if peer != self._routes.worker]
         with heartbeat.waiting(others, self._generation), self._failing():
             for work in works:
-                work.wait()
+                if gives_up and self._device.type == "cpu":
+                    ended.wait(work, self._look)
+                else:
+                    work.wait()
+
+    def _look(self) -> None:
+        """Raises `RuntimeError` once the groups are poisoned."""
+        for bulk in self._bulks.values():
+            bulk.backend_group()
+
+    def _poison(self) -> None:
+        """A group's error does not free the device of what was issued in it, or in the others after it."""
+        for bulk in self._bulks.values():
+            bulk.poison()
 
     def _errored(self) -> str | None:
         return next((wrong for bulk in self._bulks.values() if (wrong := bulk.errored())), None)

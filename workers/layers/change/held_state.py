@@ -28,6 +28,21 @@ class Commit:
     gradient_norm: float | None
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What a step that has committed came to; the same on all workers.
+
+    Attributes:
+        step: its number.
+        loss: mean over the global batch.
+        gradient_norm: of the mean loss over the global batch, before clipping; None without clipping.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float | None
+
+
 class Hosted(NamedTuple):
     """State in host memory as it was when the last step committed, and what belongs to the state everywhere then."""
 
@@ -62,6 +77,10 @@ class HeldState:
     forms: Mapping[str, Form] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     settings: str = ""
+
+    def is_of(self, plan: str) -> bool:
+        """Returns whether all of it is what a plan says, given its text."""
+        return self.plan == plan and not self.stale and self.boxes is None
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON."""

@@ -86,12 +86,14 @@ class MigrationPlan:
             {who: _hosted(one, old[who]) for who, one in self._holding.items()},
         )
 
-    def untrained_router(self) -> Router:
-        """Returns the routes of frozen parameters and buffers to the layers that lack them."""
+    def tensor_router(self, trained: bool) -> Router:
+        """Returns the routes of frozen parameters and buffers, or of all tensors, to the layers that lack them."""
         old = {who: self._old[one.plan].layout for who, one in self._holding.items()}
-        specs = [spec for spec in self._specs if spec.untrained]
+        specs = [spec for spec in self._specs if trained or spec.untrained]
         moving = {index for keys in self.lacking.values() for index, _ in keys} & {spec.index for spec in specs}
         items = untrained_items([spec for spec in specs if spec.index in moving])
+        if trained:
+            items = {path: item for spec in specs if spec.index in moving for path, item in tensor_items(spec).items()}
         keys = {who: [key for key in keys_of(layout, who) if key[0] in moving] for who, layout in old.items()}
         copied = {
             who: {path: boxes for path, boxes in one.copied.items() if path in items}
@@ -99,9 +101,9 @@ class MigrationPlan:
         }
         return Router(
             items,
-            {who: boxes_of_layers(layout, who, keys[who], self._specs, trained=False) for who, layout in old.items()},
+            {who: boxes_of_layers(layout, who, keys[who], self._specs, trained) for who, layout in old.items()},
             {
-                who: boxes_of_layers(self.new.layout, who, sorted(lacking), self._specs, trained=False)
+                who: boxes_of_layers(self.new.layout, who, sorted(lacking), self._specs, trained)
                 for who, lacking in self.lacking.items()
             },
             copied,

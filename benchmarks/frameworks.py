@@ -1,0 +1,400 @@
+"""A script of one's own that survives: elaunch's re-entry beside torchft, NVRx's in-process restart, and torchrun.
+
+    python benchmarks/frameworks.py --quick
+    python benchmarks/frameworks.py --torchft-python VENV/bin/python --nvrx-python VENV/bin/python --json figures.json
+
+The script is a small GPT, with DistributedDataParallel or with FSDP2, on 4 workers (`peers/gpt_*.py`). Each kill is a
+SIGKILL of a random worker at a random moment of a step. A peer is skipped where its interpreter cannot import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import itertools
+
+from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, limit_time
+from benchmarks.report import Cell, Report, add_arguments, median_interval, spread
+
+WORKERS = 4
+PEERS = HERE / "peers"
+NAMES = {"elaunch": "gpt_elastic.py", "torchrun": "gpt_torchrun.py", "torchft": "gpt_torchft.py", "nvrx": "gpt_nvrx.py"}
+FOREVER = 10**9
+SETTLED_STEPS = 5
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A launcher, or a peer, and the settings it runs with.
+
+    Attributes:
+        name: for the table.
+        kind: key of NAMES.
+        python: that starts its workers.
+        keeps_size: whether whoever died is replaced.
+        first_victim: the lowest rank that may be killed.
+        environment: of its processes.
+    """
+
+    name: str
+    kind: str
+    python: Path
+    keeps_size: bool = True
+    first_victim: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one kill cost, in seconds, each for the slowest of those that went on; NaN: the way has no such phase."""
+
+    left_s: float
+    set_up_s: float
+    restored_s: float
+    step_s: float
+    total_s: float
+
+
+def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
+    """Returns what the kill of process `dead` cost; None while nobody has done another step.
+
+    Those that go on are the survivors, where they have entered the function again or done a step with other members,
+    else the processes that were started afterwards.
+    """
+    survivors = {line["pid"] for line in lines if line["t"] <= killed_t} - {dead}
+    later = [line for line in lines if line["t"] > killed_t]
+    again = {line["pid"] for line in later if line["kind"] == "entered"}
+    crew = survivors & again or again
+    moved = [line for line in later if line["kind"] == "step" and "quorum" in line]
+    if moved:  # torchft does not leave its loop; the number of the quorum tells a step that was through already
+        before = max(line["quorum"] for line in lines if line["t"] <= killed_t and "quorum" in line)
+        times = [line["t"] for line in moved if line["quorum"] > before and line["pid"] in survivors]
+        nan = float("nan")
+        return Kill(nan, nan, nan, nan, min(times) - killed_t) if times else None
+    ends = [killed_t]
+    for kind in ("entered", "built", "restored", "step"):
+        reached = []
+        for pid in crew:
+            times = [line["t"] for line in later if line["pid"] == pid and line["kind"] == kind and line["t"] > ends[0]]
+            entered = [line["t"] for line in later if line["pid"] == pid and line["kind"] == "entered"]
+            reached += [time for time in times if time >= min(entered)][:1]
+        if not crew or len(reached) < len(crew):
+            return None
+        ends.append(max(reached))
+    parts = [after - before for before, after in itertools.pairwise(ends)]
+    return Kill(parts[0], parts[1], parts[2], parts[3], ends[-1] - killed_t)
+
+
+def changed_lines(plain: str, other: str) -> tuple[int, int]:
+    """Returns the lines of code that were added and taken away, without those of the trace, comments and blanks."""
+    code = [
+        [
+            line
+            for line in text.partition('"""\n\nfrom')[2].splitlines()
+            if line.strip() and "trace." not in line and not line.strip().startswith("#")
+        ]
+        for text in (plain, other)
+    ]
+    marks = [
+        line[0] for line in difflib.unified_diff(code[0], code[1], lineterm="", n=0) if line[:3] not in ("---", "+++")
+    ]
+    return marks.count("+"), marks.count("-")
+
+
+class Run:
+    """A job of the GPT under one way."""
+
+    def __init__(self, way: Way, kind: str, folder: Path, steps: int = FOREVER, plain: bool = False) -> None:
+        self.way, self.name = way, f"{way.name}, {kind}"
+        self.trace = folder / f"trace-{random.getrandbits(40):x}.jsonl"
+        checkpoint = folder / f"checkpoint-{random.getrandbits(40):x}"
+        checkpoint.mkdir()
+        self.processes = Processes(folder)
+        self.script = PEERS / ("gpt_plain.py" if plain else NAMES[way.kind])
+        self.flags = [f"--trace={self.trace}", f"--kind={kind}", f"--steps={steps}", f"--checkpoint={checkpoint}"]
+        self.replicas: list[subprocess.Popen[bytes]] = []
+        self.more: dict[str, str] = dict(way.environment)
+
+    def __enter__(self) -> Run:
+        self.processes.__enter__()
+        launcher = {"elaunch": ELAUNCH, "torchrun": TORCHRUN}.get(self.way.kind)
+        if launcher is not None:
+            flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--max-restarts=1000000"]
+            self.launcher = self.processes.start([*launcher, *flags, self.script, *self.flags], **self.more)
+            return self
+        if self.way.kind == "torchft":
+            port = _free_ports(1)[0]
+            flags = ["--min_replicas", "1", "--quorum_tick_ms", "10", "--join_timeout_ms", "500"]
+            lighthouse = self.way.python.parent / "torchft_lighthouse"
+            self.processes.start([lighthouse, "--bind", f"[::]:{port}", *flags, "--heartbeat_timeout_ms", "300"])
+            self.more["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{port}"
+        self.more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(2)[0])}
+        self.replicas = [self._start(rank) for rank in range(WORKERS)]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.processes.__exit__(*error)
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORKERS)}
+        return self.processes.start([self.way.python, self.script, *self.flags], **ranks, **self.more)
+
+    def lines(self) -> list[Line]:
+        text = self.trace.read_text() if self.trace.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def wait(self, done: Callable[[list[Line]], bool], what: str, limit_s: float = 90.0) -> list[Line]:
+        deadline = time.monotonic() + limit_s
+        while not done(lines := self.lines()):
+            if time.monotonic() > deadline:
+                raise JobFailed(f"{self.name}: no {what} within {limit_s:g} s:\n{self.processes.tail()}")
+            if self.way.kind == "torchft":
+                for rank, replica in enumerate(self.replicas):
+                    if replica.poll() not in (None, 0):
+                        self.replicas[rank] = self._start(rank)
+            time.sleep(0.1)
+        return lines
+
+    def settled(self, since_t: float, members: int) -> list[Line]:
+        """Waits until as many members have done some steps together."""
+
+        def done(lines: list[Line]) -> bool:
+            steps = [line for line in lines if line["kind"] == "step" and line["t"] > since_t]
+            last = steps[-members * SETTLED_STEPS :]
+            pids = {line["pid"] for line in last}
+            return len(last) == members * SETTLED_STEPS and len(pids) == members and last[0]["members"] == members
+
+        return self.wait(done, f"{SETTLED_STEPS} steps of {members} members")
+
+
+class Bench:
+    """One run of this program."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, report: Report, ways: Sequence[Way]) -> None:
+        self.args, self.folder, self.report, self.ways = args, folder, report, ways
+        self.random = random.Random(args.seed)
+        self.failed = False
+
+    def lines_changed(self) -> None:
+        plain = (PEERS / "gpt_plain.py").read_text()
+        for way in {way.kind: way for way in self.ways}.values():
+            added, taken = changed_lines(plain, (PEERS / NAMES[way.kind]).read_text())
+            name = NAMES[way.kind].removeprefix("gpt_").removesuffix(".py")
+            self.report.row({"lines changed": way.kind, "script": name, "added": added, "taken_away": taken})
+
+    def kills(self, kind: str) -> None:
+        rows: list[dict[str, Cell]] = []
+        for way in self.ways:
+            if kind == "fsdp" and way.kind == "torchft":
+                continue  # its unit of failure is a replica of the whole model
+            found: list[Kill] = []
+            try:
+                self._kill(way, kind, found)
+            except JobFailed as error:
+                self.failed = True
+                self.report.notes.append(f"{way.name}, {kind}: FAILED after {len(found)} kills: {error}")
+            total = spread(1e3 * kill.total_s for kill in found)
+            without = spread(1e3 * (kill.total_s - _number(kill.set_up_s)) for kill in found)
+            rows.append(
+                {
+                    f"SIGKILL -> first step, {kind}": way.name,
+                    "kills": total.count,
+                    "left_and_entered_ms": _median(kill.left_s for kill in found),
+                    "own_set_up_ms": _median(kill.set_up_s for kill in found),
+                    "state_ms": _median(kill.restored_s for kill in found),
+                    "first_step_ms": _median(kill.step_s for kill in found),
+                    "total_median_ms": total.median,
+                    "total_worst_ms": total.worst,
+                    "less_set_up_median_ms": without.median,
+                }
+            )
+            if way.kind == "elaunch":
+                self.report.target(f"{kind}: first step, less the set-up, median", without.median, "ms", below=1000)
+                self.report.target(f"{kind}: the same, worst of {without.count}", without.worst, "ms", below=1000)
+        for row in rows:
+            self.report.row(row)
+
+    def _kill(self, way: Way, kind: str, found: list[Kill]) -> None:
+        count = self.args.kills if way.kind == "elaunch" else max(1, self.args.kills // 2)
+        while len(found) < count:
+            with Run(way, kind, self.folder) as run:
+                lines = run.settled(0.0, WORKERS)
+                while len(found) < count:
+                    pids = {line["slot"]: line["pid"] for line in lines if line["kind"] == "entered"}
+                    steps = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
+                    time.sleep(self.random.uniform(0.0, statistics.median(_gaps(steps[-SETTLED_STEPS:]))))
+                    victim = self.random.choice([slot for slot in pids if slot >= way.first_victim])
+                    killed_t = time.time()
+                    os.kill(pids[victim], signal.SIGKILL)
+
+                    def over(lines: list[Line], killed_t: float = killed_t, dead: int = pids[victim]) -> bool:
+                        return kill_of(lines, killed_t, dead) is not None
+
+                    lines = run.wait(over, "step after a kill", 120.0)
+                    kill = kill_of(lines, killed_t, pids[victim])
+                    assert kill is not None
+                    found.append(kill)
+                    say(f"  {way.name}, {kind}: {len(found)}/{count}: slot {victim}, {1e3 * kill.total_s:.0f} ms")
+                    if not way.keeps_size:
+                        break
+                    lines = run.settled(time.time(), WORKERS)
+
+    def overhead(self, kind: str) -> None:
+        """Runs in turn: the plain script under torchrun, and the elastic one under elaunch, on the same cores."""
+        elaunch, torchrun = (next((w for w in self.ways if w.kind == one), None) for one in ("elaunch", "torchrun"))
+        if elaunch is None or torchrun is None:
+            return
+        steps, medians = self.args.steps, {"elaunch": list[float](), "torchrun": list[float]()}
+        in_commit: list[float] = []
+        for pair in range(self.args.pairs):
+            for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
+                say(f"  steps, {kind}: {way.name}, {pair + 1}/{self.args.pairs}")
+                with Run(way, kind, self.folder, steps, plain=way is torchrun) as run:
+                    lines = run.wait(lambda lines: sum(line.get("step") == steps for line in lines) == WORKERS, "end")
+                warm = steps // 4
+                times = [line["t"] for line in lines if line.get("step", 0) >= warm and line["slot"] == 0]
+                medians[way.kind].append(statistics.median(_gaps(times)))
+                if way is elaunch:
+                    begun = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
+                    ended = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
+                    in_commit += [after - before for before, after in zip(begun, ended, strict=True)][warm:]
+        ratios = sorted(a / b for a, b in zip(medians["elaunch"], medians["torchrun"], strict=True))
+        low, high = median_interval(ratios)
+        self.report.row(
+            {
+                "step": kind,
+                "pairs": len(ratios),
+                "plain_torchrun_ms": 1e3 * statistics.median(medians["torchrun"]),
+                "elaunch_ms": 1e3 * statistics.median(medians["elaunch"]),
+                "ratio_median": statistics.median(ratios),
+                "ratio_95_low": low,
+                "ratio_95_high": high,
+                "in_commit_ms": 1e3 * statistics.median(in_commit),
+            }
+        )
+        self.report.target(f"{kind}: step time", statistics.median(ratios), "x plain, torchrun", at_most=1.01)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _number(value: float) -> float:
+    return value if value == value else 0.0
+
+
+def _median(values: Any) -> float:
+    return 1e3 * spread(values).median
+
+
+def _free_ports(count: int) -> list[int]:
+    """Returns so many ports in a row."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+            try:
+                for port in range(first + 1, first + count):
+                    with socket.socket() as other:
+                        other.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return list(range(first, first + count))
+
+
+def _can_import(python: Path | None, module: str) -> bool:
+    try:
+        return (
+            python is not None
+            and not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode
+        )
+    except OSError:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--only", choices=("kills", "overhead"))
+    parser.add_argument("--kind", choices=("ddp", "fsdp"), help="instead of both")
+    parser.add_argument("--ways", default="elaunch,torchft,nvrx,torchrun", help="with commas")
+    parser.add_argument("--kills", type=int, help="under elaunch (default 20, quick 2); half as many under each peer")
+    parser.add_argument("--pairs", type=int, help="of runs without faults (default 8, quick 1)")
+    parser.add_argument("--steps", type=int, default=120, help="of each such run")
+    parser.add_argument("--torchft-python", type=Path, help="an interpreter that can import torchft")
+    parser.add_argument("--nvrx-python", type=Path, help="one that can import nvidia_resiliency_ext")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=int, default=3600)
+    args = parser.parse_args()
+    args.kills = args.kills or (2 if args.quick else 20)
+    args.pairs = args.pairs or (1 if args.quick else 8)
+    report = Report(
+        f"a script of one's own that survives: a GPT of 0.8 M parameters, {WORKERS} workers on Gloo",
+        notes=[
+            "left_and_entered: from the kill until the last survivor is in the function again (torchrun: until the "
+            "last new process has done its imports); own_set_up: groups and model; state: brought back; all by the "
+            "slowest",
+            "lines: of code, beside the plain script, which survives nothing",
+            "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
+            "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
+            "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "
+            "is not killed; whoever dies is not replaced, so each kill has a job of its own. tuned: intervals of 20 ms",
+        ],
+    )
+    own = Path(sys.executable)
+    ways = [Way("elaunch", "elaunch", own)]
+    if _can_import(args.torchft_python, "torchft"):
+        ways.append(Way("torchft 0.2.0, tuned", "torchft", args.torchft_python))
+    if _can_import(args.nvrx_python, "nvidia_resiliency_ext"):
+        rest: dict[str, Any] = {"keeps_size": False, "first_victim": 1}
+        ways.append(Way("NVRx 0.4.1, tuned", "nvrx", args.nvrx_python, environment=(("NVRX_TUNED", "1"),), **rest))
+        if not args.quick:
+            ways.append(Way("NVRx 0.4.1", "nvrx", args.nvrx_python, **rest))
+    ways.append(Way("torchrun, checkpoint", "torchrun", own))
+    ways = [way for way in ways if way.kind in args.ways.split(",")]
+    missing = set(args.ways.split(",")) - {way.kind for way in ways}
+    if missing:
+        report.notes.append(f"skipped, as no interpreter was given that can import it: {', '.join(sorted(missing))}")
+    limit_time(args.limit_s)
+    with tempfile.TemporaryDirectory(prefix="frameworks-") as folder:
+        bench = Bench(args, Path(folder), report, ways)
+        try:
+            bench.lines_changed()
+            for kind in ("ddp", "fsdp") if args.kind is None else (args.kind,):
+                if args.only != "overhead":
+                    bench.kills(kind)
+                if args.only != "kills":
+                    bench.overhead(kind)
+        except (JobFailed, TimeLimit) as error:
+            bench.failed = True
+            report.notes.append(f"FAILED: {error}")
+        signal.alarm(0)
+    report.print()
+    report.write(args.json)
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The GPT of `frameworks.py` under torchrun: all workers are started again, and load the last step's checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.gpt_frames import EPOCHS, Trace, arguments, build, data, loss_of
+
+
+def train(args: argparse.Namespace) -> None:
+    trace = Trace(args)
+    trace.say("entered")
+    # A restart with Gloo hangs without keys of its own: it reads the addresses of the dead (torch 2.13).
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    prefix = dist.PrefixStore("restart-" + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group(
+        "gloo", store=prefix, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    model = build(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trace.say("built")
+    step = 0
+    newest = args.checkpoint / "newest"
+    if newest.exists():
+        step = int(newest.read_text())
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=args.checkpoint / str(step % 2))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    trace.say("restored")
+    dataset = data()
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
+    )
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, drop_last=True)
+    for epoch in range(step // len(loader), EPOCHS):
+        sampler.set_epoch(epoch)
+        for number, (inputs, targets) in enumerate(loader):
+            if epoch * len(loader) + number < step:
+                continue
+            loss = loss_of(model, inputs, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            dcp.save(state, checkpoint_id=args.checkpoint / str(step % 2))
+            if dist.get_rank() == 0:
+                unfinished = args.checkpoint / "unfinished"
+                unfinished.write_text(str(step))
+                unfinished.replace(newest)
+            dist.barrier()
+            trace.say("step", step=step, members=dist.get_world_size())
+            if step >= args.steps:
+                return
+
+
+if __name__ == "__main__":
+    train(arguments())
+    dist.destroy_process_group()

@@ -1,0 +1,458 @@
+"""Accelerate scripts that survive: `elastic` for the training function, `Accelerator` in place of accelerate's.
+
+Under torchrun and in a plain process both do what accelerate does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import DataLoader, IterableDataset
+
+from elaunch.errors import UsageError
+from elaunch.plan.shares import share
+from elaunch.workers.reentry.run import Reentry
+from elaunch.workers.reentry.state import ElasticState
+
+WORLD_AT_START = int(os.environ.get("WORLD_SIZE", "1"))
+"""Members that the job had when this process was started."""
+
+
+def under_elaunch() -> bool:
+    """Returns whether an agent of elaunch has started this process."""
+    return bool(os.environ.get("ELAUNCH_CONTROL") and os.environ.get("ELAUNCH_WORKER"))
+
+
+def forget_group() -> None:
+    """Resets what accelerate keeps for the whole process: the next `Accelerator` looks at the environment again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class GlobalBatches:
+    """The batches of one member, cut from updates that are the same whatever the members are.
+
+    An update uses as many samples as all members had at the start of the job, in the order and with the repetitions at
+    the end of a pass that accelerate has with so many.
+
+    Args:
+        batches: the batch sampler of the whole data set.
+        world: members at the start.
+        accumulation: batches of each of them for an update.
+        rank, size: this member among those of now.
+        even: whether the last update is filled up with the first samples.
+        cut: whether no batch may have more samples than one of `batches`; else a member has one batch in an update.
+
+    Raises:
+        UsageError: the batches have no fixed size.
+    """
+
+    def __init__(
+        self, batches: Any, world: int, accumulation: int, rank: int, size: int, *, even: bool = True, cut: bool = False
+    ) -> None:
+        self.batch_size: int = getattr(batches, "batch_size", None) or 0
+        if self.batch_size < 1:
+            raise UsageError(f"{type(batches).__name__} has no batch_size: batches of one size can be dealt out alone")
+        self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
+        self._rank, self._size, self._cut, self._even = rank, size, cut, even
+        whole = world * self.batch_size
+        rounds = len(batches) // world if self.drop_last else -(-len(batches) // world)
+        self._n_samples = rounds * whole
+        if not even and not self.drop_last:
+            self._n_samples = len(batches.sampler)
+        self._per_update = accumulation * whole
+        self._ids: dict[int, list[int]] = {}
+
+    @property
+    def sampler(self) -> Any:
+        """Returns the sampler of the whole data set, which is told the epoch."""
+        return self.batch_sampler.sampler
+
+    @property
+    def n_updates(self) -> int:
+        """Returns the number of updates of a pass."""
+        return -(-self._n_samples // self._per_update)
+
+    def n_batches(self, update: int | None = None) -> int:
+        """Returns how many batches every member has in an update of a pass; None: in a full one."""
+        if not self._cut:
+            return 1
+        count = self._per_update if update is None else self._count(update)
+        largest, least = -(-count // self._size), count // self._size
+        return max(1, min(-(-largest // self.batch_size), least))
+
+    def weights(self, update: int) -> list[float]:
+        """Returns how much the mean loss over each of this member's batches counts in the mean over all of them."""
+        pieces = self._pieces(update)
+        total = max(self._count(update), self._size)
+        return [len(piece) * self._size * len(pieces) / total for piece in pieces]
+
+    def ids(self, update: int) -> list[int]:
+        """Returns the samples of all members in an update that has been drawn, and forgets those before."""
+        found = self._ids.get(update, [])
+        for older in [one for one in self._ids if one < update]:
+            del self._ids[older]
+        return found
+
+    def __len__(self) -> int:
+        last = self.n_updates - 1
+        return last * self.n_batches() + self.n_batches(last) if last >= 0 else 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first: list[int] = []
+        drawn: list[int] = []
+        source = iter(self.batch_sampler)
+        for update in range(self.n_updates):
+            count = self._count(update)
+            while len(drawn) < count and (batch := next(source, None)) is not None:
+                drawn += batch
+                if len(first) < self._per_update:
+                    first += batch
+            if not drawn:
+                return
+            place = 0
+            while len(drawn) < count:
+                drawn.append(first[place % len(first)])
+                place += 1
+            ids, drawn = drawn[:count], drawn[count:]
+            self._ids[update] = ids
+            for piece in self._pieces(update):
+                yield [ids[place % count] for place in piece]
+        for _ in source:  # a sampler counts its passes when it is used up
+            pass
+
+    def _count(self, update: int) -> int:
+        return min(self._per_update, self._n_samples - update * self._per_update)
+
+    def _pieces(self, update: int) -> list[range]:
+        # Each member takes part in each update; the last samples of a pass may have to do for several.
+        mine = share(max(self._count(update), self._size), self._size, self._rank)
+        n_pieces = self.n_batches(update)
+        return [
+            mine[share(len(mine), n_pieces, place).start :][: len(share(len(mine), n_pieces, place))]
+            for place in range(n_pieces)
+        ]
+
+
+def dealt_out(
+    loader: Any, batches: Callable[[Any], GlobalBatches], device: Any, seed: int
+) -> tuple[Any, GlobalBatches]:
+    """Returns a loader of this member's part of what an accelerate loader loads, and its batches.
+
+    Args:
+        loader: as accelerate has prepared it.
+        batches: makes them of the batch sampler of the whole data set.
+        device: where batches go; None: nowhere.
+        seed: of the order of samples.
+
+    Raises:
+        UsageError: the data set is a stream.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "a stream (IterableDataset) has no place to go back to when members change: use a data set with a length"
+        )
+    whole = loader.batch_sampler
+    whole = getattr(whole, "batch_sampler", whole)
+    if isinstance(whole.sampler, SeedableRandomSampler):
+        whole.sampler.initial_seed = seed
+    mine = batches(whole)
+    kept = (
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+        "persistent_workers",
+        "pin_memory_device",
+        "in_order",
+    )
+    more = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
+    generator = torch.Generator()  # or it draws from the script's own
+    # GlobalBatches is all that a DataLoader needs of a batch sampler.
+    plain: Any = DataLoader(loader.dataset, batch_sampler=mine, generator=generator, **more)
+    made = prepare_data_loader(
+        plain,
+        device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=device is not None,
+        dispatch_batches=False,
+        non_blocking=loader._non_blocking,
+    )
+    return made, mine
+
+
+def agreed(reentry: Reentry, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns what all members know of their job, before anything is bound; all call it.
+
+    Args:
+        reentry: of the job.
+        own: counts before the first commit: the largest `world` (members at the start, as far as each knows), and
+            the rest from the first member.
+
+    Returns:
+        The values of the last commit, or `own` as agreed.
+    """
+    notes = reentry.member.group.all_gather_json({"own": own, "last": reentry.last_values()})
+    for note in notes:
+        if note["last"] is not None:
+            last: dict[str, Any] = note["last"]
+            return last
+    return {**notes[0]["own"], "world": max(note["own"]["world"] for note in notes)}
+
+
+class _Entry:
+    """An entry of a training function.
+
+    Attributes:
+        values: of the last commit.
+        world: members at the start of the job.
+    """
+
+    current: _Entry | None = None
+
+    def __init__(self, reentry: Reentry, state: ElasticState) -> None:
+        self.reentry, self.state = reentry, state
+        self.values = agreed(reentry, {"world": WORLD_AT_START})
+        self.world: int = self.values["world"]
+
+
+def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> Any:
+    """Has a training function entered by every worker, and entered again when the members of its job change.
+
+    The function makes its `Accelerator` (of this module) itself. Under torchrun, or in a plain process, it is called.
+
+    Args:
+        function: the function.
+        every: commits that count, as for `elaunch.elastic`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not under_elaunch():
+                return function(*args, **kwargs)
+            reentry = Reentry(every)
+
+            def enter(state: ElasticState) -> Any:
+                forget_group()
+                _Entry.current = _Entry(reentry, state)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    _Entry.current = None
+                    forget_group()
+
+            return reentry.run(enter)
+
+        return call
+
+    return decorate if function is None else decorate(function)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Accelerate's Accelerator. In an `elastic` function its training survives changes of members.
+
+    A loader that is iterated over while the first prepared model is in training mode is dealt out in updates that do
+    not depend on the members; others, as for evaluation, are sharded among the members of now. The state counts as
+    committed when the next batch is asked for after an update.
+
+    Args:
+        args, kwargs: as for accelerate's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._entry = _Entry.current
+        self._loaders: list[_Loader] = []
+        self._weight = 1.0
+        self._loss: Any = None
+        self._stepped = False
+        super().__init__(*args, **kwargs)
+        if self._entry is not None:
+            self.dataloader_config.use_seedable_sampler = True
+            if self.split_batches or self.dispatch_batches:
+                raise UsageError("split_batches and dispatch_batches do not go with an elastic function")
+
+    def epochs(self, n_epochs: int) -> Iterator[int]:
+        """Yields the numbers of the passes that are left, of `n_epochs`; call it after everything is prepared."""
+        if self._entry is None:
+            yield from range(n_epochs)
+            return
+        self._bind()
+        values = self._entry.state.values
+        for loader in self._loaders:
+            loader.passed = values["passes"][loader.place]
+        for epoch in range(values["epoch"], n_epochs):
+            values["epoch"] = epoch
+            yield epoch
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Computes gradients; a mean over more or fewer samples than others have counts as much more or less."""
+        if self._entry is not None:
+            loss = loss if self._weight == 1.0 else loss * self._weight
+            part = loss.detach().double() / self.gradient_accumulation_steps
+            self._loss = part if self._loss is None else self._loss + part
+        super().backward(loss, **kwargs)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepares a loader."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self._entry is None or isinstance(prepared, _Loader):
+            return prepared
+        found = _Loader(self, prepared, len(self._loaders))
+        self._loaders.append(found)
+        return found
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepares a scheduler, which moves on by as many steps as there were members at the start."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self._entry is not None and type(prepared) is AcceleratedScheduler:
+            prepared.__class__ = _Scheduler
+            prepared.world = self._entry.world
+        return prepared
+
+    def _bind(self) -> None:
+        entry = self._entry
+        assert entry is not None
+        if entry.reentry.bound:
+            return
+        objects: dict[str, Any] = {}
+        for kind, found in (
+            ("model", [self.unwrap_model(one) for one in self._models]),
+            ("optimizer", [one.optimizer for one in self._optimizers]),
+            ("scheduler", [one.scheduler for one in self._schedulers]),
+            ("object", self._custom_objects),
+            ("scaler", [self.scaler] if self.scaler is not None else []),
+        ):
+            objects |= {f"{kind}{place}": one for place, one in enumerate(found)}
+        entry.state.bind(**objects)
+        for one in self._optimizers:
+            one.optimizer.register_step_post_hook(lambda *_: setattr(self, "_stepped", True))
+        # The script has seeded its generators by now.
+        seeds = entry.reentry.member.group.all_gather_json(torch.initial_seed() % 2**63)
+        n_loaders = len(self._loaders)
+        first = {
+            "world": entry.world,
+            "seed": seeds[0],
+            "epoch": 0,
+            "passes": [0] * n_loaders,
+            "updates": [0] * n_loaders,
+        }
+        entry.state.values = {**first, **entry.state.values}
+
+    def _commit(self, ids: list[int]) -> None:
+        assert self._entry is not None
+        loss, self._loss, self._stepped = self._loss, None, False
+        mean: float | None = None
+        if loss is not None:
+            total = loss.reshape(())
+            if self.num_processes > 1:
+                dist.all_reduce(total)
+            mean = total.item() / self.num_processes
+        self._entry.state.commit(loss=mean, sample_ids=ids)
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A prepared scheduler, to which the members of now do not matter."""
+
+    world = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves on, if the optimizer did."""
+        shared = PartialState._shared_state  # each AcceleratorState() takes its own from there
+        size, shared["num_processes"] = shared["num_processes"], self.world
+        try:
+            super().step(*args, **kwargs)
+        finally:
+            shared["num_processes"] = size
+            AcceleratorState()
+
+
+class _Loader:
+    """A prepared loader, which yields parts of updates while a model trains, and else what accelerate shares out.
+
+    Args:
+        accelerator: which prepared it.
+        prepared: by accelerate.
+        place: among its loaders.
+
+    Attributes:
+        passed: passes for training that have begun and ended in this entry, or count as such.
+    """
+
+    def __init__(self, accelerator: Accelerator, prepared: Any, place: int) -> None:
+        self._accelerator, self._prepared, self.place = accelerator, prepared, place
+        self.passed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_prepared":
+            raise AttributeError(name)
+        return getattr(self._prepared, name)
+
+    def __len__(self) -> int:
+        entry = self._accelerator._entry
+        assert entry is not None
+        if isinstance(self._prepared.dataset, IterableDataset):
+            return len(self._prepared)
+        whole = getattr(self._prepared.batch_sampler, "batch_sampler", self._prepared.batch_sampler)
+        return len(GlobalBatches(whole, entry.world, 1, 0, 1, even=self._accelerator.even_batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        accelerator = self._accelerator
+        assert accelerator._entry is not None
+        accelerator._bind()
+        if accelerator._models and accelerator._models[0].training:
+            return self._train(accelerator, accelerator._entry)
+        return iter(self._prepared)
+
+    def _train(self, accelerator: Accelerator, entry: _Entry) -> Iterator[Any]:
+        values = entry.state.values
+        passes, updates = values["passes"], values["updates"]
+        if self.passed < passes[self.place]:
+            self.passed += 1  # a script that counts its passes itself comes to those again that are over
+            return
+        loader, batches = dealt_out(
+            self._prepared,
+            lambda whole: GlobalBatches(
+                whole,
+                entry.world,
+                1,
+                accelerator.process_index,
+                accelerator.num_processes,
+                even=accelerator.even_batches,
+            ),
+            self._prepared.device,
+            values["seed"],
+        )
+        loader.set_epoch(passes[self.place])
+        start = updates[self.place]
+        if start:
+            loader = accelerate.skip_first_batches(loader, start)
+        ids: list[int] = []
+        update = start
+        if start < batches.n_updates:
+            for update, batch in enumerate(loader, start):
+                (accelerator._weight,) = batches.weights(update)
+                ids += batches.ids(update)
+                entry.reentry.check()
+                yield batch
+                accelerator._weight = 1.0
+                updates[self.place] = update + 1
+                if accelerator._stepped:
+                    accelerator._commit(ids)
+                    ids = []
+        passes[self.place] += 1
+        self.passed = passes[self.place]
+        updates[self.place] = 0

@@ -1,0 +1,117 @@
+"""Scripts of transformers and accelerate, changed by a line or three: whoever dies, they train as if nobody had."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Spawner, soak
+from tests.jobs.watch import Node, elaunch
+
+pytestmark = pytest.mark.timeout(200)
+
+TRAINER = ROOT / "tests" / "jobs" / "hf.py"
+ACCELERATE = ROOT / "tests" / "jobs" / "hf_accelerate.py"
+
+
+def run(spawn: Spawner, folder: Path, script: Path, *flags: str, workers: int = 3, name: str) -> Node:
+    command = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=6")
+    node = elaunch(spawn, folder, *command, script=(script, *flags), name=name)
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    return node
+
+
+def train(spawn: Spawner, folder: Path, *flags: str, workers: int = 3, name: str) -> Node:
+    return run(spawn, folder, TRAINER, "--out", str(folder / name), *flags, workers=workers, name=name)
+
+
+def numbers(text: str, start: str) -> list[tuple[float, ...]]:
+    """The numbers of the lines that begin so, each line once."""
+    found = dict.fromkeys(re.findall(rf"{start}(.*)\.$", text, re.MULTILINE))
+    return [tuple(map(float, line.split())) for line in found]
+
+
+def assert_same_steps(node: Node, calm: Node, rel: float) -> None:
+    steps, expected = node.events("step"), calm.events("step")
+    assert [(one["step"], one["digest"]) for one in steps] == [(one["step"], one["digest"]) for one in expected]
+    assert len({one["digest"] for one in expected}) == len(expected)
+    assert [one["loss"] for one in steps] == pytest.approx([one["loss"] for one in expected], rel=rel)
+    assert {event.get("attempt", 0) for event in node.events("worker_started")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "deaths"),
+    [
+        (1, ("1:0", "0:12")),
+        soak(3, ("1:0", "0:5")),
+    ],
+)
+def test_a_trainer_goes_on_as_if_nobody_had_died(
+    spawn: Spawner, tmp_path: Path, accumulation: int, deaths: tuple[str, ...]
+) -> None:
+    flags = ("--accumulation", str(accumulation))
+    calm = train(spawn, tmp_path, *flags, name="calm")
+    node = train(spawn, tmp_path, *flags, *[flag for death in deaths for flag in ("--die", death)], name="deaths")
+    assert_same_steps(node, calm, 1e-4)
+    assert len(node.events("worker_started")) == 3 + len(deaths)
+    for own, expected in zip(numbers(node.agent.text(), "end: "), numbers(calm.agent.text(), "end: "), strict=True):
+        assert own == pytest.approx(expected, rel=1e-4)
+    states = [
+        tmp_path / name / f"checkpoint-{'18' if accumulation == 1 else '6'}" / "trainer_state.json"
+        for name in ("calm", "deaths")
+    ]
+    logs = [json.loads(state.read_text())["log_history"] for state in states]
+    assert [set(log) for log in logs[0]] == [set(log) for log in logs[1]]
+    for log, undisturbed in zip(logs[1], logs[0], strict=True):
+        for key in {"step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss"} & set(log):
+            assert log[key] == pytest.approx(undisturbed[key], rel=1e-3), key
+
+
+@pytest.mark.soak
+def test_a_trainer_under_elaunch_has_the_losses_of_one_under_torchrun(spawn: Spawner, tmp_path: Path) -> None:
+    calm = train(spawn, tmp_path, name="calm")
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(TRAINER))
+    process = spawn.python(*command, "--out", str(tmp_path / "torchrun"), name="torchrun")
+    assert process.wait(150) == 0, process.tail()
+    (own,), (expected,) = numbers(calm.agent.text(), "end: "), numbers(process.text(), "end: ")
+    assert own == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.soak
+def test_a_trainer_resumes_from_its_checkpoint_and_survives_a_death_before_its_first_step(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    calm = train(spawn, tmp_path, name="calm")
+    (tmp_path / "calm" / "checkpoint-18").rename(tmp_path / "calm" / "later")
+    (tmp_path / "calm" / "checkpoint-16").rename(tmp_path / "calm" / "last")
+    node = train(spawn, tmp_path, "--resume", "--die", "1:8", "--die", "0:12", name="calm")
+    assert_weights_alike(node, calm)
+
+
+def assert_weights_alike(node: Node, calm: Node) -> None:
+    (own,), (expected,) = numbers(node.agent.text(), "end: "), numbers(calm.agent.text(), "end: ")
+    assert (own[0], *own[2:]) == pytest.approx((expected[0], *expected[2:]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "deaths"),
+    [
+        (1, ("1:0.0", "0:2.0")),
+        soak(2, ("1:0.1", "0:2.5")),
+    ],
+)
+def test_an_accelerate_script_goes_on_as_if_nobody_had_died(
+    spawn: Spawner, tmp_path: Path, accumulation: int, deaths: tuple[str, ...]
+) -> None:
+    flags = ("--accumulation", str(accumulation))
+    calm = run(spawn, tmp_path, ACCELERATE, *flags, name="calm")
+    told = [flag for death in deaths for flag in ("--die", death)]
+    node = run(spawn, tmp_path, ACCELERATE, *flags, *told, name="deaths")
+    assert_same_steps(node, calm, 1e-8)
+    epochs, expected = (numbers(one.agent.text(), "epoch [0-9]: ") for one in (node, calm))
+    assert len(expected) == 3
+    for own, undisturbed in zip(epochs, expected, strict=True):
+        assert own == pytest.approx(undisturbed, rel=1e-6)

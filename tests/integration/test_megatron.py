@@ -1,0 +1,118 @@
+"""Megatron-core in an elastic function: replicas lost, and tensor- and pipeline-parallel sizes that follow the members.
+
+All runs train alike whatever their layout: the losses are those of one worker that trains alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Spawner, once_a_session, soak
+from tests.jobs.watch import Node, elaunch, wait_for
+
+SCRIPT = ROOT / "tests" / "jobs" / "megatron_gpt.py"
+STEPS = 12
+
+Step = tuple[int, float, str]
+
+
+def start(spawn: Spawner, folder: Path, *flags: str, workers: int, restarts: int = 3, name: str) -> Node:
+    command = ("--standalone", f"--nproc-per-node={workers}", f"--max-restarts={restarts}")
+    return elaunch(spawn, folder, *command, script=(SCRIPT, *flags), name=name, environment={"OMP_NUM_THREADS": "1"})
+
+
+def steps(node: Node) -> list[Step]:
+    """Number, loss and samples of each step, as logged."""
+    return [(event["step"], event["loss"], event["digest"]) for event in node.events("step")]
+
+
+def run(spawn: Spawner, folder: Path, *flags: str, workers: int, name: str) -> Node:
+    node = start(spawn, folder, "--steps", str(STEPS), *flags, workers=workers, name=name)
+    assert node.agent.wait(100) == 0, node.agent.tail()
+    return node
+
+
+def assert_as_alone(spawn: Spawner, folder: Path, node: Node, n_steps: int = STEPS, rel: float = 1e-6) -> None:
+    def alone() -> list[Step]:
+        calm = start(spawn, folder, "--steps", str(n_steps), workers=1, restarts=0, name=f"alone-{n_steps}")
+        assert calm.agent.wait(100) == 0, calm.agent.tail()
+        return steps(calm)
+
+    expected = once_a_session(("megatron", n_steps), alone)
+    assert [(step, digest) for step, _, digest in steps(node)] == [(step, digest) for step, _, digest in expected]
+    assert len(expected) == n_steps
+    for (step, loss, _), (_, wanted, _) in zip(steps(node), expected, strict=True):
+        assert loss == pytest.approx(wanted, rel=rel), f"step {step}"
+    assert expected[-1][1] != pytest.approx(expected[0][1], rel=1e-3), "nothing was learned that could be lost"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("layouts", "flags", "while_3"),
+    [
+        ("2x1,1x1", (), "TP 1, PP 1, DP 3"),
+        ("1x2,1x1", ("--sharded-optimizer",), "TP 1, PP 1, DP 3"),
+        soak("1x2,1x1", (), "TP 1, PP 1, DP 3"),
+        soak("2x2,1x1", (), "TP 1, PP 1, DP 3"),
+        soak("1x1", ("--sharded-optimizer",), "TP 1, PP 1, DP 3"),
+    ],
+)
+def test_a_replica_is_lost_and_the_others_go_on_in_the_layout_that_fits_them(
+    spawn: Spawner, tmp_path: Path, layouts: str, flags: tuple[str, ...], while_3: str
+) -> None:
+    deaths = ("--die", "3:4", "--sleep", "0.02")
+    node = run(spawn, tmp_path, "--layouts", layouts, *deaths, *flags, workers=4, name="deaths")
+    assert f"{while_3}, step 4" in node.agent.text()
+    assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
+    assert_as_alone(spawn, tmp_path, node)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_members_that_fit_no_layout_wait_for_others(spawn: Spawner, tmp_path: Path) -> None:
+    node = run(spawn, tmp_path, "--layouts", "2x1", "--sharded-optimizer", "--die", "1:4", workers=4, name="wait")
+    assert (
+        "3 members fit none of the (tensor, pipeline) sizes ((2, 1),): waiting for other members" in node.agent.text()
+    )
+    assert "entry 3: TP 2, PP 1, DP 2, step 4" in node.agent.text()
+    assert_as_alone(spawn, tmp_path, node)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_the_distributed_optimizer_refuses_another_tensor_parallel_size(spawn: Spawner, tmp_path: Path) -> None:
+    flags = ("--layouts", "2x1,1x1", "--sharded-optimizer", "--die", "1:4", "--steps", "8", "--sleep", "0.3")
+    node = start(spawn, tmp_path, *flags, workers=4, restarts=1, name="refused")
+    node.agent.wait(100)
+    assert "with Megatron's distributed optimizer the tensor-parallel size cannot change" in node.agent.text()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("layouts", "flags"), [("2x1,1x1", ()), ("1x2,1x1", ()), ("1x2,1x1", ("--sharded-optimizer",))]
+)
+def test_ten_random_kills_leave_the_losses_as_they_are(
+    spawn: Spawner, tmp_path: Path, layouts: str, flags: tuple[str, ...]
+) -> None:
+    n_steps = 80
+    node = start(
+        spawn,
+        tmp_path,
+        *("--layouts", layouts, "--steps", str(n_steps), "--sleep", "0.1", *flags),
+        workers=4,
+        restarts=12,
+        name="kills",
+    )
+    choose = random.Random(layouts)
+    for number in range(10):
+        wait_for(node, lambda: node.last_step() >= 2 + 7 * number and len(node.members()) == 4, 100, "more steps")  # noqa: B023
+        os.kill(choose.choice(sorted(node.pids().values())), signal.SIGKILL)
+        wait_for(node, lambda: len(node.events("worker_exited")) > number, 60, "the kill")  # noqa: B023
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    assert_as_alone(spawn, tmp_path, node, n_steps, rel=1e-5)  # rounding of 80 steps in single precision

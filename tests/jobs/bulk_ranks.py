@@ -1,0 +1,308 @@
+"""A member of native groups by itself, without a job: `python -m tests.jobs.bulk_ranks --rank 0 ... SCENARIO...`
+
+Several members of one machine may share a GPU (NCCL_HOSTID, as benchmarks/accelerator_job.py has it). Each scenario is
+a function that all members call, and that raises what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elaunch import threads
+from elaunch.detect.heartbeat import Reader
+from elaunch.workers import heartbeat
+from elaunch.workers.comm.native import ended, nccl
+from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.nccl2 import Nccl2Bulk
+
+PATIENCE = timedelta(seconds=60)
+FREED_S = 30.0
+"""Far more than any machine takes; without an abort it would be for ever."""
+
+
+class Member:
+    """One of the ranks.
+
+    Args:
+        rank, size: of it.
+        port: of the store, which the test hosts.
+        device: where it computes.
+    """
+
+    def __init__(self, rank: int, size: int, port: int, device: torch.device) -> None:
+        self.rank, self.size, self.port, self.device = rank, size, port, device
+        self.store = self.client()
+        made = maker("127.0.0.1", device)
+        assert made is not None
+        self.make = made
+
+    def client(self) -> dist.Store:
+        """Returns a client of the store, for one thread."""
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=PATIENCE)
+
+    def meet(self, name: str, of: Sequence[int] | None = None) -> None:
+        """Returns when these ranks, by default all, have come to a place of this name."""
+        of = range(self.size) if of is None else of
+        self.store.set(f"meet/{name}/{self.rank}", "1")
+        self.store.wait([f"meet/{name}/{rank}" for rank in of])
+
+    def opened(self, name: str, of: Sequence[int] | None = None, bulk: Bulk | None = None) -> Bulk:
+        """Returns a native group of these ranks, by default all."""
+        of = range(self.size) if of is None else of
+        bulk = self.make() if bulk is None else bulk
+        bulk.open(dist.PrefixStore(f"group/{name}", self.client()), of.index(self.rank), len(of), messages=True)
+        return bulk
+
+    def filled(self, value: float) -> torch.Tensor:
+        """Returns a tensor on the device."""
+        return torch.full((1 << 16,), value, device=self.device)
+
+    def total(self, bulk: Bulk, value: float) -> float:
+        """Returns the sum of a value over a group, which must be right in every place."""
+        tensor = self.filled(value)
+        bulk.all_reduce(tensor).wait()
+        found = tensor.unique().tolist()
+        assert len(found) == 1, found
+        return float(found[0])
+
+    def is_freed(self, bulk: Bulk, work: dist.Work, tensor: torch.Tensor) -> None:
+        """Returns when an operation of a poisoned group is over here, and sees to it that it does not count."""
+        begin_s = time.monotonic()
+        if self.device.type == "cpu":
+            try:
+                work.wait(timedelta(seconds=FREED_S))
+            except RuntimeError:
+                pass
+            else:
+                raise AssertionError(f"a sum without one of its members has {tensor[0]}")
+        else:
+            work.wait()  # the stream does
+            ended.reach(self.device, ended.here(self.device), bulk.errored)
+            assert bulk.errored(), "a stream that an abort freed goes on with garbage, and the group does not say so"
+        assert time.monotonic() - begin_s < FREED_S
+
+
+def freed(me: Member) -> None:
+    """An abort frees who waits for a silent member; tensors stay, the device works; the survivors have a new group."""
+    bulk, kept = me.opened("freed"), torch.arange(1 << 16, device=me.device)
+    if me.rank == me.size - 1:
+        me.meet("all wait")
+        me.meet("all are free")
+    else:
+        tensor = me.filled(1.0)
+        work = bulk.all_reduce(tensor)
+        me.meet("all wait")
+        aborting = threads.start("poison", bulk.poison, lambda _: None)
+        me.is_freed(bulk, work, tensor)
+        aborting.join()
+        assert torch.equal(kept.cpu(), torch.arange(1 << 16)), "a tensor of another matter has changed"
+        assert (kept * 2).sum().item() == (1 << 16) * ((1 << 16) - 1), "the device does not compute"
+        survivors = range(me.size - 1)
+        again = me.opened("freed, survivors", survivors)
+        assert me.total(again, me.rank + 1.0) == sum(rank + 1.0 for rank in survivors)
+        me.meet("all are free")
+        again.poison()
+        again.close()
+    bulk.poison()
+    me.meet("all have left")
+    bulk.close()
+
+
+def beside(me: Member) -> None:
+    """A second group opens beside one that is in use, and stays when that is aborted."""
+    first = me.opened("first")
+    assert me.total(first, 1.0) == me.size
+    second = me.opened("second")
+    for number in range(3):
+        assert me.total(first, number) == me.size * number
+        assert me.total(second, 2.0 * number) == 2 * me.size * number
+    first.poison()
+    assert me.total(second, 3.0) == 3 * me.size
+    second.poison()
+    me.meet("both are over")
+    first.close()
+    second.close()
+
+
+def eager(me: Member) -> None:
+    """What a group needs it has when it is open: neither sums nor messages make a further communicator."""
+    bulk = me.opened("eager")
+    left, right = (me.rank - 1) % me.size, (me.rank + 1) % me.size
+    assert me.total(bulk, 1.0) == me.size
+    out = [me.filled(me.rank) if rank != me.rank else me.filled(0)[:0] for rank in range(me.size)]
+    into = [me.filled(-1) if rank != me.rank else me.filled(0)[:0] for rank in range(me.size)]
+    for work in bulk.exchange(out, into):
+        work.wait()
+    assert [one[0].item() for rank, one in enumerate(into) if rank != me.rank] == [
+        rank for rank in range(me.size) if rank != me.rank
+    ]
+    came = me.filled(-1)
+    # Of the two ends of a message of NCCL one after the other is given to the device: the first rank receives first.
+    if me.rank:
+        works = [bulk.send(me.filled(me.rank), right), bulk.receive(came, left)]
+    else:
+        works = [bulk.receive(came, left), bulk.send(me.filled(me.rank), right)]
+    for work in works:
+        work.wait()
+    assert came.unique().tolist() == [left]
+    if me.device.type == "cuda":
+        log = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid()))).read_text()
+        assert log.count("Init COMPLETE") == 1, log
+    bulk.poison()
+    me.meet("all is sent")
+    bulk.close()
+
+
+def options(me: Member) -> None:
+    """Torch neither ends the process when a peer dies, nor waits for the dead."""
+    bulk = me.opened("options")
+    if me.device.type == "cuda":
+        assert {name: os.environ.get(name) for name in nccl.SETTINGS} == nccl.SETTINGS
+        assert nccl.NONBLOCKING_TIMEOUT in os.environ
+        assert bulk.backend_group().options.config.blocking == 0
+    me.meet("all have looked")  # one that closes it while another still opens it spoils that
+    bulk.poison()
+    me.meet("all have left it")
+    bulk.close()
+
+
+def order(me: Member) -> None:
+    """One after the other revokes; nothing is given back before all have; then the next generation stands."""
+    groups, members = NativeGroups(me.make), tuple(f"m{rank}" for rank in range(me.size))
+
+    def enter(generation: int) -> Bulk:
+        groups.enter(generation, members, me.rank, me.client)
+        end_s = time.monotonic() + PATIENCE.total_seconds()
+        while not groups.ready():
+            assert time.monotonic() < end_s, "it does not open"
+            time.sleep(0.01)
+        me.meet(f"{generation} is open")
+        assert groups.passed((generation, generation))
+        assert groups.current is not None
+        return groups.current
+
+    bulk, tensor = enter(1), me.filled(1.0)
+    last = me.rank == me.size - 1  # it is silent, and the last to revoke
+    work = None if last else bulk.all_reduce(tensor)
+    for rank in range(me.size):
+        if rank == me.rank:
+            groups.poison(2)
+        me.meet(f"{rank} has revoked")
+    if work is not None:
+        me.is_freed(bulk, work, tensor)
+    groups.pause()
+    with pytest.raises(AssertionError, match="still is in the group"):
+        groups.settled((1,))
+    me.meet("all have left")
+    assert me.total(enter(2), 2.0) == 2 * me.size
+    groups.poison(3)
+    groups.pause()
+    me.meet("all have left again")
+    groups.settled(())
+    groups.close()
+
+
+def anew(me: Member) -> None:
+    """A group that has been left is connected anew among fewer members (torch 2.14 and later)."""
+    bulk = me.opened("before")
+    assert isinstance(bulk, Nccl2Bulk), type(bulk)
+    assert me.total(bulk, 1.0) == me.size
+    object_of_torch = bulk.backend_group()
+    bulk.poison()
+    bulk.leave()
+    me.meet("all have left before")
+    bulk.close()
+    fewer = range(me.size - 1)
+    if me.rank in fewer:
+        again = me.opened("after", fewer)
+        assert again.backend_group() is object_of_torch
+        assert me.total(again, 1.0) == len(fewer)
+        again.poison()
+        again.close()
+
+
+def pulse(me: Member) -> None:
+    """Whoever waits for a hung member shows it while no Python of its training thread runs: its peers are named."""
+    bulk, beats = me.opened("pulse"), heartbeat.open_heartbeat()
+    if me.rank == me.size - 1:
+        me.meet("they are seen to wait")
+    else:
+        tensor, seen = me.filled(1.0), list[str]()
+
+        def watch() -> None:
+            heartbeat.in_background()
+            reader = Reader(beats.fd)
+            while (reading := reader.read()) is None or not reading.waits:
+                time.sleep(0.01)
+            seen.extend(reading.awaited.peers)
+            me_too.meet("they are seen to wait", range(me.size - 1))
+            me_too.store.set(f"meet/they are seen to wait/{me.size - 1}", "1")
+            bulk.poison()
+
+        me_too = Member(me.rank, me.size, me.port, me.device)
+        watching = threads.start("watch", watch, lambda _: None)
+        work = bulk.all_reduce(tensor)
+        with heartbeat.waiting([f"m{me.size - 1}"], 1):
+            me.is_freed(bulk, work, tensor)
+        watching.join()
+        assert seen == [f"m{me.size - 1}"], seen
+    bulk.poison()
+    me.meet("the pulse was seen")
+    bulk.close()
+
+
+def death(me: Member) -> None:
+    """A member is killed while the others wait for it: they are freed, and a group of the survivors stands."""
+    bulk = me.opened("death")
+    if me.rank == me.size - 1:
+        me.meet("all wait for the dead")
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = me.filled(1.0)
+    work = bulk.all_reduce(tensor)
+    me.meet("all wait for the dead")
+    aborting = threads.start("poison", bulk.poison, lambda _: None)
+    me.is_freed(bulk, work, tensor)
+    aborting.join()
+    survivors = range(me.size - 1)
+    me.meet("survivors have left", survivors)
+    bulk.close()
+    again = me.opened("survivors", survivors)
+    assert me.total(again, me.rank + 1.0) == sum(rank + 1.0 for rank in survivors)
+    again.poison()
+    me.meet("survivors are done", survivors)
+    again.close()
+
+
+SCENARIOS: dict[str, Callable[[Member], None]] = {
+    run.__name__: run for run in (freed, beside, eager, options, order, anew, pulse, death)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
+    args = parser.parse_args()
+    me = Member(args.rank, args.size, args.port, torch.device(args.device))
+    for name in args.scenarios:
+        SCENARIOS[name](me)
+        print(f"{name}: right", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What the members have to move state over, and have measured; and the path that follows from it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elaunch.workers import heartbeat
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native.groups import Connect, NativeGroups
+from elaunch.workers.comm.paths import StatePath
+from elaunch.workers.state.paths import nixl
+from elaunch.workers.state.paths.choice import (
+    AUTO,
+    LINKS,
+    NATIVE,
+    NIXL,
+    PATH,
+    PathOffer,
+    choose,
+    is_open_to_choice,
+    parse_path,
+)
+from elaunch.workers.state.paths.links import LinkPath
+from elaunch.workers.state.paths.native import NativePath
+from elaunch.workers.state.staging import copies_of
+
+FACT = "elaunch.state_path"
+"""Among the facts of a vote: this member's offer."""
+
+MEASURED_BYTES = 8 << 20
+"""A smaller move says little of a rate."""
+
+
+class Offers:
+    """One member's part in the choice of paths.
+
+    What members offer they tell each other with their votes, so that all choose by the same. Where nobody has anything
+    but links, nothing is told.
+
+    Args:
+        native: the native groups of this member.
+
+    Attributes:
+        last: the path of the last move; None: there was nothing to choose from.
+    """
+
+    def __init__(self, native: NativeGroups) -> None:
+        self._native = native
+        self._asked = parse_path(os.environ.get(PATH) or AUTO)
+        self._host = socket.gethostname()
+        self._backend = ""
+        self._measured: dict[str, float] = {}
+        self._open_s: float | None = None
+        self._connect: Connect | None = None
+        self._offers: tuple[PathOffer, ...] = ()
+        self._refused_in = 0
+        self.last: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what goes with this member's vote."""
+        self._backend = self._backend or self._native.offered
+        has_fabric = self._asked in (AUTO, NIXL) and nixl.has_fabric()
+        if not self._backend and not has_fabric:
+            return {}
+        links, native, over_nixl = (self._measured.get(name) for name in (LINKS, NATIVE, NIXL))
+        offer = PathOffer(self._asked, self._host, self._backend, has_fabric, links, native, over_nixl, self._open_s)
+        return {FACT: offer.to_json()}
+
+    def agreed(self, facts: Sequence[Mapping[str, Any]], connect: Connect) -> None:
+        """Takes note of what the members of a generation offer.
+
+        Args:
+            facts: of all of them, in their order.
+            connect: returns a client of the job's store, where a native group is opened.
+        """
+        self._connect = connect
+        told = [PathOffer(**one[FACT]) for one in facts if FACT in one]
+        self._offers = tuple(told) if len(told) == len(facts) else ()
+
+    def choose(self, group: Group, most_bytes: int, device: torch.device | None, is_bounded: bool) -> StatePath | None:
+        """Returns the path of a move, after all members have told each other how much that is."""
+        self.last = None
+        if group.size == 1 or not self._offers or not is_open_to_choice(self._offers):
+            return None
+        where = self._device()
+        is_elsewhere = device is not None and device.type != where.type
+        told = group.reduce_bytes(f"{most_bytes} {int(is_elsewhere)}".encode(), _most)
+        most, elsewhere = map(int, told.split())
+        bulk = self._native.for_state(group.members)
+        offers = self._offers
+        choice = choose(most, not elsewhere, offers, bulk is not None)
+        self.last = LINKS
+        if choice.path == NIXL:
+            self.last = NIXL
+            links = LinkPath(group, copies_of(where, is_bounded))
+            at = torch.device("cpu") if elsewhere else where
+            return nixl.path(group, [one.host for one in offers], at, links, is_bounded)
+        if choice.path != NATIVE or self._refused_in == group.generation:
+            return None
+        if bulk is None and (wrong := self._open(group)):
+            self._refused_in = group.generation
+            if group.rank == 0:
+                name, number = self._backend, group.generation
+                _say(f"the state of generation {number} moves over links, as {name} cannot be opened for it: {wrong}")
+            return None
+        bulk = self._native.for_state(group.members)
+        assert bulk is not None, "all members have opened it"
+        self.last = NATIVE
+        return NativePath(bulk, group, where, is_bounded, self._native.failed)
+
+    def took(self, path: StatePath, n_bytes: int, seconds: float) -> None:
+        """Takes note of the rate of a path."""
+        if n_bytes >= MEASURED_BYTES and self._offers:
+            self._measured[path.name] = n_bytes / max(seconds, 1e-6)
+
+    def _device(self) -> torch.device:
+        """Where paths take state from."""
+        found = torch.accelerator.current_accelerator(check_available=True) if self._backend != "gloo" else None
+        return torch.device("cpu") if found is None else found
+
+    def _open(self, group: Group) -> str:
+        """Opens a native group on all members; returns why it does not stand on all, "" if it does."""
+        assert self._connect is not None, "nobody offers anything before an agreement"
+        others = [member for member in group.members if member != group.transport.worker]
+
+        begin_s = time.monotonic()
+        with heartbeat.waiting(others, group.generation):
+            wrong = self._native.open_for_state(
+                group.generation, group.members, group.rank, self._connect, lambda: group.transport.check(others)
+            )
+        if not wrong:
+            self._open_s = time.monotonic() - begin_s
+        told = group.reduce_bytes(" ".join(wrong.split())[:300].encode(), _first)
+        if told:
+            self._native.state_moved(stands=False)
+        return told.decode(errors="replace")
+
+
+def _most(notes: Sequence[bytes]) -> bytes:
+    numbers = [[int(one) for one in note.split()] for note in notes]
+    return " ".join(str(max(column)) for column in zip(*numbers, strict=True)).encode()
+
+
+def _first(reasons: Sequence[bytes]) -> bytes:
+    """Of several, one that is the same in whatever order they are combined."""
+    return min((reason for reason in reasons if reason), default=b"")
+
+
+def _say(line: str) -> None:
+    print(f"[elaunch] {line}", file=sys.stderr, flush=True)
