@@ -17,7 +17,7 @@ from elaunch.integrations.lightning import loggers, loops
 from elaunch.integrations.lightning.data import Loader, dealt
 from elaunch.integrations.lightning.parts import Start, agree_on_start, is_elastic, make_elastic, weigh, weighted
 from elaunch.integrations.lightning.progress import Progress, add_up, past_metrics, put_back, put_back_metrics
-from elaunch.workers.reentry.run import elastic
+from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.state import ElasticState
 
 METRICS = "lightning.metrics"
