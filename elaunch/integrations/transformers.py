@@ -366,6 +366,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._commit(training.epoch + 1, 0)
         training.position = 0
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        training = self._training
+        if training is not None and "trainer" in training.state.values:
+            # Its own part since the last log differs between members, and is lost with one.
+            self._tr_loss.fill_(training.state.values["trainer"]["tr_loss"])
+        return super()._finalize_training(*args, **kwargs)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != IN_MEMORY:
             super()._load_rng_state(checkpoint)

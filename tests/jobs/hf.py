@@ -17,8 +17,13 @@ from elaunch.integrations.transformers import Trainer
 class Deaths(TrainerCallback):  # type: ignore[misc]
     """Kills a worker in a step, before its update. Steps of fewer members are slow, so that others join meanwhile."""
 
-    def __init__(self, deaths: list[str]) -> None:
+    def __init__(self, deaths: list[str], unlogged: int) -> None:
         self._deaths = [death.split(":") for death in deaths]
+        self._unlogged = unlogged
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > state.max_steps - self._unlogged:
+            control.should_log = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size < 3:
@@ -44,6 +49,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--die", action="append", default=[], help="RANK:STEP")
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--unlogged", type=int, default=0, help="steps at the end without a log")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -70,7 +76,7 @@ def main() -> None:
         args=args,
         train_dataset=rows(100),
         eval_dataset=rows(24, ragged=1),
-        callbacks=[Deaths(options.die)],
+        callbacks=[Deaths(options.die, options.unlogged)],
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
     weights = sum(one.double().abs().sum().item() for one in model.parameters())

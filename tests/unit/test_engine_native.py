@@ -84,7 +84,7 @@ class Aborted:
     error: str | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        return type("Done", (), {"wait": lambda self: True})()
+        return type("Done", (), {"wait": lambda self, timeout=None: True})()
 
     def errored(self) -> str | None:
         return self.error

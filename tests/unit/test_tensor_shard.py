@@ -57,7 +57,8 @@ def test_parts_of_a_lost_member_come_back_cut_for_those_who_are_left() -> None:
         members = ["a/0#0", "a/1#0", "a/2#0"]
         guards = [Guards() for _ in members]
         groups = [Group(transport, 1, members) for transport in transports]
-        each(lambda guard, group, copy: guard.exchange(group, copy), guards, groups, copies)
+        each(lambda guard, group, copy: guard.tell(group, copy.boxes), guards, groups, copies)
+        each(lambda guard, group, copy: guard.ship(group, copy, lambda: None).wait(), guards, groups, copies)
         left = [1, 2]  # whoever guarded the first member is the second one
         after = [Kept(0, 4, None, value=9.0), Kept(4, 7, torch.zeros(2, 2), value=9.0)]
         again = [Group(transports[rank], 2, [members[rank] for rank in left]) for rank in left]
