@@ -20,6 +20,7 @@ from elaunch.integrations.lightning import Trainer
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", required=True)
 parser.add_argument("--die", default="")
+parser.add_argument("--sleep", type=float, default=0.0, help="seconds in each step")
 arguments = parser.parse_args()
 
 
@@ -32,7 +33,7 @@ class Net(lightning.LightningModule):
         is_first = os.environ.get("ELAUNCH_WORKER", "").endswith("#0")
         if is_first and f"{os.environ['LOCAL_RANK']}:{self.global_step}" == arguments.die:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02 if arguments.die else 0)
+        time.sleep(arguments.sleep)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss

@@ -86,6 +86,7 @@ PRELOADS = {
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
+    "lightning_fit.py": f"{_COMPILER},lightning.pytorch",
     "fsdp_hooks.py": _COMPILER,
     "megatron_gpt.py": f"{_COMPILER},megatron.core.models.gpt,megatron.core.optimizer",
 }

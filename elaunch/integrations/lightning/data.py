@@ -119,7 +119,7 @@ class Loader(DataLoader[Any]):
             }
         super().__init__(
             loader.dataset,
-            batch_sampler=dealer,  # type: ignore[arg-type]
+            batch_sampler=dealer,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,

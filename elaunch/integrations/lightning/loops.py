@@ -79,7 +79,7 @@ class FitLoop(_FitLoop):
             return
         self._restart_stage = RestartStage.RESTARTED_MID_EPOCH
         super().on_advance_start()
-        for callback in self.trainer.callbacks:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ProgressBar):
                 callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
 

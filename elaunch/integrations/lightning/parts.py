@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment  # type: ignore[attr-defined]
 
 from elaunch.errors import UsageError
 from elaunch.workers.reentry.state import ElasticState
@@ -101,6 +101,6 @@ def make_elastic(strategy: Any, plain: type, elastic: type) -> bool:
         )
         return False
     strategy.__class__ = elastic
-    if type(strategy.cluster_environment) is TorchElasticEnvironment:
-        strategy.cluster_environment.__class__ = ElasticEnvironment
+    if type(strategy.cluster_environment) is TorchElasticEnvironment:  # type: ignore[attr-defined]
+        strategy.cluster_environment.__class__ = ElasticEnvironment  # type: ignore[attr-defined]
     return True

@@ -93,7 +93,7 @@ class ElasticFit:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.strategy: Any = trainer.strategy
-        self.strategy.elastic = self
+        self.strategy.elastic = self  # type: ignore[attr-defined]
         self.restored = self.goes_on = False
         self.positions: list[int] = []
         self.committed_steps = 0
@@ -172,7 +172,7 @@ class ElasticFit:
         objects: dict[str, Any] = {"model": trainer.lightning_module, "trainer": self._progress}
         objects |= {f"optimizer{place}": one for place, one in enumerate(trainer.optimizers)}
         objects |= {f"scheduler{place}": one.scheduler for place, one in enumerate(trainer.lr_scheduler_configs)}
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelCheckpoint) and "file_exists" not in vars(callback):
                 self._write_again(callback)
         state = self.state
