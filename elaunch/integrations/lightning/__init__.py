@@ -12,6 +12,6 @@ trainer   the Trainer
 
 from __future__ import annotations
 
-from elaunch.integrations.lightning.trainer import Trainer
+from elaunch.integrations.lightning.trainer import LiveTrainer as Trainer
 
 __all__ = ["Trainer"]

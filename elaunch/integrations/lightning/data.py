@@ -18,7 +18,7 @@ from elaunch.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Share:
+class DealtShare:
     """What one member has of a step.
 
     Attributes:
@@ -32,12 +32,12 @@ class Share:
     step_ids: tuple[int, ...]
 
 
-def share_of(step_ids: tuple[int, ...], rank: int, size: int) -> Share:
+def share_of(step_ids: tuple[int, ...], rank: int, size: int) -> DealtShare:
     """Returns the share of member `rank` of `size`; one for whom there is no sample repeats one, at weight 0."""
     mine = step_ids[rank::size]
     if not mine:
-        return Share((step_ids[rank % len(step_ids)],), 0.0, step_ids)
-    return Share(mine, len(mine) * size / len(step_ids), step_ids)
+        return DealtShare((step_ids[rank % len(step_ids)],), 0.0, step_ids)
+    return DealtShare(mine, len(mine) * size / len(step_ids), step_ids)
 
 
 def whole_order(sampler: Any, replicas: int) -> Any:
@@ -80,7 +80,7 @@ class Dealer:
         count = int(self.sampler.total_size)
         return count // self._whole if self._drop_last else math.ceil(count / self._whole)
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[DealtShare]:
         """Yields this member's shares, from `start` on."""
         order = tuple(self.sampler)
         for step in range(self.start, len(self)):
@@ -91,7 +91,7 @@ class Dealer:
             yield list(share.ids)
 
 
-class Loader(DataLoader[Any]):
+class DealtLoader(DataLoader[Any]):
     """A loader of one member's shares, which loads as another one does.
 
     It reads its order when the first batch is asked for, so where it begins can be said after `iter`.
@@ -130,7 +130,7 @@ class Loader(DataLoader[Any]):
         )
         self.dealer = dealer
         self.position = 0
-        self.share: Share | None = None
+        self.share: DealtShare | None = None
 
     def __iter__(self) -> Any:
         return self._batches()
@@ -169,7 +169,7 @@ def dealt(loader: object, replicas: int, rank: int, size: int, trains: bool) -> 
         reason = f"its order comes from a {type(loader.sampler).__name__}, not from a DistributedSampler"
     if reason is None:
         assert isinstance(loader, DataLoader)
-        return Loader(loader, replicas, rank, size)
+        return DealtLoader(loader, replicas, rank, size)
     if not trains:
         return loader
     raise UsageError(

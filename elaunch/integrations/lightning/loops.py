@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fit_loop import RestartStage, _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from elaunch.integrations.lightning.data import Loader
+from elaunch.integrations.lightning.data import DealtLoader
 
 if TYPE_CHECKING:
     from elaunch.integrations.lightning.trainer import ElasticFit
@@ -54,7 +54,7 @@ class FitLoop(_FitLoop):
     elastic: ElasticFit
 
     @property
-    def loaders(self) -> list[Loader]:
+    def loaders(self) -> list[DealtLoader]:
         """Returns the loaders of the training data."""
         return list(self._combined_loader.flattened) if self._combined_loader is not None else []
 

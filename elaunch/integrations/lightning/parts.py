@@ -37,7 +37,7 @@ class ElasticEnvironment(TorchElasticEnvironment):
 
 
 @dataclass(frozen=True)
-class Start:
+class FitStart:
     """What the first members have begun with; whoever joins hears it from them.
 
     Attributes:
@@ -50,8 +50,8 @@ class Start:
 
 
 def agree_on_start(
-    state: ElasticState, known: Start | None, logger_versions: Sequence[int | str | None] = ()
-) -> tuple[Start, bool]:
+    state: ElasticState, known: FitStart | None, logger_versions: Sequence[int | str | None] = ()
+) -> tuple[FitStart, bool]:
     """Returns what the first members have begun with, and whether these are the first ones. All members call it.
 
     Args:
@@ -62,7 +62,7 @@ def agree_on_start(
     own = [known.replicas, list(known.logger_versions)] if known is not None else [0, list(logger_versions)]
     notes = state.all_gather(own)
     replicas, versions = next((note for note in notes if note[0]), [state.size, notes[0][1]])
-    return Start(replicas, tuple(versions)), not any(note[0] for note in notes)
+    return FitStart(replicas, tuple(versions)), not any(note[0] for note in notes)
 
 
 def weigh(strategy: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ Metrics = dict[str, list[Any]]
 """By name, values and their types, of metrics of past steps."""
 
 
-class Progress:
+class FitProgress:
     """Where the loops are, what callbacks keep, and sums that a logger will get at the end of the epoch.
 
     Args:

@@ -14,9 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from elaunch.integrations.lightning import loggers, loops
-from elaunch.integrations.lightning.data import Loader, dealt
-from elaunch.integrations.lightning.parts import Start, agree_on_start, is_elastic, make_elastic, weigh, weighted
-from elaunch.integrations.lightning.progress import Progress, add_up, past_metrics, put_back, put_back_metrics
+from elaunch.integrations.lightning.data import DealtLoader, dealt
+from elaunch.integrations.lightning.parts import FitStart, agree_on_start, is_elastic, make_elastic, weigh, weighted
+from elaunch.integrations.lightning.progress import FitProgress, add_up, past_metrics, put_back, put_back_metrics
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.state import ElasticState
 
@@ -35,7 +35,7 @@ class ElasticDDP(DDPStrategy):
     """
 
     elastic: ElasticFit | None = None
-    start: Start | None = None
+    start: FitStart | None = None
     weight: float = 1.0
     loss: torch.Tensor | None = None
 
@@ -90,7 +90,7 @@ class ElasticFit:
         committed_steps: steps of optimizers at the last commit.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: LiveTrainer) -> None:
         self.trainer = trainer
         self.strategy: Any = trainer.strategy
         self.strategy.elastic = self  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class ElasticFit:
         self.positions: list[int] = []
         self.committed_steps = 0
         self._state: ElasticState | None = None
-        self._progress = Progress(self)
+        self._progress = FitProgress(self)
         self._sample_ids: list[int] = []
         self._saved: set[str] = set()
         self._again: set[str] = set()
@@ -200,7 +200,7 @@ class ElasticFit:
     def weight(self) -> float:
         """Returns how much the mean over this member's batch counts."""
         epochs: Any = self.trainer.fit_loop
-        loader: Loader = epochs.loaders[0]
+        loader: DealtLoader = epochs.loaders[0]
         return loader.share.weight if loader.share is not None else 1.0
 
     def note_batch(self) -> None:
@@ -241,7 +241,7 @@ class ElasticFit:
         callback.file_exists = file_exists  # type: ignore[method-assign]
 
 
-class Trainer(pl.Trainer):
+class LiveTrainer(pl.Trainer):
     """Lightning's Trainer. Under elaunch, its `fit` goes on in the same processes when members die or join.
 
     `fit` enters again what it does before training: `setup`, `configure_model`, `configure_optimizers`, `on_fit_start`
@@ -276,7 +276,9 @@ class Trainer(pl.Trainer):
         weights_only: bool | None = None,
     ) -> None:
         def fit(path: Any) -> None:
-            super(Trainer, self)._fit_impl(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+            super(LiveTrainer, self)._fit_impl(
+                model, train_dataloaders, val_dataloaders, datamodule, path, weights_only
+            )
 
         fits = self._elastic
         if fits is None:
