@@ -360,13 +360,18 @@ def _write_down_what_ends_it() -> None:
     sys.excepthook = write_down
 
 
+def has_agent() -> bool:
+    """Returns whether an agent of elaunch has started this process: then the members of its job can change."""
+    return bool(os.environ.get("ELAUNCH_CONTROL") and os.environ.get("ELAUNCH_WORKER"))
+
+
 def connect() -> Client:
     """Returns the client that suits this process's environment."""
-    path, worker = os.environ.get("ELAUNCH_CONTROL"), os.environ.get("ELAUNCH_WORKER")
-    if path and worker:
-        _write_down_what_ends_it()
-        if hang.parse(os.environ.get(hang.VARIABLE, ""), hang.VARIABLE).mode == "off":
-            return AgentClient(path, worker)
-        shown = heartbeat.open_heartbeat()
-        return AgentClient(path, worker, (shown.fd, shown.stacks_fd))
-    return StaticClient()
+    if not has_agent():
+        return StaticClient()
+    path, worker = os.environ["ELAUNCH_CONTROL"], os.environ["ELAUNCH_WORKER"]
+    _write_down_what_ends_it()
+    if hang.parse(os.environ.get(hang.VARIABLE, ""), hang.VARIABLE).mode == "off":
+        return AgentClient(path, worker)
+    shown = heartbeat.open_heartbeat()
+    return AgentClient(path, worker, (shown.fd, shown.stacks_fd))

@@ -19,17 +19,14 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader, IterableDataset
 
 from elaunch.errors import UsageError
+from elaunch.integrations.loaders import loading_of
 from elaunch.plan.shares import share
+from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.state import ElasticState
 
 WORLD_AT_START = int(os.environ.get("WORLD_SIZE", "1"))
 """Members that the job had when this process was started."""
-
-
-def under_elaunch() -> bool:
-    """Returns whether an agent of elaunch has started this process."""
-    return bool(os.environ.get("ELAUNCH_CONTROL") and os.environ.get("ELAUNCH_WORKER"))
 
 
 def forget_group() -> None:
@@ -166,22 +163,9 @@ def dealt_out(
     if isinstance(whole.sampler, SeedableRandomSampler):
         whole.sampler.initial_seed = seed
     mine = batches(whole)
-    kept = (
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "prefetch_factor",
-        "persistent_workers",
-        "pin_memory_device",
-        "in_order",
-    )
-    more = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
     generator = torch.Generator()  # or it draws from the script's own
     # GlobalBatches is all that a DataLoader needs of a batch sampler.
-    plain: Any = DataLoader(loader.dataset, batch_sampler=mine, generator=generator, **more)
+    plain: Any = DataLoader(loader.dataset, batch_sampler=mine, generator=generator, **loading_of(loader))
     made = prepare_data_loader(
         plain,
         device,
@@ -242,7 +226,7 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> An
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not under_elaunch():
+            if not has_agent():
                 return function(*args, **kwargs)
             reentry = Reentry(every)
 

@@ -27,8 +27,8 @@ from elaunch.integrations.accelerate import (
     agreed,
     dealt_out,
     forget_group,
-    under_elaunch,
 )
+from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.state import ElasticState
 
@@ -96,7 +96,7 @@ class _Outside:
         return device
 
 
-if under_elaunch():
+if has_agent():
     _Outside.begin()
 
 
@@ -161,7 +161,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             UsageError: the training cannot be dealt out anew, or this process has trained under elaunch before.
         """
         own = super().train
-        if not under_elaunch():
+        if not has_agent():
             return own(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         if not _Outside.alone:
             raise UsageError("under elaunch a process calls Trainer.train() once: this is the second call")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,11 @@ from elaunch.workers.reentry.guards import alone, guard_of
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.codec import dtype_of
+from elaunch.workers.state.paths.packing import pack, parts_of, room_for
 from elaunch.workers.state.space import Item
-from elaunch.workers.state.staging import aligned
 from elaunch.workers.state.tensors import TensorSpace
+
+HOST = torch.device("cpu")
 
 NUMBER = (1 << 32) - 1
 """Among the groups of a worker, that of the messages with copies."""
@@ -200,7 +202,9 @@ class SpaceCopies:
         channel = Channel(group.generation, NUMBER, 0)
         taken = [notes[ward][str(name)] for name in alone(ward, boxes, group.members)]
         if taken:
-            places, buffer = _packing([(item.dtypes[0], _shape(box)) for item, box in taken])
+            likes = [_like(item, box) for item, box in taken]
+            buffer = room_for(likes, HOST)
+            places = parts_of(buffer, likes)
             made.kept = [(item, Chunk(box, (place,))) for (item, box), place in zip(taken, places, strict=True)]
             made.letters.append(group.transport.mail.receive(group.members[ward], channel, memory(buffer), buffer))
         own = [str(name) for name in alone(group.rank, boxes, group.members)]
@@ -212,8 +216,9 @@ class SpaceCopies:
         def send() -> None:
             if copying is not None:
                 copying.wait()
-            places, body = _packing([(tensors[name].dtype, tuple(tensors[name].shape)) for name in own])
-            torch._foreach_copy_(places, [tensors[name] for name in own])
+            views = [tensors[name] for name in own]
+            body = room_for(views, HOST)
+            pack(body, views)
             to = group.members[guards[group.rank]]
             made.letters.append(group.transport.mail.send(to, channel, memory(body), body))
             made.sent.set()
@@ -250,16 +255,6 @@ class SpaceCopies:
         return self._notes
 
 
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def _packing(forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Tensor], Tensor]:
-    """Returns tensors of these types and shapes in one buffer, and the buffer."""
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms]
-    buffer = torch.zeros(sum(map(aligned, sizes)), dtype=torch.uint8)
-    places, first = [], 0
-    for (dtype, shape), size in zip(forms, sizes, strict=True):
-        places.append(buffer[first : first + size].view(dtype).view(shape))
-        first += aligned(size)
-    return places, buffer
+def _like(item: Item, box: Box) -> Tensor:
+    """Returns a tensor of a chunk's type and shape, without memory."""
+    return torch.empty([stop - start for start, stop in box], dtype=item.dtypes[0], device="meta")

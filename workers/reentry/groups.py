@@ -177,8 +177,9 @@ class FunctionGroups:
             self._begin_end("elaunch-group-abort", group.abort)
 
     def _begin_end(self, name: str, end: Callable[[], object]) -> None:
-        self._ending = [thread for thread in self._ending if thread.is_alive()]
-        self._ending.append(threads.start(name, end, lambda _: None))
+        with self._lock:  # the training thread forgets groups while the client's frees them
+            self._ending = [thread for thread in self._ending if thread.is_alive()]
+            self._ending.append(threads.start(name, end, lambda _: None))
 
     def _close_in_child(self) -> None:
         for one in self._connections:

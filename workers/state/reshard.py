@@ -40,6 +40,7 @@ from elaunch.workers.device import use_large_pages
 from elaunch.workers.state.boxes import Box, intersect, n_elements, slabs
 from elaunch.workers.state.chunks import Chunk, ChunkedState, copy_box, covering
 from elaunch.workers.state.paths.links import MESSAGE_BYTES, LinkPath
+from elaunch.workers.state.paths.packing import packed_bytes
 from elaunch.workers.state.routes import HOPS, ChunkTransfer, Router, Routes
 from elaunch.workers.state.space import Item
 from elaunch.workers.state.staging import ALIGN, aligned, copies_of
@@ -231,13 +232,13 @@ class _Window:
     def _leaving(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Iterator[Parcel]:
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._held(part) for part in message]
-            self._moved.sent_bytes += _bytes_of(views)
+            self._moved.sent_bytes += packed_bytes(views)
             yield Parcel(_name_of(message[0]), views)
 
     def _coming(self, pieces: Sequence[ChunkTransfer], message_bytes: int) -> Iterator[Parcel]:
         for message in messages_of(pieces, self._items, message_bytes):
             views = [self._place(part) for part in message]
-            self._moved.received_bytes += _bytes_of(views)
+            self._moved.received_bytes += packed_bytes(views)
             yield Parcel(_name_of(message[0]), views)
 
     def _hold_buffers(self, n_bytes: int) -> None:
@@ -253,11 +254,6 @@ class _Window:
 
 def _name_of(part: TensorChunk) -> str:
     return f"{part.item} {list(part.box)}"
-
-
-def _bytes_of(views: Sequence[Tensor]) -> int:
-    """What the parts of a message take together: all but the last are padded."""
-    return sum(aligned(view.nbytes) for view in views[:-1]) + views[-1].nbytes
 
 
 def _path(

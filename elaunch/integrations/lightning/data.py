@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaunch.errors import UsageError
+from elaunch.integrations.loaders import loading_of
 
 
 @dataclass(frozen=True)
@@ -110,24 +111,7 @@ class DealtLoader(DataLoader[Any]):
     def __init__(self, loader: DataLoader[Any], replicas: int, rank: int, size: int) -> None:
         assert loader.batch_size is not None
         dealer = Dealer(loader.sampler, loader.batch_size, loader.drop_last, replicas, rank, size)
-        more: dict[str, Any] = {}
-        if loader.num_workers:
-            more = {
-                "prefetch_factor": loader.prefetch_factor,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "persistent_workers": loader.persistent_workers,
-            }
-        super().__init__(
-            loader.dataset,
-            batch_sampler=dealer,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            generator=loader.generator,
-            **more,
-        )
+        super().__init__(loader.dataset, batch_sampler=dealer, generator=loader.generator, **loading_of(loader))
         self.dealer = dealer
         self.position = 0
         self.share: DealtShare | None = None

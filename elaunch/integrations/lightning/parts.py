@@ -1,8 +1,7 @@
-"""What the Trainer and the Fabric have in common."""
+"""What a fit needs of Lightning's strategies, and of the first members."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,6 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment  # typ
 
 from elaunch.errors import UsageError
 from elaunch.workers.reentry.state import ElasticState
-
-
-def is_elastic() -> bool:
-    """Returns whether the members of this process's job can change: whether elaunch has started it."""
-    return bool(os.environ.get("ELAUNCH_CONTROL") and os.environ.get("ELAUNCH_WORKER"))
 
 
 class ElasticEnvironment(TorchElasticEnvironment):
@@ -86,7 +80,7 @@ def make_elastic(strategy: Any, plain: type, elastic: type) -> bool:
     """Turns a strategy of Lightning's into the elastic one of its kind, if there is one, else says so.
 
     Args:
-        strategy: of a Trainer or a Fabric.
+        strategy: of a Trainer.
         plain: the class that it must have.
         elastic: the class that it gets, which adds methods only.
     """

@@ -15,8 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from elaunch.integrations.lightning import loggers, loops
 from elaunch.integrations.lightning.data import DealtLoader, dealt
-from elaunch.integrations.lightning.parts import FitStart, agree_on_start, is_elastic, make_elastic, weigh, weighted
+from elaunch.integrations.lightning.parts import FitStart, agree_on_start, make_elastic, weigh, weighted
 from elaunch.integrations.lightning.progress import FitProgress, add_up, past_metrics, put_back, put_back_metrics
+from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.state import ElasticState
 
@@ -253,7 +254,7 @@ class LiveTrainer(pl.Trainer):
 
     def fit(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Trains, as Lightning does. Once in a process it does so with members that may change."""
-        if is_elastic() and self._elastic is None and make_elastic(self.strategy, DDPStrategy, ElasticDDP):
+        if has_agent() and self._elastic is None and make_elastic(self.strategy, DDPStrategy, ElasticDDP):
             if _Fits.begun:
                 print(
                     f"[elaunch] worker {os.environ['ELAUNCH_WORKER']}: only the first fit of a process is elastic; in "
