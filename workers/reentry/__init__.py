@@ -12,6 +12,7 @@ data    batches in an order that does not depend on the members
 state   what the function sees
 guards  copies of what one worker alone has, for another to keep
 run     the loop around the function
+tensor_shard  parts of tensors that no DTensor describes
 forms   a function, the body of a loop, or a script
 """
 
