@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import accelerate
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elaunch.errors import UsageError
 from elaunch.integrations.loaders import loading_of
-from elaunch.plan.shares import share
 from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.run import Reentry
+from elaunch.workers.reentry.sampler import StepSampler
 from elaunch.workers.reentry.state import ElasticState
 
 WORLD_AT_START = int(os.environ.get("WORLD_SIZE", "1"))
@@ -35,7 +35,7 @@ def forget_group() -> None:
     GradientState._reset_state()
 
 
-class GlobalBatches:
+class GlobalBatches(StepSampler):
     """The batches of one member, cut from updates that are the same whatever the members are.
 
     An update uses as many samples as all members had at the start of the job, in the order and with the repetitions at
@@ -56,18 +56,18 @@ class GlobalBatches:
     def __init__(
         self, batches: Any, world: int, accumulation: int, rank: int, size: int, *, even: bool = True, cut: bool = False
     ) -> None:
+        super().__init__(rank, size)
         self.batch_size: int = getattr(batches, "batch_size", None) or 0
         if self.batch_size < 1:
             raise UsageError(f"{type(batches).__name__} has no batch_size: batches of one size can be dealt out alone")
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
-        self._rank, self._size, self._cut, self._even = rank, size, cut, even
+        self._cut = cut
         whole = world * self.batch_size
         rounds = len(batches) // world if self.drop_last else -(-len(batches) // world)
         self._n_samples = rounds * whole
         if not even and not self.drop_last:
             self._n_samples = len(batches.sampler)
         self._per_update = accumulation * whole
-        self._ids: dict[int, list[int]] = {}
 
     @property
     def sampler(self) -> Any:
@@ -81,30 +81,30 @@ class GlobalBatches:
 
     def n_batches(self, update: int | None = None) -> int:
         """Returns how many batches every member has in an update of a pass; None: in a full one."""
+        return self.count_batches(self._per_update if update is None else self._count(update))
+
+    def count_batches(self, n_samples: int) -> int:
+        """Returns how many batches every member has in an update of so many samples."""
         if not self._cut:
             return 1
-        count = self._per_update if update is None else self._count(update)
-        largest, least = -(-count // self._size), count // self._size
+        largest, least = -(-n_samples // self.size), n_samples // self.size
         return max(1, min(-(-largest // self.batch_size), least))
 
     def weights(self, update: int) -> list[float]:
-        """Returns how much the mean loss over each of this member's batches counts in the mean over all of them."""
-        pieces = self._pieces(update)
-        total = max(self._count(update), self._size)
-        return [len(piece) * self._size * len(pieces) / total for piece in pieces]
+        """Returns the weights of this member's batches in an update that has been drawn."""
+        return [batch.weight for batch in self.drawn(update)]
 
-    def ids(self, update: int) -> list[int]:
-        """Returns the samples of all members in an update that has been drawn, and forgets those before."""
-        found = self._ids.get(update, [])
-        for older in [one for one in self._ids if one < update]:
-            del self._ids[older]
-        return found
+    def ids(self, update: int) -> Sequence[int]:
+        """Returns the samples of all members in an update that has been drawn."""
+        batches = self.drawn(update)
+        return batches[0].step_ids if batches else ()
 
     def __len__(self) -> int:
         last = self.n_updates - 1
         return last * self.n_batches() + self.n_batches(last) if last >= 0 else 0
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def steps(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yields the number and the samples of each update of a pass."""
         first: list[int] = []
         drawn: list[int] = []
         source = iter(self.batch_sampler)
@@ -121,23 +121,12 @@ class GlobalBatches:
                 drawn.append(first[place % len(first)])
                 place += 1
             ids, drawn = drawn[:count], drawn[count:]
-            self._ids[update] = ids
-            for piece in self._pieces(update):
-                yield [ids[place % count] for place in piece]
+            yield update, ids
         for _ in source:  # a sampler counts its passes when it is used up
             pass
 
     def _count(self, update: int) -> int:
         return min(self._per_update, self._n_samples - update * self._per_update)
-
-    def _pieces(self, update: int) -> list[range]:
-        # Each member takes part in each update; the last samples of a pass may have to do for several.
-        mine = share(max(self._count(update), self._size), self._size, self._rank)
-        n_pieces = self.n_batches(update)
-        return [
-            mine[share(len(mine), n_pieces, place).start :][: len(share(len(mine), n_pieces, place))]
-            for place in range(n_pieces)
-        ]
 
 
 def dealt_out(

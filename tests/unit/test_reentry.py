@@ -18,6 +18,7 @@ from elaunch.workers.reentry.copies import Copies, StateCopy
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
+from elaunch.workers.reentry.sampler import deal_samples
 from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
 from elaunch.workers.state.codec import restore
 from tests.unit.comm_crew import crew, each
@@ -158,9 +159,8 @@ def test_each_sample_is_used_once_in_a_pass_whoever_is_a_member(
     batches = Batches(loader, 6 if fixed else None, epochs=2)
     position, used = 0, Counter[int]()
     for size, n_steps in [*crews, (1, 10**6)]:
-        parts = [batches.parts(position, rank, size) for rank in range(size)]
-        for _, step in zip(range(n_steps), zip(*parts, strict=True), strict=False):
-            assert len({batch.stop for batch in step}) == 1
+        for _, (stop, step_ids) in zip(range(n_steps), batches.steps(position, size), strict=False):
+            step = [batch for rank in range(size) for batch in deal_samples(step_ids, rank, size)]
             ids = [number for batch in step for number in batch.ids]
             assert all(batch.ids for batch in step), "each member takes part in each step"
             assert sum(batch.weight for batch in step) == pytest.approx(size)
@@ -169,8 +169,8 @@ def test_each_sample_is_used_once_in_a_pass_whoever_is_a_member(
             else:  # fewer samples left than members
                 assert len(set(ids)) < size
                 used.update(set(ids))
-            assert set(ids) == set(batches.ids(position, step[0].stop))
-            position = step[0].stop
+            assert set(ids) == set(step_ids)
+            position = stop
     assert position == 2 * n_samples
     assert used == Counter(dict.fromkeys(range(n_samples), 2))
 
@@ -179,10 +179,10 @@ def test_a_loader_is_loaded_as_it_says() -> None:
     data = TensorDataset(torch.arange(10))
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=4, rank=2, shuffle=False)
     batches = Batches(DataLoader(data, batch_size=2, sampler=sampler), None, epochs=1)
-    loaded = [content[0].tolist() for _, content in batches.load(4, 1, 2)]
+    loaded = [content[0].tolist() for *_, content in batches.load(4, 1, 2)]
     assert loaded == [[6, 7], [9]]
     dropped = Batches(DataLoader(data, batch_size=4, drop_last=True), None, epochs=1)
-    assert [content[0].tolist() for _, content in dropped.load(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [content[0].tolist() for *_, content in dropped.load(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_what_cannot_be_dealt_out_is_refused_with_the_cure() -> None:
@@ -190,6 +190,6 @@ def test_what_cannot_be_dealt_out_is_refused_with_the_cure() -> None:
         Batches([1, 2], None, 1)
     few = Batches(DataLoader(TensorDataset(torch.arange(8)), batch_size=2), 2, 1)
     with pytest.raises(UsageError, match="global_batch_size=2 is less than one sample for each of 3 members"):
-        next(few.parts(0, 0, 3))
+        next(few.steps(0, 3))
     with pytest.raises(UsageError, match=r"elastic\(every=0\): expected 1 or more"):
         elastic(every=0)

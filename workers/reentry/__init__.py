@@ -9,6 +9,7 @@ groups  the process groups that a function makes: freed and forgotten
 copies  copies of the state in host memory
 shares  which part of each tensor a worker needs, and where it comes from
 data    batches in an order that does not depend on the members
+sampler  deals the samples of each step to the members there are
 state   what the function sees
 guards  copies of what one worker alone has, for another to keep
 run     the loop around the function

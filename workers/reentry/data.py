@@ -7,31 +7,15 @@ Each step takes the next samples of it, as many for each member as the loader ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from elaunch.errors import UsageError
-from elaunch.plan.shares import share
 from elaunch.workers.data.order import SampleOrder
 from elaunch.workers.data.source import DataSource
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The samples of one member in a step.
-
-    Attributes:
-        ids: of the samples.
-        weight: how much the mean over them counts: members x its samples / all samples of the step.
-        stop: the position after the step.
-    """
-
-    ids: tuple[int, ...]
-    weight: float
-    stop: int
+from elaunch.workers.reentry.sampler import MemberBatch, StepSampler
 
 
 class Batches:
@@ -68,12 +52,8 @@ class Batches:
         """Returns the number of samples of the data set."""
         return self._source.n_samples
 
-    def ids(self, start: int, stop: int) -> list[int]:
-        """Returns the samples of all members between two positions."""
-        return self._order.ids(start, stop - start)
-
-    def parts(self, position: int, rank: int, size: int) -> Iterator[Batch]:
-        """Yields the batches of member `rank` of `size` from a position on."""
+    def steps(self, position: int, size: int) -> Iterator[tuple[int, list[int]]]:
+        """Yields for each step of `size` members, from a position on, the position after it, and its samples."""
         whole = self._global or self._per_member * size
         if whole < size:
             raise UsageError(f"global_batch_size={whole} is less than one sample for each of {size} members")
@@ -83,17 +63,15 @@ class Batches:
                 position += left
                 continue
             count = min(left, whole)
-            stop = position + count
-            # Each member takes part in each step; the last samples of a pass may have to do for several.
-            taken = max(count, size)
-            mine = share(taken, size, rank)
             ids = self._order.ids(position, count)
-            picked = tuple(ids[place % count] for place in range(mine.start, mine.stop))
-            yield Batch(picked, len(picked) * size / taken, stop)
-            position = stop
+            position += count
+            yield position, ids
 
-    def load(self, position: int, rank: int, size: int) -> Iterator[tuple[Batch, Any]]:
-        """Yields the batches of a member with their content, loaded as the loader loads."""
+    def load(self, position: int, rank: int, size: int) -> Iterator[tuple[int, MemberBatch, Any]]:
+        """Yields for each step the position after it, and this member's batch with its content.
+
+        The content is loaded as the loader loads.
+        """
         source = self._source
         more: dict[str, Any] = {}
         if source.num_workers:
@@ -102,9 +80,10 @@ class Batches:
                 "worker_init_fn": source.worker_init_fn,
                 "multiprocessing_context": source.multiprocessing_context,
             }
+        sampler = _FromPosition(self, position, rank, size)
         loader = DataLoader(
             source.dataset,
-            batch_sampler=_Ids(self, position, rank, size),
+            batch_sampler=sampler,
             num_workers=source.num_workers,
             collate_fn=source.collate,
             pin_memory=source.pin_memory and torch.accelerator.is_available(),
@@ -112,16 +91,16 @@ class Batches:
             generator=torch.Generator(),  # or it draws from the script's own
             **more,
         )
-        return zip(self.parts(position, rank, size), loader, strict=True)
+        return sampler.beside(loader)
 
 
-class _Ids:
-    """The batch sampler of a member."""
+class _FromPosition(StepSampler):
+    """The batch sampler of a member; the number of a step is the position after it."""
 
     def __init__(self, batches: Batches, position: int, rank: int, size: int) -> None:
-        self._arguments = batches, position, rank, size
+        super().__init__(rank, size)
+        self._batches, self._position = batches, position
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batches, position, rank, size = self._arguments
-        for part in batches.parts(position, rank, size):
-            yield list(part.ids)
+    def steps(self) -> Iterator[tuple[int, list[int]]]:
+        """Yields the position after each step, and its samples."""
+        return self._batches.steps(self._position, self.size)

@@ -40,6 +40,7 @@ class ElasticState:
         self.weight = 1.0
         self._position = 0
         self._start = 0
+        self._ids: list[int] = []  # of the samples of all members since the last commit
         self._batches: Batches | None = None
         self._loads = False
         self._entry: AbstractContextManager[ElasticState] = reentry.entered(self)
@@ -198,10 +199,11 @@ class ElasticState:
         if not self._reentry.bound:
             raise UsageError("call state.bind() before state.steps(): it brings the position in the data back")
         self._batches = Batches(loader, global_batch_size, epochs)
-        for batch, content in self._batches.load(self._position, *(replica or (self.rank, self.size))):
+        for stop, batch, content in self._batches.load(self._position, *(replica or (self.rank, self.size))):
             self._reentry.check()
             self.weight = batch.weight
-            self._position = batch.stop
+            self._position = stop
+            self._ids += batch.step_ids
             yield content
 
     def commit(self, *, loss: float | None = None, sample_ids: Sequence[int] | None = None) -> None:
@@ -221,9 +223,6 @@ class ElasticState:
             StateError: an object has a value that cannot be copied, or was changed while it was copied.
             StepInterrupted: the members have changed; it leaves the function.
         """
-        ids = sample_ids if sample_ids is not None else self._ids_since_commit()
+        ids, self._ids = sample_ids if sample_ids is not None else self._ids, []
         self._start = self._position
         self._reentry.commit({**self.values, POSITION: self._position}, loss, ids)
-
-    def _ids_since_commit(self) -> Sequence[int]:
-        return self._batches.ids(self._start, self._position) if self._batches is not None else []

@@ -9,36 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaunch.errors import UsageError
 from elaunch.integrations.loaders import loading_of
-
-
-@dataclass(frozen=True)
-class DealtShare:
-    """What one member has of a step.
-
-    Attributes:
-        ids: its samples.
-        weight: how much the mean over them counts: members x its samples / all samples of the step.
-        step_ids: the samples of the step.
-    """
-
-    ids: tuple[int, ...]
-    weight: float
-    step_ids: tuple[int, ...]
-
-
-def share_of(step_ids: tuple[int, ...], rank: int, size: int) -> DealtShare:
-    """Returns the share of member `rank` of `size`; one for whom there is no sample repeats one, at weight 0."""
-    mine = step_ids[rank::size]
-    if not mine:
-        return DealtShare((step_ids[rank % len(step_ids)],), 0.0, step_ids)
-    return DealtShare(mine, len(mine) * size / len(step_ids), step_ids)
+from elaunch.workers.reentry.sampler import MemberBatch, StepSampler
 
 
 def whole_order(sampler: Any, replicas: int) -> Any:
@@ -54,7 +31,7 @@ def whole_order(sampler: Any, replicas: int) -> Any:
     return whole
 
 
-class Dealer:
+class Dealer(StepSampler):
     """The batch sampler of one member.
 
     Args:
@@ -71,25 +48,22 @@ class Dealer:
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, replicas: int, rank: int, size: int) -> None:
+        super().__init__(rank, size, interleaved=True)
         self.sampler = whole_order(sampler, replicas)
         self.start = 0
         self._whole = batch_size * replicas
-        self._drop_last, self._rank, self._size = drop_last, rank, size
+        self._drop_last = drop_last
 
     def __len__(self) -> int:
         """Returns the number of steps of a pass."""
         count = int(self.sampler.total_size)
         return count // self._whole if self._drop_last else math.ceil(count / self._whole)
 
-    def shares(self) -> Iterator[DealtShare]:
-        """Yields this member's shares, from `start` on."""
+    def steps(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yields the number and the samples of each step, from `start` on."""
         order = tuple(self.sampler)
         for step in range(self.start, len(self)):
-            yield share_of(order[step * self._whole : (step + 1) * self._whole], self._rank, self._size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for share in self.shares():
-            yield list(share.ids)
+            yield step, order[step * self._whole : (step + 1) * self._whole]
 
 
 class DealtLoader(DataLoader[Any]):
@@ -114,17 +88,16 @@ class DealtLoader(DataLoader[Any]):
         super().__init__(loader.dataset, batch_sampler=dealer, generator=loader.generator, **loading_of(loader))
         self.dealer = dealer
         self.position = 0
-        self.share: DealtShare | None = None
+        self.share: MemberBatch | None = None
 
     def __iter__(self) -> Any:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
         self.position = self.dealer.start
-        shares = self.dealer.shares()
         try:
-            for content in super().__iter__():
-                self.share = next(shares)
+            for _, batch, content in self.dealer.beside(super().__iter__()):
+                self.share = batch
                 self.position += 1
                 yield content
         finally:
