@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaunch.errors import UsageError
@@ -68,11 +72,12 @@ class Dealer:
     Attributes:
         sampler: of all samples.
         start: the step to begin with.
+        epoch: of the loop around passes; like the pass, it changes what a sampler of the script's own draws.
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, replicas: int, rank: int, size: int) -> None:
         self.sampler = whole_order(sampler, replicas)
-        self.start = 0
+        self.start = self.epoch = 0
         self._whole = batch_size * replicas
         self._drop_last, self._rank, self._size = drop_last, rank, size
 
@@ -83,13 +88,24 @@ class Dealer:
 
     def shares(self) -> Iterator[DealtShare]:
         """Yields this member's shares, from `start` on."""
-        order = tuple(self.sampler)
+        order = self._order()
         for step in range(self.start, len(self)):
             yield share_of(order[step * self._whole : (step + 1) * self._whole], self._rank, self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
         for share in self.shares():
             yield list(share.ids)
+
+    def _order(self) -> tuple[int, ...]:
+        if type(self.sampler) is DistributedSampler:
+            return tuple(self.sampler)
+        # A sampler of the script's own draws from the generators of the process, in which members may differ.
+        with isolate_rng():
+            seed = f"{self.sampler.seed} {self.sampler.epoch} {self.epoch}"
+            random.seed(seed)
+            torch.manual_seed(random.getrandbits(32))
+            np.random.seed(random.getrandbits(32))
+            return tuple(self.sampler)
 
 
 class DealtLoader(DataLoader[Any]):
@@ -145,6 +161,8 @@ def dealt(loader: object, replicas: int, rank: int, size: int, trains: bool) -> 
         UsageError: it cannot be dealt out; says why.
     """
     reason = None
+    if isinstance(loader, DealtLoader):
+        return loader
     if not isinstance(loader, DataLoader):
         reason = f"it is a {type(loader).__name__}, not a DataLoader"
     elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
