@@ -66,6 +66,8 @@ _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
 _TRANSFORMERS = "tests.jobs.preloaded_hf"
 
+_LIGHTNING = f"{_COMPILER},lightning.pytorch,elaunch.integrations.lightning"
+
 PRELOADS = {
     "train.py": _EAGER,
     "steps.py": _EAGER,
@@ -86,7 +88,9 @@ PRELOADS = {
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
-    "lightning_fit.py": f"{_COMPILER},lightning.pytorch",
+    "lightning_fit.py": _LIGHTNING,
+    "lightning_fabric.py": _LIGHTNING,
+    "train_lightning.py": _LIGHTNING,
     "fsdp_hooks.py": _COMPILER,
     "megatron_gpt.py": f"{_COMPILER},megatron.core.models.gpt,megatron.core.optimizer",
 }
