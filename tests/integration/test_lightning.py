@@ -57,6 +57,7 @@ def assert_as_undisturbed(found: tuple[Table, Node], calm: tuple[Table, Node], r
         (("--accumulate", "3"), ["0:5", "2:10"], "0.05", False),
         soak(("--accumulate", "2"), ["1:2", "0:13"], "0.1", False),
     ],
+    ids=["any", "first", "accumulating", "both"],
 )
 def test_a_fit_goes_on_as_if_nobody_had_died(
     spawn: Spawner, tmp_path: Path, flags: tuple[str, ...], deaths: list[str], sleep: str, joins: bool
@@ -78,6 +79,7 @@ def test_a_fit_goes_on_as_if_nobody_had_died(
         soak((), ["1:1.0", "0:2.4"]),
         soak((), ["2:1.5", "0:2.-1"]),
     ],
+    ids=["accumulating", "first-batch", "end-of-epoch"],
 )
 def test_a_script_of_fabric_goes_on_as_if_nobody_had_died(
     spawn: Spawner, tmp_path: Path, flags: tuple[str, ...], deaths: list[str]

@@ -11,11 +11,11 @@ import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
 
-from elaunch.integrations.lightning import loggers
+from elaunch.integrations.lightning import Fabric, elastic, loggers
 from elaunch.integrations.lightning.data import Dealer
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
 
@@ -102,3 +102,20 @@ def test_a_row_that_is_logged_again_replaces_the_one_of_the_lost_update(tmp_path
         ("2", "", "0.5"),
         ("2", "9.0", ""),
     ]
+
+
+def test_in_a_plain_process_it_is_fabric_as_it_was() -> None:
+    @elastic
+    def train(count: int) -> list[Any]:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        model, optimizer = fabric.setup(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        loader = fabric.setup_dataloaders(DataLoader(range(4), batch_size=2))  # type: ignore[arg-type]
+        found = []
+        for epoch in fabric.epochs(1, count, rate=torch.optim.lr_scheduler.StepLR(optimizer, 1)):
+            for number, batch in fabric.enumerate(loader):
+                fabric.backward(model(batch[:1].float()))
+                found.append((epoch, number, batch.tolist()))
+        return found
+
+    assert train(3) == [(1, 0, [0, 1]), (1, 1, [2, 3]), (2, 0, [0, 1]), (2, 1, [2, 3])]

@@ -80,8 +80,8 @@ class ElasticFabricDDP(DDPStrategy):
 class LiveFabric(lightning.fabric.Fabric):
     """Lightning's Fabric. In an `elastic` function its training survives changes of members.
 
-    A loader that is iterated over while the first model is in training mode, and gradients are computed, is one of
-    training data. The batches of all members together are those of the first members, and each counts as committed
+    A loader that is iterated over while a model is in training mode, and gradients are computed, is one of training
+    data. The batches of all members together are those of the first members, and each counts as committed
     when the next one is asked for after an update.
 
     Args:
@@ -185,6 +185,13 @@ class LiveFabric(lightning.fabric.Fabric):
         self._wrappers += found if isinstance(found, tuple) else [found]
         return found
 
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on one worker: in an elastic function that is the first one, for those of a node change."""
+        if self._loop is None:
+            super().print(*args, **kwargs)
+        elif self.is_global_zero:
+            print(*args, **kwargs)
+
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Logs metrics, as Fabric does."""
         if self._loop is not None and step is not None and self.is_global_zero:
@@ -198,7 +205,7 @@ class LiveFabric(lightning.fabric.Fabric):
     @property
     def trains(self) -> bool:
         """Returns whether a loader that is iterated over now has training data."""
-        return bool(self._models) and self._models[0].training and torch.is_grad_enabled()
+        return any(one.training for one in self._models) and torch.is_grad_enabled()
 
     def dealt(self, loader: Any, trains: bool) -> Any:
         """Returns a loader that deals out global batches; for other than training the same one if it cannot."""

@@ -16,7 +16,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from elaunch.integrations.lightning import loggers, loops
 from elaunch.integrations.lightning.data import DealtLoader, dealt
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
-from elaunch.integrations.lightning.parts import FitStart, agree_on_start, make_elastic, weigh, weighted
+from elaunch.integrations.lightning.parts import (
+    FitStart,
+    agree_on_configs,
+    agree_on_start,
+    make_elastic,
+    weigh,
+    weighted,
+)
 from elaunch.integrations.lightning.progress import FitProgress, add_up, past_metrics, put_back, put_back_metrics
 from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.forms import elastic
@@ -170,6 +177,7 @@ class ElasticFit:
         strategy.start = start
         if not is_first:
             loggers.take_over(used, start.logger_versions, strategy.is_global_zero)
+            agree_on_configs(self.state, self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def bind(self) -> None:
         """Brings the state of the last commit, now that there is a model with optimizers. All members call it."""
