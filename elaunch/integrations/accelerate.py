@@ -49,6 +49,10 @@ class GlobalBatches:
         even: whether the last update is filled up with the first samples.
         cut: whether no batch may have more samples than one of `batches`; else a member has one batch in an update.
 
+    Attributes:
+        num_processes: members at the start: accelerate counts with them how many samples of the last update of a pass
+            are there for the first time, for `gather_for_metrics`.
+
     Raises:
         UsageError: the batches have no fixed size.
     """
@@ -61,6 +65,7 @@ class GlobalBatches:
             raise UsageError(f"{type(batches).__name__} has no batch_size: batches of one size can be dealt out alone")
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
         self._rank, self._size, self._cut, self._even = rank, size, cut, even
+        self.num_processes = world
         whole = world * self.batch_size
         rounds = len(batches) // world if self.drop_last else -(-len(batches) // world)
         self._n_samples = rounds * whole
