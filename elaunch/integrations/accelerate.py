@@ -46,6 +46,10 @@ class GlobalBatches(StepSampler):
         even: whether the last update is filled up with the first samples.
         cut: whether no batch may have more samples than one of `batches`; else a member has one batch in an update.
 
+    Attributes:
+        num_processes: members at the start: accelerate counts with them how many samples of the last update of a pass
+            are there for the first time, for `gather_for_metrics`.
+
     Raises:
         UsageError: the batches have no fixed size.
     """
@@ -59,6 +63,7 @@ class GlobalBatches(StepSampler):
             raise UsageError(f"{type(batches).__name__} has no batch_size: batches of one size can be dealt out alone")
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
         self._cut = cut
+        self.num_processes = world
         whole = world * self.batch_size
         rounds = len(batches) // world if self.drop_last else -(-len(batches) // world)
         self._n_samples = rounds * whole
