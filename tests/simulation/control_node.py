@@ -32,7 +32,7 @@ class Node:
         self.ended = False
         self.exit: Exit | None = None
         self.connected = False
-        self.present = False
+        self.present = self.was_absent = False
         self.joined = False
         self.cut_off = False
         self.silence = 0
@@ -243,9 +243,12 @@ class Node:
             self.world.at(delay_s, lambda: self.step(lambda: self.life.on_time(self.world.now_s)))
 
     def check_kill(self, target: Worker) -> None:
-        """While the job goes on, no agent kills the last worker that holds its state."""
+        """While the job goes on, no agent kills the last worker that holds its state.
+
+        A node that the store has not heard of for a lease counts as lost: the others have gone on without it.
+        """
         life, world = self.life, self.world
-        if not world.checks_kills:
+        if not world.checks_kills or self.was_absent:
             return
         attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
         if world.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:

@@ -65,7 +65,7 @@ class Store:
     def remove(self, node: Node) -> None:
         self.docs.pop(node.name)
         self.expired_s[node.name] = self.world.now_s
-        node.present = False
+        node.present, node.was_absent = False, True
         self._tell_leader(node.name, None)
         if self.leader == node.name:
             self.leader = ""

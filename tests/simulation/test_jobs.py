@@ -17,7 +17,7 @@ from elaunch.workers.comm import group, transport
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.data_parallel import reducer
-from elaunch.workers.member import runtime_hooks
+from elaunch.workers.member import reports
 from elaunch.workers.recovery import Recovery
 from tests.helpers import soak
 from tests.simulation.jobs import simulate, simulate_all
@@ -82,7 +82,15 @@ def _commits_alone() -> Any:
 
 
 def _leaves_the_report_to_a_first_member_that_died() -> Any:
-    return runtime_hooks, "tells_again", lambda verdict, generation, worker, known: False
+    return reports, "tells_again", lambda verdict, generation, worker, known: False
+
+
+def _keeps_the_last_report_alone() -> Any:
+    return reports, "lost_steps", lambda verdict, generation: ("", range(0))
+
+
+def _leaves_what_a_lost_agent_had_not_written_at_the_end() -> Any:
+    return reports.StepReports, "end", lambda self, group: group.barrier()
 
 
 def _forgets_links_that_failed_before_a_planned_generation() -> Any:
@@ -108,6 +116,8 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         (_goes_on_before_all_have_their_state, 0, 400),
         (_commits_alone, 12, 50),
         (_leaves_the_report_to_a_first_member_that_died, 62, 1500),
+        (_keeps_the_last_report_alone, 1388, 3000),
+        (_leaves_what_a_lost_agent_had_not_written_at_the_end, 1287, 3000),
         soak(_forgets_links_that_failed_before_a_planned_generation, 0, 8000),
     ],
 )

@@ -20,6 +20,7 @@ from elaunch.wire import (
     Joined,
     Leaving,
     LineBuffer,
+    Logged,
     Message,
     Profiled,
     Progress,
@@ -48,6 +49,7 @@ KINDS: tuple[type[Message], ...] = (
     Leaving,
     Abandoned,
     Announce,
+    Logged,
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
