@@ -127,8 +127,9 @@ def test_an_error_of_one_message_is_told_though_another_never_ends() -> None:
 
     both = Messages([Broken(), Endless()], GroupEnd(lambda: False))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        Task(both.wait).result(10)
-    assert not both.is_completed()
+        Task(lambda: ended.wait(both, lambda: pytest.fail("its links are looked at"))).result(10)
+    assert both.is_completed()
+    assert not both.is_success()
 
 
 def test_a_collective_without_an_end_holds_up_nobody_once_its_group_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,8 @@ class Messages(GlooWork):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether they are known to be over, which is not before they have been waited for."""
-        return self._over
+        """Returns whether they are known to be over, or to have failed: not before they have been waited for."""
+        return self._over or bool(self._error)
 
     def is_success(self) -> bool:
         """Returns whether they are over, and nothing went wrong."""
@@ -150,7 +150,7 @@ class Messages(GlooWork):
         for work in self._works:
             try:
                 work.wait(NO_TIMEOUT)
-            except RuntimeError as error:
+            except Exception as error:  # whoever waits hears of any
                 if not self._error:
                     self._error = str(error) or "a message has failed"
                     self._news.set()
