@@ -65,7 +65,7 @@ def test_an_error_of_one_group_frees_the_device_from_all_and_the_others_are_name
 
 
 def test_a_tensor_parallel_sum_that_gloo_never_ends_does_not_outlast_its_generation() -> None:
-    end = GroupEnd(lambda: True)
+    end = GroupEnd(lambda: True, bool)
 
     class Losing(Device):
         def all_reduce(self, tensor: torch.Tensor) -> Any:

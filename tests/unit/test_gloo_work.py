@@ -103,7 +103,7 @@ def test_a_message_may_take_longer_than_whoever_waits_for_it_looks_away(monkeypa
 
 def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed() -> None:
     closed = threading.Event()
-    end = GroupEnd(closed.is_set)
+    end = GroupEnd(closed.is_set, closed.is_set)
     lost = Messages([Endless()], end)
     waiting = Task(lost.wait)
     assert waiting.running
@@ -120,20 +120,38 @@ def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed() ->
     assert time.monotonic() - begin_s < ended.DROP_S / 2
 
 
+@pytest.mark.parametrize("kind", ["messages", "collective"])
+def test_whoever_waits_in_a_group_that_lives_is_freed_when_a_connection_breaks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All members may have lost the same end; then nobody tells of it."""
+    monkeypatch.setattr("elaunch.workers.comm.native.gloo_work.LOOK_AT_CONNECTIONS_S", 0.01)
+    broken = threading.Event()
+    end = GroupEnd(bool, broken.is_set)
+    lost = Messages([Endless()], end) if kind == "messages" else Collective(Endless(), end)
+    waiting = Task(lambda: ended.wait(lost, lambda: None))
+    time.sleep(0.05)
+    assert waiting.running
+    broken.set()
+    with pytest.raises(Freed, match="has broken"):
+        waiting.result(5)
+
+
 def test_an_error_of_one_message_is_told_though_another_never_ends() -> None:
     class Broken(Endless):
         def wait(self, timeout: timedelta = timedelta(days=1)) -> bool:
             raise RuntimeError("Connection closed by peer")
 
-    both = Messages([Broken(), Endless()], GroupEnd(lambda: False))
+    both = Messages([Broken(), Endless()], GroupEnd(bool, bool))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        Task(both.wait).result(10)
-    assert not both.is_completed()
+        Task(lambda: ended.wait(both, lambda: pytest.fail("its links are looked at"))).result(10)
+    assert both.is_completed()
+    assert not both.is_success()
 
 
 def test_a_collective_without_an_end_holds_up_nobody_once_its_group_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ended, "DROP_S", 0.01)
-    end = GroupEnd(lambda: True)
+    end = GroupEnd(lambda: True, bool)
     lost = Collective(Endless(), end)
     with pytest.raises(RuntimeError, match="timed out"):
         lost.wait(SHORT)

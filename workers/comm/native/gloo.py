@@ -46,7 +46,7 @@ class GlooBulk:
         self._place: dist.Store | None = None  # Gloo does not keep what Python adds to it
         self._connections: list[sockets.Socket] = []
         self._lock = threading.Lock()
-        self._end = GroupEnd(self._is_closed)
+        self._end = GroupEnd(self._is_closed, self._is_broken)
         self._begun: deque[Collective] = deque()
         _ALIVE.add(self)
 
@@ -142,6 +142,10 @@ class GlooBulk:
     def _is_closed(self) -> bool:
         with self._lock:
             return all(one.is_closed() for one in self._connections)
+
+    def _is_broken(self) -> bool:
+        with self._lock:
+            return any(one.is_closed() for one in self._connections)
 
     def _end_connections(self) -> None:
         with self._lock:

@@ -33,13 +33,15 @@ CLOSED_S = 2.0
 """For Gloo to close connections that have been shut down, which takes it a millisecond."""
 
 LOOK_S = 0.0005
+LOOK_AT_CONNECTIONS_S = 1.0
+"""How often whoever waits in a living group looks whether a connection has broken: all may have lost the same end."""
 
 
 class Freed(RuntimeError):
     """The group is over; the operation may not be, and may use its tensors until it has been drained."""
 
-    def __init__(self) -> None:
-        super().__init__("the group is closed")
+    def __init__(self, why: str = "the group is closed") -> None:
+        super().__init__(why)
 
 
 class GroupEnd:
@@ -47,13 +49,14 @@ class GroupEnd:
 
     Args:
         is_closed: returns whether Gloo has closed all connections of the group: then it neither reads nor writes.
+        is_broken: returns whether it has closed any.
 
     Attributes:
         has_come: whether the group is poisoned.
     """
 
-    def __init__(self, is_closed: Callable[[], bool]) -> None:
-        self.is_closed = is_closed
+    def __init__(self, is_closed: Callable[[], bool], is_broken: Callable[[], bool]) -> None:
+        self.is_closed, self.is_broken = is_closed, is_broken
         self.has_come = False
         self._lock = threading.Lock()
         self._told: set[Callable[[], object]] = set()
@@ -83,6 +86,11 @@ class GroupEnd:
     def is_awaited(self) -> bool:
         """Returns whether something that was begun in the group, and is waited for, has not come to its end."""
         return bool(self._told)
+
+    def look(self) -> None:
+        """Raises `Freed` if a connection has broken."""
+        if self.is_broken():
+            raise Freed("a connection of the group has broken")
 
     def pass_by(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Returns when something is over, all connections are closed, or the time has passed."""
@@ -119,12 +127,15 @@ class Messages(GlooWork):
         """Returns when all have come or, if they are sent, left.
 
         Raises:
-            Freed: the group is over, and they may not be.
+            Freed: the group is over, or has lost a connection, and they may not be over.
             RuntimeError: one has failed, or the time has passed, which has no effect on the group.
         """
         self._listen()
-        if not self._news.wait(timeout.total_seconds()):
-            raise RuntimeError(f"a message was not over within {timeout}")
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not self._news.wait(min(LOOK_AT_CONNECTIONS_S, max(0.0, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                raise RuntimeError(f"a message was not over within {timeout}")
+            self._end.look()
         if not self._over and not self._error:
             self._end.pass_by(lambda: self._over, CLOSED_S)
             if not self._over:
@@ -134,8 +145,8 @@ class Messages(GlooWork):
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether they are known to be over, which is not before they have been waited for."""
-        return self._over
+        """Returns whether they are known to be over, or to have failed: not before they have been waited for."""
+        return self._over or bool(self._error)
 
     def is_success(self) -> bool:
         """Returns whether they are over, and nothing went wrong."""
@@ -150,7 +161,7 @@ class Messages(GlooWork):
         for work in self._works:
             try:
                 work.wait(NO_TIMEOUT)
-            except RuntimeError as error:
+            except Exception as error:  # whoever waits hears of any
                 if not self._error:
                     self._error = str(error) or "a message has failed"
                     self._news.set()
@@ -182,10 +193,11 @@ class Collective(GlooWork):
         """Returns when it is over.
 
         Raises:
-            Freed: the group is over, and it may not be.
+            Freed: the group is over, or has lost a connection, and it may not be over.
             RuntimeError: it has failed, or the time has passed, which has no effect on the group.
         """
-        end_s = time.monotonic() + timeout.total_seconds()
+        begin_s = time.monotonic()
+        end_s, look_s = begin_s + timeout.total_seconds(), begin_s + LOOK_AT_CONNECTIONS_S
         while True:
             try:
                 return self._work.wait(_spell(min(SPELL_S, end_s - time.monotonic())))
@@ -194,8 +206,11 @@ class Collective(GlooWork):
                     return self._work.wait()
                 if self._end.has_come:
                     raise Freed from None
-                if time.monotonic() >= end_s:
+                if (now_s := time.monotonic()) >= end_s:
                     raise
+                if now_s >= look_s:
+                    look_s = now_s + LOOK_AT_CONNECTIONS_S
+                    self._end.look()
 
     def is_completed(self) -> bool:
         """Returns whether it is over."""
