@@ -21,7 +21,8 @@ import torch.distributed as dist
 from benchmarks.crew import Rank, crew
 from benchmarks.report import Report, add_arguments
 from elaunch.workers.comm.native import reconfigure, sockets
-from elaunch.workers.comm.native.gloo import NO_TIMEOUT, THREADS, GlooBulk
+from elaunch.workers.comm.native.gloo import THREADS, GlooBulk
+from elaunch.workers.comm.native.gloo_work import NO_TIMEOUT
 from elaunch.workers.comm.native.groups import FIRST_LOOK_S
 
 HOST = "127.0.0.1"

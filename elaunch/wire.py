@@ -2,7 +2,7 @@
 
     worker -> agent   Attach, Ready, Joined, Progress, Saved, Profiled, Report, Unreachable, Finished,
                       Evict, Leaving, Abandoned
-    agent -> worker   Welcome, Announce
+    agent -> worker   Welcome, Announce, Logged
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
 and texts that no worker has: negative ones, those beyond 63 bits, and halves of a character.
@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
@@ -146,6 +146,14 @@ class Announce:
     generation: str
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """The event log has this step, which the worker reported in this generation, and all that it reported before."""
+
+    generation: int
+    step: int
+
+
 Message = (
     Attach
     | Welcome
@@ -161,6 +169,7 @@ Message = (
     | Leaving
     | Abandoned
     | Announce
+    | Logged
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -26,6 +26,7 @@ from elaunch.wire import (
     Announce,
     Attach,
     LineBuffer,
+    Logged,
     Message,
     Ready,
     Welcome,
@@ -55,6 +56,8 @@ class Client(Protocol):
     min_nodes: int
     elastic: bool
     """Whether the membership can change."""
+    logged: Logged | None
+    """The last step that this worker reported and its agent has written into the event log; None: of none yet."""
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
         """Calls `on_generation`, from any thread, with each new training generation."""
@@ -68,6 +71,9 @@ class Client(Protocol):
         Raises:
             JobFailed: there will be none.
         """
+
+    def wait_logged(self, generation: int, step: int, timeout_s: float) -> None:
+        """Waits until the agent has written a step that was reported in a generation, if it does so in time."""
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
         """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
@@ -98,6 +104,7 @@ class AgentClient:
         self._on_generation: Callable[[Generation], None] = lambda generation: None
         self._changed = threading.Condition()
         self._newest: Generation | None = None
+        self.logged: Logged | None = None
         self._ended = False
         self._closing = threading.Event()
         self._outbox: deque[bytes] = deque()
@@ -155,6 +162,12 @@ class AgentClient:
             if self._ended:
                 raise JobFailed("the agent of this worker has gone")
             return None
+
+    def wait_logged(self, generation: int, step: int, timeout_s: float) -> None:
+        """Waits until the agent has written a step that was reported in a generation, if it does so in time."""
+        said = Logged(generation, step)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.logged == said, timeout_s)
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
         """Reports that this worker accepts links at `address`, and whether it takes plans made for it."""
@@ -244,6 +257,10 @@ class AgentClient:
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:
+            if isinstance(message, Logged):
+                with self._changed:
+                    self.logged = message
+                    self._changed.notify_all()
             if not isinstance(message, Announce):
                 continue
             generation = from_json(Generation, message.generation.encode())
@@ -267,6 +284,7 @@ class StaticClient:
     """
 
     elastic = False
+    logged: Logged | None = None
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -301,6 +319,9 @@ class StaticClient:
         if generation > 0:
             raise JobFailed("a worker was lost, and without elaunch there is nobody to go on with")
         return None
+
+    def wait_logged(self, generation: int, step: int, timeout_s: float) -> None:
+        """Does nothing: no agent writes."""
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
         """Exchanges addresses; then the one generation exists."""

@@ -298,10 +298,12 @@ class Member(Planned):
         packed = pack(self.policy.note(self._transport), note)
         notes = {self.group.rank: packed} if packed else {}
         ready = self.native.ready()
-        brought = replace(record, generation=(newest, newest), native=(ready, ready), notes=notes)
+        spans, logged = ((newest, newest), (ready, ready)), self._reports.heard()
+        brought = replace(record, generation=spans[0], native=spans[1], logged=logged, notes=notes)
         self._hooks.entered = True
         whole = barrier.reduce(self.group, brought)
         self._hooks.entered = False
+        self._reports.hear(whole.logged)
         if self.native.passed(whole.native) and self.rank == 0:
             opened = {"backend": self.native.backend, "opened_s": round(self.native.opened_s, 6)}
             self.send("collectives", {"step": record.step[0] + 1, **opened})
@@ -400,7 +402,7 @@ class Member(Planned):
                     self.checkpoints.last(self.group, steps, self._durable)
                 if self._complete is not None:
                     self._complete()
-                self.group.barrier()
+                self._reports.end(self.group)
                 self._finished = True
                 self._client.send(Finished())
                 heartbeat.close()

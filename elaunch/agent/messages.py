@@ -22,12 +22,14 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.participant import Participant
 from elaunch.threads import describe, tell
 from elaunch.wire import (
+    MOST,
     Abandoned,
     Attach,
     Evict,
     Finished,
     Joined,
     Leaving,
+    Logged,
     Message,
     Profiled,
     Progress,
@@ -41,6 +43,16 @@ from elaunch.wire import (
 MAX_ADDRESS = 300  # characters of a worker's address; a host's name has at most 253
 MAX_ABANDONED = 2000  # characters of why the job cannot go on
 MAX_WHY = 300  # characters of a worker's reason in a line
+
+
+def step_of(message: Message) -> Logged | None:
+    """Returns what to tell a worker whose report of a step stands in the event log; None: it is no such report."""
+    if not isinstance(message, Report) or message.kind != "step":
+        return None
+    generation, step = message.fields.get("generation"), message.fields.get("step")
+    if type(generation) is not int or type(step) is not int:
+        return None
+    return Logged(generation, step) if 0 <= generation < MOST and 0 <= step < MOST else None
 
 
 class WorkerMessages:
@@ -92,10 +104,14 @@ class WorkerMessages:
             if mask & selectors.EVENT_WRITE:
                 connection.flush()
             if mask & selectors.EVENT_READ:
+                logged: Logged | None = None
                 for message in connection.receive():
                     if not connection.closed:
                         has_news = has_news or not isinstance(message, Report)
                         self._act(self._take(connection, message))
+                        logged = step_of(message) or logged
+                if logged is not None and not connection.closed:
+                    connection.send(logged)
         except ProtocolError as error:
             self._journal.say(f"{connection}: {error}; its connection is closed")
             connection.close()

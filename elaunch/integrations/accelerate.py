@@ -5,14 +5,12 @@ Under torchrun and in a plain process both do what accelerate does.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -20,10 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elaunch.errors import UsageError
 from elaunch.integrations.loaders import loading_of
-from elaunch.workers.agent_client import has_agent
+from elaunch.integrations.passes import FunctionEntry, FunctionLoop, entered_again
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.sampler import StepSampler
-from elaunch.workers.reentry.state import ElasticState
 
 WORLD_AT_START = int(os.environ.get("WORLD_SIZE", "1"))
 """Members that the job had when this process was started."""
@@ -49,6 +46,10 @@ class GlobalBatches(StepSampler):
         even: whether the last update is filled up with the first samples.
         cut: whether no batch may have more samples than one of `batches`; else a member has one batch in an update.
 
+    Attributes:
+        num_processes: members at the start: accelerate counts with them how many samples of the last update of a pass
+            are there for the first time, for `gather_for_metrics`.
+
     Raises:
         UsageError: the batches have no fixed size.
     """
@@ -62,6 +63,7 @@ class GlobalBatches(StepSampler):
             raise UsageError(f"{type(batches).__name__} has no batch_size: batches of one size can be dealt out alone")
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
         self._cut = cut
+        self.num_processes = world
         whole = world * self.batch_size
         rounds = len(batches) // world if self.drop_last else -(-len(batches) // world)
         self._n_samples = rounds * whole
@@ -186,22 +188,6 @@ def agreed(reentry: Reentry, own: dict[str, Any]) -> dict[str, Any]:
     return {**notes[0]["own"], "world": max(note["own"]["world"] for note in notes)}
 
 
-class _Entry:
-    """An entry of a training function.
-
-    Attributes:
-        values: of the last commit.
-        world: members at the start of the job.
-    """
-
-    current: _Entry | None = None
-
-    def __init__(self, reentry: Reentry, state: ElasticState) -> None:
-        self.reentry, self.state = reentry, state
-        self.values = agreed(reentry, {"world": WORLD_AT_START})
-        self.world: int = self.values["world"]
-
-
 def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> Any:
     """Has a training function entered by every worker, and entered again when the members of its job change.
 
@@ -211,28 +197,7 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> An
         function: the function.
         every: commits that count, as for `elaunch.elastic`.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not has_agent():
-                return function(*args, **kwargs)
-            reentry = Reentry(every)
-
-            def enter(state: ElasticState) -> Any:
-                forget_group()
-                _Entry.current = _Entry(reentry, state)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    _Entry.current = None
-                    forget_group()
-
-            return reentry.run(enter)
-
-        return call
-
-    return decorate if function is None else decorate(function)
+    return entered_again(function, every, forget_group)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -247,60 +212,41 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._entry = _Entry.current
-        self._loaders: list[_Loader] = []
-        self._weight = 1.0
-        self._loss: Any = None
-        self._stepped = False
+        entry = FunctionEntry.current
+        self._loop = FunctionLoop(entry, self._objects) if entry is not None else None
+        self._start = agreed(entry.reentry, {"world": WORLD_AT_START}) if entry is not None else {}
         super().__init__(*args, **kwargs)
-        if self._entry is not None:
+        if entry is not None:
             self.dataloader_config.use_seedable_sampler = True
             if self.split_batches or self.dispatch_batches:
                 raise UsageError("split_batches and dispatch_batches do not go with an elastic function")
 
     def epochs(self, n_epochs: int) -> Iterator[int]:
         """Yields the numbers of the passes that are left, of `n_epochs`; call it after everything is prepared."""
-        if self._entry is None:
-            yield from range(n_epochs)
-            return
-        self._bind()
-        values = self._entry.state.values
-        for loader in self._loaders:
-            loader.passed = values["passes"][loader.place]
-        for epoch in range(values["epoch"], n_epochs):
-            values["epoch"] = epoch
-            yield epoch
+        yield from range(n_epochs) if self._loop is None else self._loop.epochs(range(n_epochs))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes gradients; a mean over more or fewer samples than others have counts as much more or less."""
-        if self._entry is not None:
-            loss = loss if self._weight == 1.0 else loss * self._weight
-            part = loss.detach().double() / self.gradient_accumulation_steps
-            self._loss = part if self._loss is None else self._loss + part
+        if self._loop is not None:
+            loss = self._loop.weigh(loss, self.gradient_accumulation_steps)
         super().backward(loss, **kwargs)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        if self._entry is None or isinstance(prepared, _Loader):
+        if self._loop is None or isinstance(prepared, _Loader):
             return prepared
-        found = _Loader(self, prepared, len(self._loaders))
-        self._loaders.append(found)
-        return found
+        return _Loader(self, prepared, self._loop.add_loader())
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares a scheduler, which moves on by as many steps as there were members at the start."""
         prepared = super().prepare_scheduler(scheduler)
-        if self._entry is not None and type(prepared) is AcceleratedScheduler:
+        if self._loop is not None and type(prepared) is AcceleratedScheduler:
             prepared.__class__ = _Scheduler
-            prepared.world = self._entry.world
+            prepared.world = self._start["world"]
         return prepared
 
-    def _bind(self) -> None:
-        entry = self._entry
-        assert entry is not None
-        if entry.reentry.bound:
-            return
+    def _objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
         objects: dict[str, Any] = {}
         for kind, found in (
             ("model", [self.unwrap_model(one) for one in self._models]),
@@ -310,31 +256,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ("scaler", [self.scaler] if self.scaler is not None else []),
         ):
             objects |= {f"{kind}{place}": one for place, one in enumerate(found)}
-        entry.state.bind(**objects)
-        for one in self._optimizers:
-            one.optimizer.register_step_post_hook(lambda *_: setattr(self, "_stepped", True))
+        assert self._loop is not None
         # The script has seeded its generators by now.
-        seeds = entry.reentry.member.group.all_gather_json(torch.initial_seed() % 2**63)
-        n_loaders = len(self._loaders)
-        first = {
-            "world": entry.world,
-            "seed": seeds[0],
-            "epoch": 0,
-            "passes": [0] * n_loaders,
-            "updates": [0] * n_loaders,
-        }
-        entry.state.values = {**first, **entry.state.values}
-
-    def _commit(self, ids: list[int]) -> None:
-        assert self._entry is not None
-        loss, self._loss, self._stepped = self._loss, None, False
-        mean: float | None = None
-        if loss is not None:
-            total = loss.reshape(())
-            if self.num_processes > 1:
-                dist.all_reduce(total)
-            mean = total.item() / self.num_processes
-        self._entry.state.commit(loss=mean, sample_ids=ids)
+        seeds = self._loop.entry.state.all_gather(torch.initial_seed() % 2**63)
+        return objects, {"world": self._start["world"], "seed": seeds[0]}
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
@@ -359,15 +284,11 @@ class _Loader:
     Args:
         accelerator: which prepared it.
         prepared: by accelerate.
-        place: among its loaders.
-
-    Attributes:
-        passed: passes for training that have begun and ended in this entry, or count as such.
+        place: among the loaders of the function.
     """
 
     def __init__(self, accelerator: Accelerator, prepared: Any, place: int) -> None:
-        self._accelerator, self._prepared, self.place = accelerator, prepared, place
-        self.passed = 0
+        self._accelerator, self._prepared, self._place = accelerator, prepared, place
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_prepared":
@@ -375,57 +296,37 @@ class _Loader:
         return getattr(self._prepared, name)
 
     def __len__(self) -> int:
-        entry = self._accelerator._entry
-        assert entry is not None
         if isinstance(self._prepared.dataset, IterableDataset):
             return len(self._prepared)
         whole = getattr(self._prepared.batch_sampler, "batch_sampler", self._prepared.batch_sampler)
-        return len(GlobalBatches(whole, entry.world, 1, 0, 1, even=self._accelerator.even_batches))
+        return len(self._batches(whole, 0, 1))
 
     def __iter__(self) -> Iterator[Any]:
-        accelerator = self._accelerator
-        assert accelerator._entry is not None
-        accelerator._bind()
+        accelerator, loop = self._accelerator, self._accelerator._loop
+        assert loop is not None
+        loop.bind()
         if accelerator._models and accelerator._models[0].training:
-            return self._train(accelerator, accelerator._entry)
+            return loop.train(self._place, self._deal)
         return iter(self._prepared)
 
-    def _train(self, accelerator: Accelerator, entry: _Entry) -> Iterator[Any]:
-        values = entry.state.values
-        passes, updates = values["passes"], values["updates"]
-        if self.passed < passes[self.place]:
-            self.passed += 1  # a script that counts its passes itself comes to those again that are over
-            return
+    def _batches(self, whole: Any, rank: int, size: int) -> GlobalBatches:
+        accelerator = self._accelerator
+        return GlobalBatches(whole, accelerator._start["world"], 1, rank, size, even=accelerator.even_batches)
+
+    def _deal(self, passed: int, start: int) -> Iterator[tuple[float, Sequence[int], Any]]:
+        accelerator = self._accelerator
+        assert accelerator._loop is not None
+        rank, size = accelerator.process_index, accelerator.num_processes
         loader, batches = dealt_out(
             self._prepared,
-            lambda whole: GlobalBatches(
-                whole,
-                entry.world,
-                1,
-                accelerator.process_index,
-                accelerator.num_processes,
-                even=accelerator.even_batches,
-            ),
+            lambda whole: self._batches(whole, rank, size),
             self._prepared.device,
-            values["seed"],
+            accelerator._loop.values["seed"],
         )
-        loader.set_epoch(passes[self.place])
-        start = updates[self.place]
+        loader.set_epoch(passed)
         if start:
             loader = accelerate.skip_first_batches(loader, start)
-        ids: list[int] = []
-        update = start
         if start < batches.n_updates:
             for update, batch in enumerate(loader, start):
-                (accelerator._weight,) = batches.weights(update)
-                ids += batches.ids(update)
-                entry.reentry.check()
-                yield batch
-                accelerator._weight = 1.0
-                updates[self.place] = update + 1
-                if accelerator._stepped:
-                    accelerator._commit(ids)
-                    ids = []
-        passes[self.place] += 1
-        self.passed = passes[self.place]
-        updates[self.place] = 0
+                (weight,) = batches.weights(update)
+                yield weight, batches.ids(update), batch

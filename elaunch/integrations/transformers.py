@@ -1,5 +1,7 @@
 """Transformers' Trainer that survives: import `Trainer` from here in place of transformers'.
 
+`elastic` makes the same of trainers that other libraries derive from it, such as TRL's SFTTrainer.
+
 Under torchrun and in a plain process it is transformers' own. Under elaunch the import has accelerate form no process
 group: `train()` does that, over the members there are, and is left and entered again when they change.
 """
@@ -11,7 +13,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,10 +46,18 @@ SUMS = (
 )
 """What a Trainer counts beside its state."""
 
+TRL_COUNTS = ("_metrics", "_total_train_tokens")
+"""What a trainer of TRL counts for its next log."""
+
+TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+"""Trainers of TRL that make their own batches, from what the model generates."""
+
 UNKNOWN_ORDERS = ("group_by_length", "batch_rebalance")
 """Ways of sampling whose order depends on more than a seed and the pass."""
 
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+Kind = TypeVar("Kind", bound=type)
 
 
 class _Outside:
@@ -191,6 +201,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 for name in UNKNOWN_ORDERS
             ),
             ("average_tokens_across_devices=False", not self.args.average_tokens_across_devices),
+            *((f"TRL's {name}", any(one.__name__ == name for one in type(self).__mro__)) for name in TRL_GENERATING),
         ):
             if found:
                 raise UsageError(f"elaunch.integrations.transformers.Trainer does not go with {name} yet: leave it out")
@@ -247,6 +258,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             else {},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()) if self.optimizer is not None else None,
             "lr_scheduler": copy.deepcopy(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
+            "counts": self._trl_counts(),
         }
 
     def _go_back_to(self, given: dict[str, Any]) -> None:
@@ -255,6 +267,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         for name in ("optimizer", "lr_scheduler"):
             if given[name] is not None:
                 getattr(self, name).load_state_dict(copy.deepcopy(given[name]))
+        self._take_trl_counts(given["counts"])
+
+    def _trl_counts(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in TRL_COUNTS if hasattr(self, name)}
+        return copy.deepcopy(counts)
+
+    def _take_trl_counts(self, counts: dict[str, Any]) -> None:
+        for name, value in counts.items():
+            found = getattr(self, name)
+            if isinstance(found, dict):  # lists by metric, for training and for evaluation
+                for mode, lists in value.items():
+                    found[mode].clear()
+                    found[mode].update(copy.deepcopy(lists))
+            else:
+                setattr(self, name, value)
 
     # -- what transformers calls --------------------------------------------------------------------------------
 
@@ -297,6 +324,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return tuple(found)
         if training.kept is not None:
             self._take_state(training.kept["state"])
+            self._take_trl_counts(training.kept["counts"])
             self.state.init_training_references(self, max_steps, args[0], args[2] if len(args) > 2 else None)
             done = self.state.global_step
             n_updates = training.kept["update"]
@@ -425,12 +453,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "tr_loss": tr_loss,
             "stopped": bool(self.control.should_training_stop),
             "state": self._state_as_json(),
+            "counts": self._trl_counts(),
             **{name: getattr(self, name) for name in SUMS},
         }
         ids, training.ids, training.loss = training.ids, [], None
         training.state.commit(loss=loss, sample_ids=ids)
         training.step = self.state.global_step
-        self._given = {"model": {}, "optimizer": self._given["optimizer"], "lr_scheduler": self._given["lr_scheduler"]}
+        self._given = {**self._given, "model": {}}
 
     def _state_as_json(self) -> dict[str, Any]:
         """Returns the state of the Trainer; what it has logged is one text, made anew only when there is more of it."""
@@ -452,3 +481,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if isinstance(one, ExportableState) and isinstance(found, dict):
                 for name, value in found["attributes"].items():
                     setattr(one, name, value)
+
+
+def elastic(trainer: Kind) -> Kind:
+    """Returns a trainer of another library, made from transformers' Trainer, whose training survives as `Trainer` does.
+
+    Args:
+        trainer: its class, such as TRL's SFTTrainer.
+    """
+    names = {"__module__": trainer.__module__, "__qualname__": trainer.__qualname__, "__doc__": trainer.__doc__}
+    return type(trainer)(trainer.__name__, (Trainer, trainer), names)

@@ -1,19 +1,22 @@
-"""Scripts of transformers and accelerate, changed by a line or three: whoever dies, they train as if nobody had."""
+"""Scripts of transformers, TRL and accelerate, changed by a few lines: whoever dies, they train as if nobody had."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, Spawner, soak
-from tests.jobs.watch import Node, elaunch
+from tests.jobs.watch import Node, elaunch, wait_for_step
 
 pytestmark = pytest.mark.timeout(200)
 
 TRAINER = ROOT / "tests" / "jobs" / "hf.py"
+TRL = ROOT / "tests" / "jobs" / "hf_trl.py"
 ACCELERATE = ROOT / "tests" / "jobs" / "hf_accelerate.py"
 
 
@@ -97,6 +100,55 @@ def test_a_trainer_resumes_from_its_checkpoint_and_survives_a_death_before_its_f
 def assert_weights_alike(node: Node, calm: Node) -> None:
     (own,), (expected,) = numbers(node.agent.text(), "end: "), numbers(calm.agent.text(), "end: ")
     assert (own[0], *own[2:]) == pytest.approx((expected[0], *expected[2:]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "deaths"),
+    [
+        ("sft", ("1:0", "0:12")),
+        soak("dpo", ("2:0", "0:12")),
+    ],
+)
+def test_a_trainer_of_trl_goes_on_as_if_nobody_had_died(
+    spawn: Spawner, tmp_path: Path, kind: str, deaths: tuple[str, ...]
+) -> None:
+    calm, node = (
+        run(spawn, tmp_path, TRL, "--trainer", kind, "--out", str(tmp_path / name), *flags, name=name)
+        for name, flags in (("calm", ()), ("deaths", [flag for death in deaths for flag in ("--die", death)]))
+    )
+    assert_same_steps(node, calm, 1e-4)
+    assert len(node.events("worker_started")) == 3 + len(deaths)
+    logs = [
+        json.loads((tmp_path / name / "checkpoint-18" / "trainer_state.json").read_text())["log_history"]
+        for name in ("calm", "deaths")
+    ]
+    assert [set(log) for log in logs[0]] == [set(log) for log in logs[1]]
+    for log, undisturbed in zip(logs[1], logs[0], strict=True):
+        # What TRL counts goes back to the last update, too; its means over batches depend on how samples are dealt out.
+        for key in {"step", "epoch", "loss", "num_tokens", "learning_rate", "eval_loss"} & set(log):
+            assert log[key] == pytest.approx(undisturbed[key], rel=1e-3), key
+
+
+@pytest.mark.parametrize(
+    ("example", "epochs", "n_steps"), [("train_transformers.py", 2, 128), ("train_accelerate.py", 40, 1280)]
+)
+def test_an_example_survives_kill_9_as_it_says(
+    spawn: Spawner, tmp_path: Path, example: str, epochs: int, n_steps: int
+) -> None:
+    out = ("--out", str(tmp_path / "out")) if "transformers" in example else ()
+    command = ("--standalone", "--nproc-per-node=2", "--max-restarts=5")
+    node = elaunch(spawn, tmp_path, *command, script=(ROOT / "examples" / example, f"--epochs={epochs}", *out))
+    wait_for_step(node, 2)
+    killed, survivor = node.events("worker_started")
+    os.kill(killed["pid"], signal.SIGKILL)
+    assert node.agent.wait(150) == 0, node.agent.tail()
+    assert [event["step"] for event in node.events("step")] == list(range(n_steps))
+    started = node.events("worker_started")
+    assert [(event["worker"].partition("#")[0], event.get("attempt", 0)) for event in started[2:]] == [
+        (killed["worker"].partition("#")[0], 0)
+    ]
+    ends = {event["worker"]: event.get("exitcode") for event in node.events("worker_exited")}
+    assert ends[survivor["worker"]] == 0
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ _COMPILER = f"torch,torch._dynamo,torch.distributed.tensor.debug,{_EAGER}"
 
 _TRANSFORMERS = "tests.jobs.preloaded_hf"
 
+_LIGHTNING = f"{_COMPILER},lightning.pytorch,elaunch.integrations.lightning"
+
 PRELOADS = {
     "train.py": _EAGER,
     "steps.py": _EAGER,
@@ -81,12 +83,17 @@ PRELOADS = {
     "c10d_calls.py": _COMPILER,
     "hf.py": _TRANSFORMERS,
     "hf_accelerate.py": _TRANSFORMERS,
+    "hf_trl.py": f"{_TRANSFORMERS},trl.trainer.sft_trainer,trl.trainer.dpo_trainer",
+    "train_transformers.py": _TRANSFORMERS,
+    "train_accelerate.py": _TRANSFORMERS,
     "dtensor.py": _COMPILER,
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
-    "lightning_fit.py": f"{_COMPILER},lightning.pytorch",
+    "lightning_fit.py": _LIGHTNING,
+    "lightning_fabric.py": _LIGHTNING,
+    "train_lightning.py": _LIGHTNING,
     "fsdp_hooks.py": _COMPILER,
     "megatron_gpt.py": f"{_COMPILER},megatron.core.models.gpt,megatron.core.optimizer",
 }

@@ -277,6 +277,15 @@ class Node:
             worker.vanish()
         self.world.store.watch_lease(self)
 
+    def kill_agent(self, outlived_s: float) -> None:
+        """The agent is killed, and its workers go on for a while; what they tell it is lost."""
+        self.world.note("FAULT:", f"the agent of {self.name} is killed, {outlived_s:g} s before its workers")
+        self.ended = self.world.ended = True
+        self.disconnect()
+        for worker in self.mine():
+            worker.outlive(outlived_s)
+        self.world.store.watch_lease(self)
+
     def mine(self) -> list[Worker]:
         return [worker for worker in self.world.workers.values() if worker.node is self and worker.alive]
 

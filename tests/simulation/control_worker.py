@@ -264,6 +264,10 @@ class Worker:
         self.send_up(lambda: self.node.life.on_exit(self.id, exitcode, number, now_s, self.world.now_s))
         self.world.look_around_all()
 
+    def outlive(self, seconds: float) -> None:
+        """Its agent is killed: it goes on until it ends by itself, a while later."""
+        self.world.at(seconds, lambda: self.end(None, signal.SIGKILL))
+
     def vanish(self) -> None:
         self.alive, self.on_a_lost_machine, self.at_op = False, True, None
         self.world.look_around_all()

@@ -132,6 +132,8 @@ def _fault(world: JobWorld) -> None:
         if frozenset((one, other)) not in world.parted:
             world.part(one, other)
             world.at(world.rng.choice([0.5, 3.0, 12.0]), partial(world.heal, one, other))
+    elif kind < 0.24 and (agents := [node for node in world.nodes.values() if not node.ended]):
+        world.rng.choice(agents).kill_agent(world.rng.choice([0.1, 1.0, 4.0]))
     else:
         random_fault(world)
 
@@ -140,6 +142,8 @@ def check_that_all_train(world: JobWorld) -> None:
     """Checks that the faults are over, that all members are in the newest generation, and that they commit steps."""
     assert world.store.up, "the store is away"
     assert not any(node.cut_off for node in world.nodes.values() if not node.ended), "a node is cut off from the store"
+    outliving = [worker.id for worker in world.workers.values() if worker.alive and worker.node.ended]
+    assert not outliving, f"{outliving} have outlived their agents"
     assert not world.parted, "nodes cannot reach each other"
     check_that_it_goes_on(world)
     generation = world.store.generation

@@ -6,13 +6,14 @@ import atexit
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.messages import note_lost_link, react
+from elaunch.agent.messages import note_lost_link, react, step_of
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
-from elaunch.wire import Finished, Leaving, Message, Ready, Report, Unreachable
+from elaunch.wire import Finished, Leaving, Logged, Message, Ready, Report, Unreachable
 from elaunch.workers.runtime import Member
 from tests.simulation.native import SimulatedBulk, groups_of
 from tests.simulation.network import SimulatedTransport
@@ -34,6 +35,7 @@ class Channel:
         self.worker, self.min_nodes = of.id, of.world.case.min_nodes
         self._of = of
         self._newest: Generation | None = None
+        self.logged: Logged | None = None
         self._on_generation: Callable[[Generation], None] = lambda generation: None
 
     def listen(self, on_generation: Callable[[Generation], None]) -> None:
@@ -51,6 +53,16 @@ class Channel:
                 return None
             process.wait(self, left_s)
         return self._newest
+
+    def wait_logged(self, generation: int, step: int, timeout_s: float) -> None:
+        process, world = self._of.process, self._of.world
+        end_s = world.now_s + timeout_s
+        while self.logged != Logged(generation, step) and end_s - world.now_s > 1e-9:
+            process.wait(self, end_s - world.now_s)
+
+    def note_logged(self, said: Logged | None) -> None:
+        self.logged = said
+        self._of.process.wake(self)
 
     def ready(self, address: str, takes_plans: bool = False) -> None:
         self.send(Ready(address, takes_plans))
@@ -84,6 +96,7 @@ class Worker:
         self.transport: SimulatedTransport | None = None
         self.bulks: list[SimulatedBulk] = []
         self.waits_since_s = inf  # in a native group
+        self.finished = False
         self.activations: set[tuple[int, int]] = set()
         self.up_s = self.down_s = 0.0
 
@@ -98,6 +111,11 @@ class Worker:
     def entering(self) -> bool:
         """Whether it has not resumed in it yet."""
         return self.member is None or self.member._recovery._entering
+
+    @property
+    def knows(self) -> bool:
+        """Whether it still can, or could until the job ended, tell what has committed."""
+        return self.alive or self.finished
 
     @property
     def holds(self) -> bool:
@@ -135,6 +153,7 @@ class Worker:
                     self.send_up(lambda: self._log(message))
             case _:
                 if isinstance(message, Finished):
+                    self.finished = True
                     self.note("has finished")
                 elif isinstance(message, Leaving):
                     self.note(f"leaves after {message.step} steps")
@@ -143,6 +162,7 @@ class Worker:
     def _log(self, message: Report) -> None:
         self.world.logged(self.id, message.fields)
         self.node.life.workers.note_report(message)
+        self.send_down(partial(self.channel.note_logged, step_of(message)))
 
     def _lost_peer(self, message: Unreachable) -> None:
         if note_lost_link(self.node.life, self.id, message, self.world.now_s):
@@ -170,6 +190,10 @@ class Worker:
         now_s = self.world.now_s
         # Whatever it said before is read before its end is reported.
         self.send_up(lambda: self.node.life.on_exit(self.id, exitcode, number, now_s, self.world.now_s))
+
+    def outlive(self, seconds: float) -> None:
+        """Its agent is killed: the worker goes on until the kernel, and its peers, see it end a while later."""
+        self.world.at(seconds, lambda: self.end(None, signal.SIGKILL))
 
     def vanish(self) -> None:
         """Its machine is lost: nobody is told."""

@@ -76,6 +76,7 @@ def record(rank: int, note: bytes = b"") -> StepRecord:
         UNSAID if rank == 1 else (rank, rank),
         (40 + rank, 40 + rank),
         rank % 2,
+        3 * rank,
         coverage_of(range(3 * rank, 3 * rank + 3)),
         rank + 1,
         ExactSum.of([0.1 * rank]),

@@ -143,8 +143,8 @@ def test_the_next_generation_has_a_new_group_and_the_old_one_is_closed() -> None
         until_native(here, pairs)
         for one in here:
             old, new = one.made
-            assert old._poisoned
-            assert not new._poisoned
+            assert old._end.has_come
+            assert not new._end.has_come
             with pytest.raises(RuntimeError, match="closed"):
                 old.backend_group()
 

@@ -14,9 +14,11 @@ import torch
 from elaunch.errors import CollectiveFailed
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.native import ended
+from elaunch.workers.comm.native.gloo_work import Collective, GroupEnd
 from elaunch.workers.comm.native.groups import GroupKey
 from elaunch.workers.layers.carry import native
 from tests.unit.comm_crew import Task
+from tests.unit.test_gloo_work import Endless
 from tests.unit.test_native import Device
 
 
@@ -62,42 +64,24 @@ def test_an_error_of_one_group_frees_the_device_from_all_and_the_others_are_name
     assert {frozenset(one) for one in stuck.seen} == {frozenset({"b", "c"})}
 
 
-def test_a_tensor_parallel_sum_that_gloo_never_ends_does_not_outlast_its_generation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Endless:
-        """A sum whose connection was lost when a message had begun to come."""
-
-        def wait(self, timeout: object = None) -> bool:
-            if timeout is None:
-                pytest.fail("it is waited for without end")
-            raise RuntimeError("Timed out")
-
-        def is_completed(self) -> bool:
-            return False
+def test_a_tensor_parallel_sum_that_gloo_never_ends_does_not_outlast_its_generation() -> None:
+    end = GroupEnd(lambda: True)
 
     class Losing(Device):
         def all_reduce(self, tensor: torch.Tensor) -> Any:
-            return Endless()
+            return Collective(Endless(), end)
 
-        def backend_group(self) -> Any:
-            if self.poisoned:
-                raise RuntimeError("the group is closed")
-            return self
-
-    monkeypatch.setattr(ended, "LINKS_S", 0.01)
-    monkeypatch.setattr(ended, "DROP_S", 0.01)
-    losing, failed = Losing(), list[int]()
-    groups: dict[GroupKey, Any] = {GroupKey("tp", ("a", "b")): losing}
+    failed = list[int]()
+    groups: dict[GroupKey, Any] = {GroupKey("tp", ("a", "b")): Losing()}
     routes: Any = SimpleNamespace(worker="a")
     carrier = native.NativeCarrier(routes, [], groups, torch.device("cpu"), 7, False, failed.append)
     task = Task(lambda: carrier.all_reduce(("a", "b"), torch.ones(4)))
     time.sleep(0.1)
     assert task.running
-    losing.poison()
+    end.come()
     with pytest.raises(CollectiveFailed, match="closed"):
-        task.result(10)
+        task.result(1)
     assert failed == [7]
-    assert len(carrier._under_way) == 1
+    begin_s = time.monotonic()
     carrier.drop()
-    assert not carrier._under_way
+    assert time.monotonic() - begin_s < ended.DROP_S / 2, "what it sums is its own, and nobody waits for that"

@@ -26,7 +26,20 @@ from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
 from elaunch.rendezvous.membership import Generation, GenerationStage
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.wire import Attach, Evict, Joined, Message, Progress, Ready, Report, Saved, Unreachable, decode, encode
+from elaunch.wire import (
+    Attach,
+    Evict,
+    Joined,
+    Logged,
+    Message,
+    Progress,
+    Ready,
+    Report,
+    Saved,
+    Unreachable,
+    decode,
+    encode,
+)
 from tests.helpers import ROOT, child_environment
 
 WORKER = "a/0#0"
@@ -224,6 +237,14 @@ def test_a_report_may_have_any_fields(node: Node, name: str, value: object) -> N
     assert event["step"] == 2
     assert isinstance(event["t"], int | float)
     assert event["generation"] == (value if name == "generation" and value == 7 else 3)
+
+
+def test_a_worker_is_told_up_to_which_step_the_log_has_its_reports(node: Node) -> None:
+    link = node.attach()
+    steps = [Report("step", {"step": step, "generation": 3}) for step in (2, 3)]
+    assert node.send(link, *steps, Report("slow", {"step": 9}), Report("step", {"step": -1, "generation": 3}))
+    assert link.recv(1 << 16) == encode(Logged(3, 3))
+    assert [event["step"] for event in node.logged("step")] == [2, 3, -1]
 
 
 def test_an_excuse_is_one_short_line(node: Node, capfd: pytest.CaptureFixture[str]) -> None:

@@ -736,6 +736,17 @@ class TestUnreachablePeers:
         node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
         assert node.life.doc().peers.unreachable == ("b/0#0",)
 
+    def test_a_dead_peer_that_a_planned_generation_forgot_ends_the_step_all_the_same(self) -> None:
+        """It died before it could leave, its node went, and a leader that knew nothing of either went on."""
+        node = member_node()
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        node.train("a/0#0", "c/0#2", aborts_step_before=2)
+        doc = node.life.doc()
+        assert (doc.peers.unreachable, doc.peers.reset_generation) == ((), 3)
+        node.train("a/0#0", "c/0#2", aborts_step_before=2)
+        node.life.on_unreachable(2, "b/0#0", refused=True, now_s=0.0)
+        assert node.life.doc().peers.reset_generation == 4
+
     def test_whether_a_worker_of_this_node_lives_the_agent_knows_best(self) -> None:
         node = member_node(slots=2)
         node.life.on_unreachable(2, "a/1#0", refused=True, now_s=0.0)

@@ -10,11 +10,11 @@ import pytest
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
-from elaunch.wire import AGAIN, Message, Report
+from elaunch.wire import AGAIN, Logged, Message, Report
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
-from elaunch.workers.member.reports import LAST_STEP, TOLD, StepReports, tells_again
+from elaunch.workers.member.reports import KEPT, LAST_STEP, MOST_KEPT, TOLD, StepReports, tells_again
 from elaunch.workers.runtime import Member
 
 MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
@@ -24,9 +24,12 @@ LAYOUT = SampleLayout(20, 3, whole_shares=False, n_samples=100, seed=7, shuffle=
 class Client:
     """An agent's end that keeps what it is told."""
 
-    worker, token, host, local_rank, min_nodes, elastic = MEMBERS[0], "", "", 0, 1, False
+    token, host, local_rank, min_nodes, elastic = "", "", 0, 1, False
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = MEMBERS[0]) -> None:
+        self.worker = worker
+        self.logged: Logged | None = None
+        self.waited = 0.0
         self.sent: list[Message] = []
         self.closed = False
 
@@ -36,6 +39,14 @@ class Client:
     def listen(self, on_generation: Any) -> None: ...
 
     def newest(self) -> None: ...
+
+    def wait_logged(self, generation: int, step: int, timeout_s: float) -> None:
+        self.waited += timeout_s
+
+    def steps(self) -> list[tuple[int, bool]]:
+        """The steps that it was told, and whether again."""
+        reports = [one.fields for one in self.sent if isinstance(one, Report)]
+        return [(fields["step"], AGAIN in fields) for fields in reports]
 
     def close(self) -> None:
         self.closed = True
@@ -61,12 +72,13 @@ class Links:
 
 
 class Team:
-    """A group, as far as reports need it."""
+    """A group, as far as reports need it; the others bring `others` when it reduces."""
 
-    size, members = 3, MEMBERS
+    def __init__(self, rank: int, members: tuple[str, ...] = MEMBERS, others: tuple[bytes, ...] = ()) -> None:
+        self.rank, self.members, self.size, self.others = rank, members, len(members), others
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def reduce_bytes(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        return combine([payload, *self.others])
 
 
 class Framework:
@@ -170,7 +182,86 @@ def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:
     report.tell(Team(0), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
     assert report.facts()[TOLD][0] == 5
     report.forget()
-    assert report.facts() == {LAST_STEP: None, TOLD: None}
+    assert report.facts() == {LAST_STEP: None, TOLD: None, KEPT: [0, None]}
+
+
+APART = ("a/0#0", "b/0#0", "c/0#0")
+"""Members, each on a node of its own."""
+
+
+def reports_of(steps: int, known: int = 0) -> tuple[list[Client], list[StepReports]]:
+    """Members that have committed so many steps, of which they know that so many stand in a log."""
+    clients = [Client(one) for one in APART]
+    reports = [StepReports(one) for one in clients]  # type: ignore[arg-type]
+    for step in range(steps):
+        for rank, one in enumerate(reports):
+            one.tell(Team(rank, APART), 2, step, 0.25, range(10))  # type: ignore[arg-type]
+    for one in reports:
+        one.hear(known)
+    return clients, reports
+
+
+def agree(reports: Sequence[StepReports], steps: int, members: tuple[str, ...]) -> None:
+    """The members of the next generation agree that so many steps have committed."""
+    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in members))
+    everyone = tuple(range(len(members)))
+    found = Verdict(steps, (), everyone, (), facts=tuple(one.facts() for one in reports))
+    for one in reports:
+        one.agree(found, generation)
+
+
+def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_others() -> None:
+    clients, reports = reports_of(8, known=5)
+    agree(reports[1:], 8, APART[1:])
+    assert clients[1].steps() == [(5, True), (6, True), (7, True)]
+    assert clients[2].steps() == []
+    agree(reports[2:], 8, APART[2:])  # its agent is lost, too, before it says that it has written them
+    assert clients[2].steps() == [(5, True), (6, True), (7, True)]
+    said = Logged(2, 7)
+    clients[2].logged = said
+    assert reports[2].heard() == 8
+    assert reports[2].facts()[KEPT] == [8, None]
+
+
+def test_what_an_agent_that_lives_was_told_is_not_reported_again() -> None:
+    clients, reports = reports_of(8, known=5)
+    agree([reports[0], reports[2]], 8, (APART[0], APART[2]))  # the worker of another node has died
+    assert [client.steps()[8:] for client in clients] == [[], [], []]
+
+
+def test_a_member_that_came_late_leaves_it_to_one_that_knows_the_lost_steps() -> None:
+    clients, reports = reports_of(6, known=2)
+    late = Client(APART[1])
+    newcomer = StepReports(late)  # type: ignore[arg-type]
+    newcomer.tell(Team(1, APART), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
+    agree([newcomer, reports[2]], 6, APART[1:])
+    assert clients[2].steps() == [(2, True), (3, True), (4, True)]
+    assert late.steps() == [(5, True)]
+
+
+@pytest.mark.parametrize(("generation", "known"), [(2, 5), (1, 0)])
+def test_only_what_an_agent_has_written_of_this_generation_counts(generation: int, known: int) -> None:
+    clients, reports = reports_of(6)
+    clients[0].logged = Logged(generation, 4)
+    assert reports[0].heard() == known
+    assert reports[0].facts()[KEPT] == [known, known]
+
+
+def test_reports_that_are_kept_are_bounded() -> None:
+    _, (first, *_) = reports_of(MOST_KEPT + 10)
+    assert first.facts()[KEPT] == [0, 10]
+
+
+@pytest.mark.parametrize(("known", "told"), [(3, []), (1, [(1, True), (2, True)])])
+def test_at_the_end_another_node_reports_what_the_first_agent_does_not_say_to_have_written(
+    known: int, told: list[tuple[int, bool]]
+) -> None:
+    clients, reports = reports_of(3)
+    for rank, one in enumerate(reports):
+        one.end(Team(rank, APART, (known.to_bytes(8, "big"),)))  # type: ignore[arg-type]
+    assert [client.waited > 0 for client in clients] == [True, False, False]
+    assert clients[1].steps() == told
+    assert clients[2].steps() == []
 
 
 def test_shares_tile_a_step_and_their_digests_add_up() -> None:

@@ -1,17 +1,19 @@
 """The lines of the event log on steps that have committed.
 
-The first member writes them. Each member keeps the last one: around a failure it may have to write it in the place of a
-first member that did not come to it.
+The first member reports them to its agent, which says what it has written. The other members hear of that in the next
+barrier, and keep the reports until then: where the first member did not come to report the last step, or where its
+agent was lost with reports that it had not written, one of them reports these steps in its place.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elaunch.rendezvous.membership import Generation, node_of
-from elaunch.wire import AGAIN, Report
+from elaunch.wire import AGAIN, Logged, Report
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data.order import digest
@@ -26,8 +28,35 @@ READY_STEP = "elaunch.ready_step"
 TOLD = "elaunch.told"
 """Likewise: `StepReports.told`."""
 
+KEPT = "elaunch.kept"
+"""Likewise: `StepReports.logged`, and the first step whose report the voter keeps."""
+
+END_S = 2.0
+"""How long the first member waits at the end of the job for its agent to have written the last step."""
+
+_COUNT = struct.Struct(">Q")  # in this order the greater number is the greater text
+
+MOST_KEPT = 4096
+"""Reports that a member keeps at most, where an agent is that far behind."""
+
 Told = Sequence[Any]
 """The number of a step that was reported, and the node whose agent writes it; "" where a log is known to have it."""
+
+
+def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> Told | None:
+    """Returns who has reported the last step that has committed; None: nobody who counts, as the members vote.
+
+    A report to the agent of a lost node counts only where a log is known to have it.
+
+    Args:
+        verdict: of the members.
+        generation: that they enter.
+        known: the last step of which this worker knows that it was reported (`StepReports.learn`).
+    """
+    for one in (known, *(facts.get(TOLD) for facts in verdict.facts)):
+        if one is not None and one[0] == verdict.step - 1 and (not one[1] or one[1] in generation.nodes):
+            return one
+    return None
 
 
 def tells_again(verdict: Verdict, generation: Generation, worker: str, known: Told | None) -> bool:
@@ -35,19 +64,26 @@ def tells_again(verdict: Verdict, generation: Generation, worker: str, known: To
 
     The first member of that step may have died, or may not have passed its barrier, or its node was lost with the agent
     that was to write the line. It is the first that has passed it which reports it then, unless it knows better.
-
-    Args:
-        verdict: of the members.
-        generation: that they enter.
-        worker: this one.
-        known: the last step of which it knows that it was reported (`StepReports.learn`).
     """
-
-    def counts(one: Told | None) -> bool:
-        return one is not None and one[0] == verdict.step - 1 and (not one[1] or one[1] in generation.nodes)
-
-    told = counts(known) or any(counts(facts.get(TOLD)) for facts in verdict.facts)
+    told = last_told(verdict, generation, known) is not None
     return verdict.step > 0 and not told and not verdict.fresh and generation.ids[verdict.passed] == worker
+
+
+def lost_steps(verdict: Verdict, generation: Generation) -> tuple[str, range]:
+    """Returns which worker reports again, before the last step, those that a lost agent may not have written.
+
+    Returns:
+        The member that keeps most of them, and the steps that it keeps and no log is known to have; of these, it
+        reports those that a node was told of which is no longer there.
+    """
+    kept = {worker: facts[KEPT] for worker, facts in zip(generation.ids, verdict.facts, strict=True) if KEPT in facts}
+    firsts = {worker: first for worker, (_, first) in kept.items() if first is not None}
+    if verdict.fresh or not firsts:
+        return "", range(0)
+    logged = max(one for one, _ in kept.values())
+    passed = generation.ids[verdict.passed]
+    first, _, worker = min((max(first, logged), worker != passed, worker) for worker, first in firsts.items())
+    return worker, range(first, verdict.step - 1)
 
 
 def step_report(
@@ -72,21 +108,39 @@ class StepReports:
     Attributes:
         last: the fields of the report of the last step that has committed, as JSON values; None: nobody here knows it.
         told: the last step of which this worker knows that it was reported; None: it knows of none.
+        logged: so many steps, from the first on, are known to stand in a log.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._commit_s = time.monotonic()
+        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of steps in a row: the node that was told, the fields
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
+        self.logged = 0
 
     def facts(self) -> dict[str, Any]:
         """Returns what the other members must know, for a vote."""
-        return {LAST_STEP: self.last, TOLD: self.told}
+        return {LAST_STEP: self.last, TOLD: self.told, KEPT: [self.logged, next(iter(self._kept), None)]}
 
     def forget(self) -> None:
         """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
         self.last = self.told = None
+        self._kept.clear()
+        self.logged = 0
+
+    def hear(self, logged: int) -> None:
+        """Hears that so many steps stand in a log: their reports are kept no longer."""
+        self.logged = max(self.logged, logged)
+        while self._kept and (next(iter(self._kept)) < self.logged or len(self._kept) > MOST_KEPT):
+            del self._kept[next(iter(self._kept))]
+
+    def heard(self) -> int:
+        """Returns how many steps stand in a log, as far as this member knows, with what its agent has said since."""
+        said: Logged | None = self._client.logged
+        if said is not None and said.step in self._kept and self._kept[said.step][1]["generation"] == said.generation:
+            self.hear(said.step + 1)
+        return self.logged
 
     def learn(self, steps: int, logged: int, is_planned: bool, first: str = "") -> None:
         """Learns from an agreement which step was reported last.
@@ -102,6 +156,49 @@ class StepReports:
             self.told = (steps - 1, first)
         if logged and logged - 1 in (steps - 1, steps):
             self.told = (logged - 1, "")
+
+    def agree(self, verdict: Verdict, generation: Generation) -> None:
+        """Reports again what others may not have reported, or not to an agent that has written it.
+
+        Each such line is marked: an agent leaves it out if that step is the last that its log has
+        (`elaunch.agent.output.journal`).
+
+        Args:
+            verdict: of the members.
+            generation: that they enter.
+        """
+        mine, steps = self._client.worker, verdict.step
+        worker, lost = lost_steps(verdict, generation)
+        for step in lost:
+            node, fields = self._kept.get(step, ("", {}))
+            if node and node not in generation.nodes:
+                self._kept[step] = (node_of(worker), fields)
+                if worker == mine:
+                    self._client.send(Report("step", {**fields, AGAIN: True}))
+        known = self.told
+        if tells_again(verdict, generation, mine, known):
+            self.tell_again(steps)
+        told = last_told(verdict, generation, known) or (steps - 1, node_of(generation.ids[verdict.passed]))
+        if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
+            self._keep(told[1], self.last)
+
+    def end(self, group: Group) -> None:
+        """All steps have committed: waits for all members, and reports what the first member's agent has not written.
+
+        Another node's first member does that, where the first one's agent does not say in END_S that it has done so.
+
+        Raises:
+            StepInterrupted: not all have come.
+        """
+        if group.rank == 0 and self.last is not None:
+            self._client.wait_logged(self.last["generation"], self.last["step"], END_S)
+        self.hear(_COUNT.unpack(group.reduce_bytes(_COUNT.pack(self.heard()), max))[0])
+        first = node_of(group.members[0])
+        heir = next((member for member in group.members if node_of(member) != first), "")
+        if heir == self._client.worker:
+            for node, fields in self._kept.values():
+                if node == first:
+                    self._client.send(Report("step", {**fields, AGAIN: True}))
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -123,16 +220,23 @@ class StepReports:
         now_s = time.monotonic()
         seconds, self._commit_s = now_s - self._commit_s, now_s
         self.last = step_report(group, generation, step, loss, sample_ids, seconds)
-        if group.rank == 0 and (self.told is None or step != self.told[0]):
+        is_told = self.told is not None and step == self.told[0]
+        self._keep(self.told[1] if self.told is not None and is_told else node_of(group.members[0]), self.last)
+        if group.rank == 0 and not is_told:
             self._client.send(Report("step", self.last))
             self.told = (step, node_of(self._client.worker))
         return seconds
 
     def tell_again(self, steps: int) -> None:
-        """Reports the last of so many steps in the place of the first member, if this worker knows of it.
-
-        The line is marked: the agent leaves it out if its log has that step (`elaunch.agent.output.journal`).
-        """
+        """Reports the last of so many steps in the place of the first member, if this worker knows of it."""
         if self.last is not None and self.last["step"] == steps - 1:
             self._client.send(Report("step", {**self.last, AGAIN: True}))
             self.told = (steps - 1, node_of(self._client.worker))
+
+    def _keep(self, node: str, report: dict[str, Any]) -> None:
+        """Keeps the report of the newest step, which a node was told; empty: a log has it."""
+        step = report["step"]
+        if next(reversed(self._kept), step) not in (step - 1, step):  # it was not here for the one before
+            self._kept.clear()
+        self._kept[step] = (node, report)
+        self.hear(step + 1 if not node else 0)

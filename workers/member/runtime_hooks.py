@@ -16,7 +16,7 @@ from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.replans import REPLAN, Replans
-from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports, tells_again
+from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports
 from elaunch.workers.state.paths.offers import Offers
 
 NATIVE = "elaunch.native"
@@ -91,8 +91,7 @@ class RuntimeHooks:
         self._agreed = generation.number
         first = node_of(self.group.members[0]) if self.group is not None else ""
         self._reports.learn(verdict.step, generation.logged, is_planned, first if first in generation.nodes else "")
-        if tells_again(verdict, generation, self._worker, self._reports.told):
-            self._reports.tell_again(verdict.step)
+        self._reports.agree(verdict, generation)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Has the framework choose how the members go on."""

@@ -20,7 +20,7 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.native import ended
 from elaunch.workers.reentry.tensor_shard import TensorShard
 from elaunch.workers.state.boxes import Box, whole
-from elaunch.workers.state.codec import VERSION, Encoder, Manifest
+from elaunch.workers.state.codec import VERSION, Encoder, Manifest, TensorPlaces
 from elaunch.workers.state.space import box_of_placements
 
 
@@ -31,20 +31,34 @@ class ShardEncoder(Encoder):
         boxes: by place in the list, the parts that are not whole tensors.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, before: TensorPlaces | None = None) -> None:
+        super().__init__(before)
         self.boxes: dict[int, Box] = {}
+        self._cut: dict[tuple[Any, ...], Box] = {}
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Returns what stands for a value in a manifest."""
-        if not is_dtensor(value):
+        if type(value) in _WITHOUT_PARTS or not is_dtensor(value):
             return super().encode(value, path, depth)
         # Of engines' shards, two may lie at the same place on one worker and not on another: these have names instead.
         place = self.add(value.to_local(), path, tied=not isinstance(value, TensorShard))
-        self.boxes[place] = box_of(value)
-        self.specs[place]["shape"] = list(value.shape)
-        self.specs[place].pop("strides", None)
+        self.boxes[place] = self._box(value)
+        spec, shape = self.specs[place], list(value.shape)
+        if spec["shape"] != shape or "strides" in spec:  # else it is from before, and shared
+            self.specs[place] = {key: item for key, item in spec.items() if key != "strides"} | {"shape": shape}
         return {"k": "tensor", "i": place}
+
+    def _box(self, value: Any) -> Box:
+        if isinstance(value, TensorShard):
+            return value.box
+        # An optimizer keeps several tensors that are cut like their parameter; the mesh lives as long as they do.
+        cut = tuple(value.shape), id(value.device_mesh), value.placements
+        if cut not in self._cut:
+            self._cut[cut] = box_of(value)
+        return self._cut[cut]
+
+
+_WITHOUT_PARTS = frozenset((Tensor, torch.nn.Parameter, dict, list, int, float, bool, str, type(None)))
 
 
 def is_dtensor(value: Any) -> bool:
@@ -96,15 +110,27 @@ Described = tuple[Manifest, ShardEncoder]
 """The manifest of objects, and what encoded it."""
 
 
-def describe_shards(objects: Mapping[str, Any]) -> Described:
+@torch.no_grad()
+def describe_shards(objects: Mapping[str, Any], before: TensorPlaces | None = None) -> Described:
     """Returns the manifest of objects with `state_dict`, by name, and what encoded it: live tensors and their boxes.
+
+    Args:
+        objects: by name.
+        before: what was found in the same objects before, if that is known; it makes this quicker.
 
     Raises:
         StateError: an object has no state_dict, or one with a value that cannot be described; names the path.
     """
-    encoder = ShardEncoder()
-    described = {name: encoder.encode(thing.state_dict(), name) for name, thing in objects.items()}
+    encoder = ShardEncoder(before)
+    described = {name: encoder.encode(_state_of(thing), name) for name, thing in objects.items()}
     return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder
+
+
+def _state_of(thing: Any) -> Any:
+    """Returns the state of an object; parameters as they are, since to detach a DTensor takes long."""
+    if isinstance(thing, torch.nn.Module) and type(thing).state_dict is torch.nn.Module.state_dict:
+        return thing.state_dict(keep_vars=True)
+    return thing.state_dict()
 
 
 Part = tuple[int, Box, Tensor]
@@ -154,6 +180,13 @@ class Copies:
         self._under_way: _Copying | None = None
         self._hooks: list[Any] = []
         self._gated: set[str] = set()
+        self._found: TensorPlaces | None = None
+
+    def describe(self, objects: Mapping[str, Any]) -> Described:
+        """Returns what `describe_shards` does, quicker where the tensors lie where they lay the last time."""
+        described = describe_shards(objects, self._found)
+        self._found = described[1].found
+        return described
 
     def gate(self, objects: Mapping[str, Any]) -> None:
         """Has the optimizers among some objects wait for a copy that is under way before they step."""
@@ -183,13 +216,13 @@ class Copies:
             objects: that make it up, by name, with `state_dict`.
             values: what else does, as JSON.
             later: paths of tensors that do not change before `finish`, beside those that only an optimizer changes.
-            described: what `describe_shards` has just given of the objects; None: they are described here.
+            described: what `describe` has just given of the objects; None: they are described here.
 
         Raises:
             StateError: an object has a value that cannot be described; names the path.
         """
         self.finish()
-        manifest, encoder = describe_shards(objects) if described is None else described
+        manifest, encoder = self.describe(objects) if described is None else described
         sources = encoder.tensors
         spare = self.former.tensors if self.former is not None else []
         places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
@@ -234,6 +267,7 @@ class Copies:
         self.finish()
         self.newest = self.former = None
 
+    @torch.no_grad()
     def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
         """Places of the tensors that nothing but an optimizer changes."""
         changed: set[int] = set()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from elaunch.detect.heartbeat import Phase
-from elaunch.errors import CollectiveFailed, GenerationChanged, StateLost, StepInterrupted, UsageError
+from elaunch.errors import CollectiveFailed, GenerationChanged, JobFailed, StateLost, StepInterrupted, UsageError
 from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.comm.group import Group
@@ -25,7 +25,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.reports import READY_STEP, step_report
 from elaunch.workers.random.rng import continue_generators, read_generators
-from elaunch.workers.reentry.copies import Copies, Described, StateCopy, describe_shards, is_sharded
+from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups
 from elaunch.workers.reentry.guards import Guards, Shipment
 from elaunch.workers.reentry.shares import check_alike, move_copies, shares
@@ -140,6 +140,8 @@ class Reentry:
         resets, self.resets = [*self._always, *self.resets] if self.entry else [], []
         for reset in resets:
             reset()
+        if not self.entry:
+            gc.freeze()  # what was imported is no garbage, and to look through it again takes longer than all else
         self.entry += 1
         self._bound = None
         self._guards.enter()
@@ -172,11 +174,12 @@ class Reentry:
         """Returns what interrupted the function, if that is what an error follows from; else raises the error."""
         if not self._client.elastic:
             raise error
-        end_s = time.monotonic() + NEWS_S
-        while time.monotonic() < end_s:
-            if (newest := self._interrupting()) is not None:
-                return GenerationChanged(newest).with_traceback(error.__traceback__)
-            time.sleep(LOOK_S)
+        end_s, past = time.monotonic() + NEWS_S, self.member.generation.number
+        with contextlib.suppress(JobFailed):
+            while (newest := self._client.wait_beyond(past, end_s - time.monotonic())) is not None:
+                if self.member.interrupted:
+                    return GenerationChanged(newest.number).with_traceback(error.__traceback__)
+                past = newest.number
         if not _is_of_a_group(error):
             raise error
         failed = CollectiveFailed(self.member.generation.number, f"{type(error).__name__}: {error}")
@@ -341,7 +344,7 @@ class Reentry:
     def _ship(self, bound: Bound, loss: float | None, ids: Sequence[int]) -> None:
         """Counts the commit before, and begins to bring this one to the guards, while the next step computes."""
         group = self.member.group
-        described = describe_shards(bound.objects)
+        described = self._copies.describe(bound.objects)
         boxes = described[1].boxes
         if self._pending is None or self._count(b"" if self._guards.knows(boxes) else b"boxes"):
             self._guards.tell(group, boxes)

@@ -15,7 +15,7 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ _SCALARS = (type(None), bool, int, str)
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 Manifest = dict[str, Any]
+_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
+"""Where a tensor lies, and how."""
 
 
 def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
@@ -101,18 +103,36 @@ def digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+class TensorPlaces(NamedTuple):
+    """What an encoder found, without the tensors: where each of its list lay, and what the manifest says of it."""
+
+    places: Sequence[_Place | None] = ()
+    specs: Sequence[dict[str, Any]] = ()
+
+
 class Encoder:
     """Describes values, one after the other; the tensors among them come into its list.
+
+    Args:
+        before: what an encoder found in the same values before. A tensor that lies where it lay then is described
+            alike, without another look; the specs are shared.
 
     Attributes:
         tensors: the live ones.
         specs: what a manifest says of each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: TensorPlaces | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.specs: list[dict[str, Any]] = []
-        self._known: dict[tuple[Any, ...], int] = {}
+        self._known: dict[_Place, int] = {}
+        self._places: list[_Place | None] = []  # None: the list has a copy of it
+        self._before = TensorPlaces() if before is None else before
+
+    @property
+    def found(self) -> TensorPlaces:
+        """Returns what the next encoder of the same values may be given."""
+        return TensorPlaces(self._places, self.specs)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Returns what stands for a value in a manifest.
@@ -169,6 +189,8 @@ class Encoder:
     def _key(self, key: Any, path: str, depth: int) -> Any:
         if isinstance(key, torch.Tensor):
             raise StateError(f"{path}: a tensor as a key or in a set; give it a state_dict of plain values and tensors")
+        if type(key) in _SCALARS:
+            return key
         return self.encode(key, f"{path}.{key}", depth + 1)
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
@@ -184,25 +206,43 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise StateError(f"{path}: a tensor without plain memory ({'meta' if tensor.is_meta else what})")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        strides = torch.empty_like(tensor, device="meta").stride()
-        # Gaps and overlaps are not moved; a permuted order of the dimensions (channels_last) is kept.
-        dense = tensor if strides == tensor.stride() else tensor.contiguous()
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device))
-        if (
-            tied and tensor.numel() and dense is tensor
-        ):  # the list keeps it alive, so nothing else can come to this place
-            if place in self._known:
-                return self._known[place]
+        place: _Place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        plain = not (tensor.is_conj() or tensor.is_neg())
+        ties = tied and plain and tensor.numel() > 0
+        if ties and place in self._known:
+            return self._known[place]
+        spec = self._former_spec(place, path) if plain else None
+        if spec is not None:
+            dense = tensor.detach()
+        else:
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+            strides = torch.empty_like(tensor, device="meta").stride()
+            # Gaps and overlaps are not moved; a permuted order of the dimensions (channels_last) is kept.
+            dense = tensor if strides == tensor.stride() else tensor.contiguous()
+            plain = plain and dense is tensor
+            spec = self._spec(dense, path)
+        if ties and plain:  # the list keeps it alive, so nothing else can come to this place
             self._known[place] = len(self.tensors)
-        spec: dict[str, Any] = {"path": path, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-        if not dense.is_contiguous():
-            spec["strides"] = list(dense.stride())
-        if tensor.device.type != "cpu":
-            spec["device"] = tensor.device.type
         self.tensors.append(dense)
         self.specs.append(spec)
+        self._places.append(place if plain else None)
         return len(self.tensors) - 1
+
+    def _former_spec(self, place: _Place, path: str) -> dict[str, Any] | None:
+        """Returns what was said of a tensor before, if it lies where it lay, at the same place in the list."""
+        number, (places, specs) = len(self.tensors), self._before
+        if number < len(places) and places[number] == place and specs[number]["path"] == path:
+            return specs[number]
+        return None
+
+    @staticmethod
+    def _spec(dense: torch.Tensor, path: str) -> dict[str, Any]:
+        spec: dict[str, Any] = {"path": path, "dtype": str(dense.dtype), "shape": list(dense.shape)}
+        if not dense.is_contiguous():
+            spec["strides"] = list(dense.stride())
+        if dense.device.type != "cpu":
+            spec["device"] = dense.device.type
+        return spec
 
 
 class _Decoder:

@@ -356,9 +356,10 @@ class Lifecycle:
         """Notes that a worker, member of generation `number`, found a peer dead or its link to a live one broken."""
         if self.generation is None or number < self.generation.aborts_step_before:
             return
-        if not refused:
+        if not refused or peer not in (*self.generation.ids, *self.generation.leaving):
+            # The worker may be in a step of a former generation yet, which the peer was to leave behind it.
             self.workers.peers.reset_generation = self.generation.number
-        elif peer in (*self.generation.ids, *self.generation.leaving):
+        else:
             slot = self.workers.find(peer)
             if slot is None or not slot.alive:
                 self.workers.peers.note_unreachable(peer)

@@ -155,6 +155,9 @@ class PeerReports:
         known = {*generation.ids, *generation.leaving}
         if generation.aborts_step_before == generation.number:
             known.difference_update(generation.ids)  # it names them all the same, and all try again to reach them
+        elif not known.issuperset(self.unreachable):
+            # Its author had not heard of it: the step that lacks such a peer is to end all the same.
+            self.reset_generation = generation.number
         self.unreachable = tuple(worker for worker in self.unreachable if worker in known)
 
     def note_unreachable(self, worker: str) -> None:

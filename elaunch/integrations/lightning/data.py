@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaunch.errors import UsageError
@@ -45,12 +49,13 @@ class Dealer(StepSampler):
     Attributes:
         sampler: of all samples.
         start: the step to begin with.
+        epoch: of the loop around passes; like the pass, it changes what a sampler of the script's own draws.
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, replicas: int, rank: int, size: int) -> None:
         super().__init__(rank, size, interleaved=True)
         self.sampler = whole_order(sampler, replicas)
-        self.start = 0
+        self.start = self.epoch = 0
         self._whole = batch_size * replicas
         self._drop_last = drop_last
 
@@ -61,9 +66,20 @@ class Dealer(StepSampler):
 
     def steps(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yields the number and the samples of each step, from `start` on."""
-        order = tuple(self.sampler)
+        order = self._order()
         for step in range(self.start, len(self)):
             yield step, order[step * self._whole : (step + 1) * self._whole]
+
+    def _order(self) -> tuple[int, ...]:
+        if type(self.sampler) is DistributedSampler:
+            return tuple(self.sampler)
+        # A sampler of the script's own draws from the generators of the process, in which members may differ.
+        with isolate_rng():
+            seed = f"{self.sampler.seed} {self.sampler.epoch} {self.epoch}"
+            random.seed(seed)
+            torch.manual_seed(random.getrandbits(32))
+            np.random.seed(random.getrandbits(32))
+            return tuple(self.sampler)
 
 
 class DealtLoader(DataLoader[Any]):
@@ -118,6 +134,8 @@ def dealt(loader: object, replicas: int, rank: int, size: int, trains: bool) -> 
         UsageError: it cannot be dealt out; says why.
     """
     reason = None
+    if isinstance(loader, DealtLoader):
+        return loader
     if not isinstance(loader, DataLoader):
         reason = f"it is a {type(loader).__name__}, not a DataLoader"
     elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -41,6 +41,36 @@ def forget_from(loggers: Sequence[Any], step: int) -> None:
         kept = [row for row in rows if int(row["step"]) < step]
         if len(kept) < len(rows):
             _write(experiment, kept)
+
+
+def forget_row(loggers: Sequence[Any], step: int, names: Iterable[str]) -> None:
+    """Takes a row out of tables: it will be logged again.
+
+    Args:
+        loggers: of this worker.
+        step: of the row.
+        names: of its metrics.
+    """
+    for logger in loggers:
+        experiment = logger._experiment if isinstance(logger, CSVLogger) else None
+        if experiment is None:
+            continue
+        columns = {f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name for name in names}
+        rows = _rows(experiment)
+        kept = [
+            row
+            for row in rows
+            if int(row["step"]) != step or {name for name, value in row.items() if value} != {*columns, "step"}
+        ]
+        if len(kept) < len(rows):
+            _write(experiment, kept)
+
+
+def save(loggers: Sequence[Any]) -> None:
+    """Writes what tables have not written yet."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and logger._experiment is not None:
+            logger.save()
 
 
 def _continue_table(logger: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # type: ignore[attr-defined]
+from lightning.pytorch.cli import SaveConfigCallback
 
 from elaunch.errors import UsageError
 from elaunch.workers.reentry.state import ElasticState
@@ -57,6 +58,19 @@ def agree_on_start(
     notes = state.all_gather(own)
     replicas, versions = next((note for note in notes if note[0]), [state.size, notes[0][1]])
     return FitStart(replicas, tuple(versions)), not any(note[0] for note in notes)
+
+
+def agree_on_configs(state: ElasticState, callbacks: Sequence[Any]) -> None:
+    """Has all members know whether LightningCLI's configuration is saved: its callback waits for all until it is.
+
+    Args:
+        state: of the job, whose first members were there before.
+        callbacks: of the Trainer.
+    """
+    for callback in callbacks:
+        if isinstance(callback, SaveConfigCallback):
+            callback.already_saved = any(state.all_gather(bool(callback.already_saved)))
+            callback.overwrite = True  # a file that is there is that of the first members
 
 
 def weigh(strategy: Any, loss: torch.Tensor) -> torch.Tensor:

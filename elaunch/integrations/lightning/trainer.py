@@ -15,7 +15,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from elaunch.integrations.lightning import loggers, loops
 from elaunch.integrations.lightning.data import DealtLoader, dealt
-from elaunch.integrations.lightning.parts import FitStart, agree_on_start, make_elastic, weigh, weighted
+from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
+from elaunch.integrations.lightning.parts import (
+    FitStart,
+    agree_on_configs,
+    agree_on_start,
+    make_elastic,
+    weigh,
+    weighted,
+)
 from elaunch.integrations.lightning.progress import FitProgress, add_up, past_metrics, put_back, put_back_metrics
 from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.forms import elastic
@@ -100,6 +108,7 @@ class ElasticFit:
         self.committed_steps = 0
         self._state: ElasticState | None = None
         self._progress = FitProgress(self)
+        self._metrics = EpochMetrics({}, False)
         self._sample_ids: list[int] = []
         self._saved: set[str] = set()
         self._again: set[str] = set()
@@ -144,6 +153,8 @@ class ElasticFit:
             loop._combined_loader = None
         for name, module in model.named_modules():
             module.training = self._modes.get(name, module.training)
+        for metric in metrics_of(model).values():
+            metric.reset()
         model._current_fx_name = None
         trainer._signal_connector.teardown()
         self.strategy.model = None
@@ -166,11 +177,14 @@ class ElasticFit:
         strategy.start = start
         if not is_first:
             loggers.take_over(used, start.logger_versions, strategy.is_global_zero)
+            agree_on_configs(self.state, self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def bind(self) -> None:
         """Brings the state of the last commit, now that there is a model with optimizers. All members call it."""
         trainer, strategy = self.trainer, self.strategy
-        objects: dict[str, Any] = {"model": trainer.lightning_module, "trainer": self._progress}
+        module = trainer.lightning_module
+        self._metrics = EpochMetrics(metrics_of(module), strategy.is_global_zero)
+        objects: dict[str, Any] = {"model": module, "trainer": self._progress, "metrics": self._metrics}
         objects |= {f"optimizer{place}": one for place, one in enumerate(trainer.optimizers)}
         objects |= {f"scheduler{place}": one.scheduler for place, one in enumerate(trainer.lr_scheduler_configs)}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -218,6 +232,7 @@ class ElasticFit:
         loss, strategy.loss = strategy.loss, None
         sums, total = add_up(results, loss if told else None, strategy.root_device, state.size)
         self._progress.sums = sums
+        self._metrics.add_up(strategy.root_device)
         self.committed_steps = trainer.global_step
         state.values[METRICS] = past_metrics(trainer)
         ids, self._sample_ids = self._sample_ids, []

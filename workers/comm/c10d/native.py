@@ -116,7 +116,7 @@ class NativeWorks:
             return None
         given = args if args[-1] is not None else args[:-1]
         try:
-            work = method(*given)
+            work = bulk.wrap(method(*given), is_message := names[0] in MESSAGES)
         except (RuntimeError, ValueError):
             with contextlib.suppress(RuntimeError):
                 bulk.backend_group()
@@ -131,9 +131,16 @@ class NativeWorks:
 
         others = [member for member in group.members if member != group.transport.worker]
         is_on_host = tensor.device.type == "cpu"
-        is_message = names[0] in MESSAGES
-        look = None if is_message else lambda: group.transport.check(others)
-        found = NativeWork(work, others, group.generation, look, fails, self._ended, args[0], is_on_host)
+        found = NativeWork(
+            work,
+            others,
+            group.generation,
+            lambda: group.transport.check(others),
+            fails,
+            self._ended,
+            args[0],
+            is_on_host,
+        )
         if not is_message:  # what one member sends, another may receive in the next step
             self._begun[found] = None
         if not is_on_host:

@@ -14,6 +14,7 @@ from elaunch.errors import StepInterrupted
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.c10d.mail import Letter
 from elaunch.workers.comm.native import ended
+from elaunch.workers.comm.native.gloo_work import Freed
 
 Interrupted = Callable[[StepInterrupted], None]
 """Takes an interruption in the place of whoever waits, who then goes on with unspecified contents."""
@@ -157,7 +158,6 @@ class NativeWork(dist.Work):
         work: the backend's.
         peers: the other members that take part, and `generation` is theirs.
         look: called now and then while somebody waits in host memory; it raises what is wrong with the links to them.
-            None: the backend gives a message up if it is not waited for long enough.
         failed: takes that, or what the backend has raised: raises `StepInterrupted`, or has it handled elsewhere.
         done: called once when the work has been waited for.
         result: what its future has if it was handled elsewhere.
@@ -169,7 +169,7 @@ class NativeWork(dist.Work):
         work: dist.Work,
         peers: Sequence[str],
         generation: int,
-        look: Callable[[], None] | None,
+        look: Callable[[], None],
         failed: Callable[[StepInterrupted | RuntimeError], None],
         done: Callable[[NativeWork], None],
         result: Any,
@@ -179,7 +179,7 @@ class NativeWork(dist.Work):
         self._work, self._peers, self._generation = work, peers, generation
         self._look, self._failed, self._done = look, failed, done
         self._result, self._is_on_host = result, is_on_host
-        self._waited = False  # a message's work can be waited for once only
+        self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the tensors are there; for those on a device, when its stream has been told to wait.
@@ -193,7 +193,7 @@ class NativeWork(dist.Work):
         with heartbeat.waiting(self._peers, self._generation):
             try:
                 self._await(timeout)
-            except StepInterrupted as error:  # and it is waited for again when the group has been poisoned
+            except (StepInterrupted, Freed) as error:  # what it writes to is left to `drop`
                 self._failed(error)
                 return True
             except RuntimeError as error:
@@ -215,7 +215,7 @@ class NativeWork(dist.Work):
         if timeout:
             self._work.wait(timeout)
             return
-        if self._look is not None and self._is_on_host:
+        if self._is_on_host:
             ended.wait(self._work, self._look)
         else:
             self._work.wait()

@@ -6,6 +6,7 @@
 
     bulk         what a native group can do, whatever its backend
     gloo         over Gloo, for tensors in host memory
+    gloo_work    its operations: nobody waits for one longer than its group lasts
     nccl         over NCCL
     nccl2        over NCCL by the backend of torch 2.14 and later
     hccl         over HCCL, of Ascend NPUs

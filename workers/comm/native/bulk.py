@@ -50,6 +50,14 @@ class Bulk(Protocol):
             RuntimeError: the group is poisoned, or not open.
         """
 
+    def wrap(self, work: dist.Work, is_message: bool) -> dist.Work:
+        """Returns the work of an operation that was begun in the backend's own group, for whoever waits for it.
+
+        Args:
+            work: the backend's.
+            is_message: whether it sends or receives one.
+        """
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begins to send a contiguous tensor to a member, after what the caller's stream has to do; returns its work.
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from elaunch.workers.comm.native.gloo_work import Freed, GlooWork
 from elaunch.workers.fatal import end_process
 
 POLL_S = 0.00005
@@ -20,7 +21,7 @@ LINKS_S = 1.0
 """How often whoever waits in a native group looks at its links: a backend may wait for ever for a peer that is gone."""
 
 DROP_S = 2.0
-"""For what goes over closed connections to end; what a thread of Gloo's computes meanwhile takes milliseconds."""
+"""For operations to end whose connections are closed; what a thread of Gloo's computes meanwhile takes milliseconds."""
 
 FREED_S = 120.0
 """For a device to come to the end of its work once a native group has failed or was poisoned, which frees it."""
@@ -87,12 +88,14 @@ def wait(work: dist.Work, look: Callable[[], object]) -> None:
         look: called every `LINKS_S` meanwhile; what it raises ends the wait.
 
     Raises:
-        RuntimeError: it has failed.
+        RuntimeError: it has failed, or its group is poisoned.
     """
     while True:
         try:
             work.wait(timedelta(seconds=LINKS_S))
             return
+        except Freed:
+            raise
         except RuntimeError:
             if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
                 work.wait()
@@ -103,9 +106,6 @@ def wait(work: dist.Work, look: Callable[[], object]) -> None:
 def drop(works: Iterable[dist.Work], on_host: bool) -> None:
     """Returns when nothing writes into the tensors of some operations any more; their group has been poisoned before.
 
-    Gloo now and then loses the end of a connection on which a message had begun to come: its operation never ends. It
-    does not write either, as its connections are closed, and is left to itself.
-
     Args:
         works: of the operations.
         on_host: whether they are in host memory; else a device's stream comes after them.
@@ -114,4 +114,9 @@ def drop(works: Iterable[dist.Work], on_host: bool) -> None:
     for work in works:
         left_s = max(1e-3, end_s - time.monotonic())
         with contextlib.suppress(RuntimeError):
-            _ = work.wait(timedelta(seconds=left_s)) if on_host else work.wait()
+            if isinstance(work, GlooWork):
+                work.drained(left_s)
+            elif on_host:
+                work.wait(timedelta(seconds=left_s))
+            else:
+                work.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,16 +16,17 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.gloo_work import CLOSED_S, LOOK_S, NO_TIMEOUT, Collective, GlooWork, GroupEnd, Messages
 
 OPEN_TIMEOUT = timedelta(seconds=30)
 THREADS = 2  # as many all-reduces run at a time
-NO_TIMEOUT = timedelta(days=7)
-"""Who is dead the membership finds out, and frees whoever waits."""
-
 MESSAGE, EXCHANGE = 0, 1
 """Tags; what has the same is matched in order."""
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
+
+ENDING_S = 0.1
+"""For threads to come out of Gloo when the connections of a group have been closed."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -43,7 +46,8 @@ class GlooBulk:
         self._place: dist.Store | None = None  # Gloo does not keep what Python adds to it
         self._connections: list[sockets.Socket] = []
         self._lock = threading.Lock()
-        self._poisoned = False
+        self._end = GroupEnd(self._is_closed)
+        self._begun: deque[Collective] = deque()
         _ALIVE.add(self)
 
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
@@ -54,50 +58,61 @@ class GlooBulk:
             options._devices = [_device(self._host)]
             own = [port for inode, port in sockets.listening() if inode not in older]
         options._timeout, options._threads = OPEN_TIMEOUT, THREADS
-        place = self._place = _Place(store, lambda: self._poisoned)
+        place = self._place = _Place(store, lambda: self._end.has_come)
         sockets.tell(place, rank, own)
         group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, options)
         group._set_default_timeout(NO_TIMEOUT)
         found = sockets.of_group(place, rank, size, own, older)
         with self._lock:
             self._connections = found
-            if not self._poisoned:
+            if not self._end.has_come and len(found) >= size - 1:
                 self._group = group
                 return
         self._end_connections()
+        if not self._end.has_come:
+            raise RuntimeError(f"{len(found)} of its {size - 1} connections were found")
         raise RuntimeError("the members have changed while it was opened")
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to sum a tensor over the members, in place."""
-        work: dist.Work = self.backend_group().allreduce([tensor], _sum())
-        return work
+        return self.wrap(self.backend_group().allreduce([tensor], _sum()), is_message=False)
 
     def backend_group(self) -> Any:
         """Returns Gloo's group."""
         group = self._group
-        if group is None or self._poisoned:
+        if group is None or self._end.has_come:
             raise RuntimeError("the group is closed")
         return group
 
+    def wrap(self, work: dist.Work, is_message: bool) -> GlooWork:
+        """Returns the work of an operation that was begun in Gloo's group: its waits end with the group."""
+        if is_message:
+            return Messages([work], self._end)
+        found = Collective(work, self._end)
+        with self._lock:
+            while self._begun and self._begun[0].is_completed():
+                self._begun.popleft()
+            self._begun.append(found)
+        return found
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begins to send a tensor to a member."""
-        return _Patient(self.backend_group().send([tensor], to, MESSAGE))
+        return self.wrap(self.backend_group().send([tensor], to, MESSAGE), is_message=True)
 
     def receive(self, tensor: torch.Tensor, from_: int) -> dist.Work:
         """Begins to fill a tensor with what a member sends."""
-        return _Patient(self.backend_group().recv([tensor], from_, MESSAGE))
+        return self.wrap(self.backend_group().recv([tensor], from_, MESSAGE), is_message=True)
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
         """Begins to send each member a flat tensor and to receive one from each."""
         group = self.backend_group()
         works = [group.recv([one], rank, EXCHANGE) for rank, one in enumerate(incoming) if one.numel()]
         works += [group.send([one], rank, EXCHANGE) for rank, one in enumerate(outgoing) if one.numel()]
-        return [_Patient(work) for work in works]
+        return [Messages(works, self._end)] if works else []
 
     def poison(self) -> None:
         """Shuts the connections down."""
-        with self._lock:
-            self._poisoned = True
+        self._end.come()
         self._end_connections()
 
     def leave(self) -> None:
@@ -108,12 +123,25 @@ class GlooBulk:
         return None
 
     def close(self) -> None:
-        """Ends Gloo's threads."""
+        """Ends Gloo's threads. A group in which one of them waits for a message whose end was lost is kept instead."""
+        self._end.pass_by(lambda: not self._end.is_awaited, CLOSED_S)
+        end_s = time.monotonic() + ENDING_S
+        while (self._end.is_awaited or self._is_stuck()) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
         with self._lock:
+            if self._group is not None and self._is_stuck():
+                _keep((self._group, self._place))
             self._group = self._place = None
             connections, self._connections = self._connections, []
         for one in connections:
             one.close()
+
+    def _is_stuck(self) -> bool:
+        return not all(work.is_completed() for work in self._begun)
+
+    def _is_closed(self) -> bool:
+        with self._lock:
+            return all(one.is_closed() for one in self._connections)
 
     def _end_connections(self) -> None:
         with self._lock:
@@ -123,22 +151,6 @@ class GlooBulk:
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
-
-
-class _Patient(dist.Work):
-    """A message: Gloo's own waits no longer than the opening may take, and whoever waits for it again waits forever."""
-
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__()
-        self._work = work
-        self._waited = False
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Returns when the message has come or, of one that is sent, left; what has gone wrong is raised once."""
-        if self._waited:
-            return True
-        self._waited = True
-        return self._work.wait(timeout)
 
 
 class _Place(dist.Store):
@@ -189,6 +201,11 @@ def _sum() -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
     return options
+
+
+def _keep(what: Any) -> None:
+    """Keeps something for as long as this process lives, and has nothing destroy it at the end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 _MAKING = threading.Lock()

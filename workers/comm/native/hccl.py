@@ -157,6 +157,10 @@ class HcclBulk:
     def backend_group(self) -> None:
         """Returns None: `leave` knows of the operations that are begun here alone."""
 
+    def wrap(self, work: dist.Work, is_message: bool) -> dist.Work:
+        """Returns the work; there is none, as `backend_group` gives no group."""
+        return work
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Refuses."""
         raise RuntimeError(NO_MESSAGES)

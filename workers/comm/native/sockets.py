@@ -86,6 +86,13 @@ class Socket:
         with contextlib.suppress(OSError):
             self._duplicate.shutdown(socket.SHUT_RDWR)
 
+    def is_closed(self) -> bool:
+        """Returns whether Gloo has closed it; it does so when it finds it shut down."""
+        try:
+            return os.fstat(self._fd).st_ino != self._inode
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Gives the duplicate back."""
         self._duplicate.close()
@@ -93,9 +100,8 @@ class Socket:
     def close_in_child(self) -> None:
         """In a forked child: closes both, so that peers see the end of its parent."""
         self._duplicate.close()
-        with contextlib.suppress(OSError):
-            if os.fstat(self._fd).st_ino == self._inode:
-                os.close(self._fd)
+        if not self.is_closed():
+            os.close(self._fd)
 
 
 def numbers() -> Iterator[tuple[int, int]]:

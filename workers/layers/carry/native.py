@@ -163,9 +163,11 @@ class NativeCarrier:
         total = tensor.clone()
         with self._failing():
             work = self._bulks[tp_key(workers)].all_reduce(total)
-        self._under_way.append((work, total))  # of one that is given up `drop` sees the end
-        self._wait([work], workers, gives_up=True)
-        self._under_way.pop()
+        if self._device.type != "cpu":
+            self._under_way.append((work, total))  # so that `drop` comes after it if it is given up
+        self._wait([work], workers)
+        if self._device.type != "cpu":
+            self._under_way.pop()
         return total
 
     def finish(self) -> None:
@@ -218,27 +220,12 @@ class NativeCarrier:
         one.copies += [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, came, strict=True)]
         return whole
 
-    def _wait(self, works: Sequence[dist.Work], peers: Sequence[str], gives_up: bool = False) -> None:
-        """Waits for some works.
-
-        Args:
-            works: of them.
-            peers: for whom.
-            gives_up: whether it ends with the generation even if the work never does, as now and then a sum of Gloo's
-                (`ended.drop`). Its messages cannot be waited for in parts: a time-out closes their whole group.
-        """
+    def _wait(self, works: Sequence[dist.Work], peers: Sequence[str]) -> None:
+        """Waits for some works, and names these peers meanwhile."""
         others = [peer for peer in peers if peer != self._routes.worker]
         with heartbeat.waiting(others, self._generation), self._failing():
             for work in works:
-                if gives_up and self._device.type == "cpu":
-                    ended.wait(work, self._look)
-                else:
-                    work.wait()
-
-    def _look(self) -> None:
-        """Raises `RuntimeError` once the groups are poisoned."""
-        for bulk in self._bulks.values():
-            bulk.backend_group()
+                work.wait()
 
     def _poison(self) -> None:
         """A group's error does not free the device of what was issued in it, or in the others after it."""

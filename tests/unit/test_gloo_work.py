@@ -1,0 +1,163 @@
+"""Whoever waits in a Gloo group is freed when it is poisoned, also where Gloo loses the end of an operation."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from elaunch.errors import CollectiveFailed
+from elaunch.workers.comm.native import ended
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.gloo_work import Collective, Freed, GroupEnd, Messages
+from elaunch.workers.layers.carry.native import NativeCarrier
+from elaunch.workers.layers.carry.routes import tp_key
+from tests.helpers import Spawner, wait_until
+from tests.jobs.gloo_peer import ELEMENTS
+from tests.unit.comm_crew import Task
+from tests.unit.test_native import HOST, gloo
+
+SHORT = timedelta(seconds=0.01)
+
+
+class Endless(dist.Work):
+    """An operation of whose end Gloo tells nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = threading.Event()
+
+    def wait(self, timeout: timedelta = timedelta(days=1)) -> bool:
+        if not self.never.wait(timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+
+@pytest.mark.parametrize("how", ["send", "receive", "exchange"])
+def test_a_message_that_a_connection_was_in_the_middle_of_ends_with_its_group(
+    spawn: Spawner, tmp_path: Path, how: str
+) -> None:
+    """Gloo tells nobody of its end: the peer is stopped, and the connection shut down as when members change."""
+    place, does = tmp_path / "store", "gives" if how == "receive" else "takes"
+    modules = "torch,elaunch.workers.comm.native.gloo"
+    peer = psutil.Process(spawn.fork(modules, "tests.jobs.gloo_peer", place, does, name="peer").process.pid)
+    bulk, tensor = GlooBulk(HOST), torch.zeros(ELEMENTS)
+    bulk.open(dist.FileStore(str(place), 2), 0, 2, messages=True)
+    routes: Any = SimpleNamespace(worker="a")
+    carrier = NativeCarrier(routes, [], {tp_key(("a", "b")): bulk}, torch.device("cpu"), 7, True, lambda number: None)
+    if how == "receive":
+        work = bulk.receive(tensor, 1)
+        waiting = Task(work.wait)
+        wait_until(lambda: bool(tensor[0]), 20, "the message to begin")
+        peer.send_signal(signal.SIGSTOP)
+    else:
+        wait_until(lambda: peer.status() == psutil.STATUS_STOPPED, 20, "the peer to stop")
+        if how == "send":
+            work = bulk.exchange([tensor[:0], tensor], [tensor[:0]] * 2)[0]
+            waiting = Task(work.wait)
+        else:  # nor does a tensor-parallel sum with a fixed order outlast its generation
+            waiting = Task(lambda: carrier.exchange(("a", "b"), 0, [tensor] * 2, [tensor.clone(), tensor.clone()]))
+    time.sleep(0.1)
+    assert waiting.running
+    if how == "receive":
+        assert not tensor[-1], "all of it came before the peer was stopped"
+    bulk.poison()
+    with pytest.raises((Freed, CollectiveFailed), match="the group is closed"):
+        waiting.result(5)
+    assert all(one.is_closed() for one in bulk._connections), "nothing is written any more"
+    if how != "exchange":
+        ended.drop([work], on_host=True)
+    bulk.close()
+
+
+def test_a_message_may_take_longer_than_whoever_waits_for_it_looks_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "LINKS_S", 0.01)
+    looks, tensor = list[None](), torch.zeros(3)
+    with gloo(2) as bulks:
+        coming = bulks[0].receive(tensor, 1)
+        with pytest.raises(RuntimeError, match="not over within"):
+            coming.wait(SHORT)
+        waiting = Task(lambda: ended.wait(coming, lambda: looks.append(None)))
+        wait_until(lambda: len(looks) > 2, 20, "it to look")
+        assert waiting.running
+        bulks[1].send(torch.ones(3), 0).wait()
+        waiting.result(10)
+        assert tensor.tolist() == [1.0] * 3
+        assert coming.is_completed()
+
+
+def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed() -> None:
+    closed = threading.Event()
+    end = GroupEnd(closed.is_set)
+    lost = Messages([Endless()], end)
+    waiting = Task(lost.wait)
+    assert waiting.running
+    end.come()
+    time.sleep(0.05)
+    assert waiting.running, "they may still write"
+    closed.set()
+    with pytest.raises(Freed):
+        waiting.result(1)
+    begin_s = time.monotonic()
+    ended.drop([lost, Messages([Endless()], end)], on_host=True)
+    with pytest.raises(Freed):
+        Messages([Endless()], end).wait()
+    assert time.monotonic() - begin_s < ended.DROP_S / 2
+
+
+def test_an_error_of_one_message_is_told_though_another_never_ends() -> None:
+    class Broken(Endless):
+        def wait(self, timeout: timedelta = timedelta(days=1)) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+    both = Messages([Broken(), Endless()], GroupEnd(lambda: False))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        Task(both.wait).result(10)
+    assert not both.is_completed()
+
+
+def test_a_collective_without_an_end_holds_up_nobody_once_its_group_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "DROP_S", 0.01)
+    end = GroupEnd(lambda: True)
+    lost = Collective(Endless(), end)
+    with pytest.raises(RuntimeError, match="timed out"):
+        lost.wait(SHORT)
+    waiting, future = Task(lambda: ended.wait(lost, lambda: None)), lost.get_future()
+    time.sleep(0.05)
+    assert waiting.running
+    assert not future.done()
+    end.come()
+    with pytest.raises(Freed):
+        waiting.result(1)
+    with pytest.raises(Freed):
+        Task(future.wait).result(1)
+    assert not lost.is_completed(), "it may still write"
+    ended.drop([lost], on_host=True)
+
+
+def test_a_group_with_a_thread_that_never_ends_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr("elaunch.workers.comm.native.gloo._keep", kept.append)
+    with gloo(2) as bulks:
+        group = bulks[0].backend_group()
+        bulks[0].wrap(Endless(), is_message=False)
+        for bulk in bulks:
+            bulk.poison()
+        Task(bulks[0].close).result(5)
+        Task(bulks[1].close).result(5)
+    assert [one for one, _ in kept] == [group]
