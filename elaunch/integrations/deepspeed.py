@@ -14,11 +14,11 @@ def train(state):
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed.comm.comm
-import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -26,6 +26,9 @@ from deepspeed.utils import groups
 
 from elaunch.errors import UsageError
 from elaunch.workers.reentry.tensor_shard import TensorShard, fill
+
+# As an attribute of the package this is torch itself, which the package imports under that name.
+backend: Any = importlib.import_module("deepspeed.comm.torch")
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -37,7 +40,7 @@ def reset() -> None:
     """
     deepspeed.comm.comm.cdb = None
     groups._release_process_group_references()
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    backend.build_shm_op = lambda: None
 
 
 class ZeroState:

@@ -30,6 +30,7 @@ parser.add_argument("--stage", type=int, default=1)
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--die", action="append", default=[])
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--members", type=int, default=0, help="with fewer than these, it waits for others")
 parser.add_argument("--sleep", type=float, default=0.0)
 arguments = parser.parse_args()
 
@@ -55,6 +56,8 @@ def settings(size: int) -> dict[str, Any]:
 def train(state: elaunch.ElasticState) -> None:
     adapter.reset()
     dist.init_process_group("gloo")
+    if state.size < arguments.members:
+        state.wait_for_members(f"{state.size} of {arguments.members} members are there")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, 1))
     engine, *_ = deepspeed.initialize(
