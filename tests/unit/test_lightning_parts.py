@@ -91,6 +91,7 @@ def test_a_row_that_is_logged_again_replaces_the_one_of_the_lost_update(tmp_path
     loggers.save([logger])
     successor = CSVLogger(tmp_path, prefix="run")
     loggers.take_over([successor], [0], writes=True)
+    assert loggers.last_step([successor]) == 2
     loggers.forget_row([successor], 2, ["loss"])
     successor.log_metrics({"loss": 9.0}, 2)
     loggers.save([successor])
