@@ -117,7 +117,7 @@ class FunctionLoop:
         for one in objects.values():
             if isinstance(one, torch.optim.Optimizer):
                 one.register_step_post_hook(self._note_step)
-        nowhere: dict[str, Any] = {"loop": 0, "epoch": None, "passes": [], "updates": [], "before": []}
+        nowhere: dict[str, Any] = {"loop": 0, "epoch": None, "over": False, "passes": [], "updates": [], "before": []}
         self.entry.state.values = {**nowhere, **values, **self.values}
 
     def epochs(self, numbers: range) -> Iterator[int]:
@@ -130,15 +130,18 @@ class FunctionLoop:
         if loop > values["loop"]:
             values["loop"], values["epoch"] = loop, None
         begun = values["epoch"]
-        for number in numbers if begun is None else range(begun, numbers.stop, numbers.step):
+        if begun is not None:
+            numbers = range(begun + (numbers.step if values["over"] else 0), numbers.stop, numbers.step)
+        for number in numbers:
             if number != begun:
                 for counts in (values["passes"], values["updates"]):
                     del counts[n_loaders:]
-                values["epoch"], values["before"] = number, list(values["passes"])
+                values |= {"epoch": number, "over": False, "before": list(values["passes"])}
             self._passed = [*values["before"], *[0] * n_loaders][:n_loaders]
             yield number
             self._end_passes()
             if self._stepped:
+                values["over"] = True
                 self._commit()
 
     def train(self, place: int, deal: Callable[[int, int], Dealt]) -> Iterator[Any]:

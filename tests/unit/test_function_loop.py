@@ -103,6 +103,11 @@ def breaking(loop: FunctionLoop, step: Any) -> None:
             step()
 
 
+def without_a_loader(loop: FunctionLoop, step: Any) -> None:
+    for _ in loop.epochs(range(5)):
+        step()
+
+
 def two_passes(loop: FunctionLoop, step: Any) -> None:
     place = loop.add_loader()
     for _ in loop.epochs(range(2)):
@@ -133,7 +138,15 @@ def batches_of(fold: int, passed: int, start: int) -> Iterator[tuple[float, list
 
 @pytest.mark.parametrize(
     ("function", "updates"),
-    [(plain, 12), (accumulating, 6), (breaking, 6), (two_passes, 16), (two_loops, 16), (folds, 16)],
+    [
+        (plain, 12),
+        (accumulating, 6),
+        (breaking, 6),
+        (without_a_loader, 5),
+        (two_passes, 16),
+        (two_loops, 16),
+        (folds, 16),
+    ],
 )
 def test_every_interruption_leaves_the_updates_and_samples_of_an_undisturbed_run(function: Any, updates: int) -> None:
     calm = run(StubJob(set()), function)

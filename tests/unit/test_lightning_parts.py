@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
 
+from elaunch.errors import UsageError
 from elaunch.integrations.lightning import Fabric, elastic, loggers
 from elaunch.integrations.lightning.data import Dealer
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
@@ -89,6 +91,7 @@ def test_a_row_that_is_logged_again_replaces_the_one_of_the_lost_update(tmp_path
     loggers.save([logger])
     successor = CSVLogger(tmp_path, prefix="run")
     loggers.take_over([successor], [0], writes=True)
+    assert loggers.last_step([successor]) == 2
     loggers.forget_row([successor], 2, ["loss"])
     successor.log_metrics({"loss": 9.0}, 2)
     loggers.save([successor])
@@ -119,3 +122,15 @@ def test_in_a_plain_process_it_is_fabric_as_it_was() -> None:
         return found
 
     assert train(3) == [(1, 0, [0, 1]), (1, 1, [2, 3]), (2, 0, [0, 1]), (2, 1, [2, 3])]
+
+
+def test_a_scheduler_that_would_not_come_back_is_refused() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    fabric._optimizers = [optimizer]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UsageError, match="scheduler=scheduler"):
+        fabric._objects()
+    fabric._others["scheduler"] = scheduler
+    assert fabric._objects()[0] == {"optimizer0": optimizer, "scheduler": scheduler}

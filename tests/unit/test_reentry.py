@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
+from elaunch.workers.reentry import run
 from elaunch.workers.reentry.copies import Copies, StateCopy
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
 from elaunch.workers.reentry.sampler import deal_samples
 from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
+from elaunch.workers.reentry.state import POSITION
 from elaunch.workers.state.codec import restore
 from tests.unit.comm_crew import crew, each
 
@@ -193,3 +196,19 @@ def test_what_cannot_be_dealt_out_is_refused_with_the_cure() -> None:
         next(few.steps(0, 3))
     with pytest.raises(UsageError, match=r"elastic\(every=0\): expected 1 or more"):
         elastic(every=0)
+
+
+def test_what_a_function_changes_before_its_first_commit_is_not_in_the_copy_that_it_has_joined_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "shares", lambda *_: [])
+    monkeypatch.setattr(run, "move_copies", lambda *_: ([], 0))
+    monkeypatch.setattr(run, "restore", lambda *_: None)
+    joined: Any = run.Reentry.__new__(run.Reentry)
+    joined._copies, joined._guards, joined.step = Copies(), SimpleNamespace(newest=[]), 3
+    joined._generators, joined._brought = {}, {}
+    values: dict[str, Any] = {POSITION: 5, "passes": [0]}
+    joined._restore(SimpleNamespace(rank=1), {}, {}, values)
+    del values[POSITION]
+    values["passes"].append(1)
+    assert joined.last_values() == {POSITION: 5, "passes": [0]}

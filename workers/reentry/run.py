@@ -289,7 +289,7 @@ class Reentry:
         restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
         self.continue_random()
         if copy is None:
-            self._brought = values
+            self._brought = json.loads(json.dumps(values))  # the function changes its own before the next commit
             self._copy(self.step, objects)
         if group.rank == 0:
             seconds = round(time.monotonic() - begin_s, 6)

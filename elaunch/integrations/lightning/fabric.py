@@ -97,6 +97,7 @@ class LiveFabric(lightning.fabric.Fabric):
         self._wrappers: list[Any] = []
         self._metrics: dict[str, EpochMetrics] = {}
         self._logs_steps = False
+        self._last_row: int | None = None  # in the tables, when this entry began to log
         super().__init__(**kwargs)
 
     def _prepare_run_method(self) -> None:
@@ -154,13 +155,13 @@ class LiveFabric(lightning.fabric.Fabric):
             self._others[name] = self._metrics.get(name, _KeptDict(one) if type(one) is dict else one)
         yield from self._loop.epochs(range(*numbers))
 
-    def enumerate(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    def enumerate(self, batches: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
         """Yields what is iterated over, with its number, which for training data is that in the whole pass."""
         if self._loop is not None:
             self._loop.batch = None
         for count, batch in enumerate(batches):
             number = self._loop.batch if self._loop is not None else None
-            yield count if number is None else number, batch
+            yield start + (count if number is None else number), batch
             if self._loop is not None:
                 self._loop.batch = None
 
@@ -196,7 +197,9 @@ class LiveFabric(lightning.fabric.Fabric):
         """Logs metrics, as Fabric does."""
         if self._loop is not None and step is not None and self.is_global_zero:
             self._logs_steps = True
-            if self._loop.entry.state.entry > 1:  # it may have been logged in an update that was lost
+            if self._last_row is None:
+                self._last_row = loggers.last_step(self.loggers)
+            if step <= self._last_row:  # it may have been logged in an update that was lost
                 loggers.forget_row(self.loggers, step, metrics)
         super().log_dict(metrics, step)
 

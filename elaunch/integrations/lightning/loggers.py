@@ -43,6 +43,12 @@ def forget_from(loggers: Sequence[Any], step: int) -> None:
             _write(experiment, kept)
 
 
+def last_step(loggers: Sequence[Any]) -> int:
+    """Returns the last step that is in a table; -1 if there is none."""
+    tables = [one._experiment for one in loggers if isinstance(one, CSVLogger) and one._experiment is not None]
+    return max((int(row["step"]) for table in tables for row in _rows(table)), default=-1)
+
+
 def forget_row(loggers: Sequence[Any], step: int, names: Iterable[str]) -> None:
     """Takes a row out of tables: it will be logged again.
 

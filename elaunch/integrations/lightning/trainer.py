@@ -113,6 +113,7 @@ class ElasticFit:
         self._saved: set[str] = set()
         self._again: set[str] = set()
         self._modes: dict[str, bool] = {}
+        self._forward: Any = None
         bar = trainer.progress_bar_callback
         self._shows_bar = bar is not None and getattr(bar, "is_enabled", False)
         loops.take_place(trainer, self)
@@ -131,6 +132,7 @@ class ElasticFit:
         trainer = self.trainer
         self._state = state
         self.restored = self.goes_on = False
+        self._forward = vars(model).get("forward") if state.entry == 1 else self._forward
         self._modes = self._modes or {name: one.training for name, one in model.named_modules()}
         bar = trainer.progress_bar_callback
         if bar is not None and self._shows_bar:
@@ -153,6 +155,9 @@ class ElasticFit:
             loop._combined_loader = None
         for name, module in model.named_modules():
             module.training = self._modes.get(name, module.training)
+        vars(model).pop("forward", None)  # Lightning puts another there for the time of a step
+        if self._forward is not None:
+            vars(model)["forward"] = self._forward
         for metric in metrics_of(model).values():
             metric.reset()
         model._current_fx_name = None
