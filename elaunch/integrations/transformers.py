@@ -56,7 +56,6 @@ UNKNOWN_ORDERS = ("group_by_length", "batch_rebalance")
 """Ways of sampling whose order depends on more than a seed and the pass."""
 
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
 Kind = TypeVar("Kind", bound=type)
 
 
@@ -201,7 +200,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 for name in UNKNOWN_ORDERS
             ),
             ("average_tokens_across_devices=False", not self.args.average_tokens_across_devices),
-            *((f"TRL's {name}", any(one.__name__ == name for one in type(self).__mro__)) for name in TRL_GENERATING),
         ):
             if found:
                 raise UsageError(f"elaunch.integrations.transformers.Trainer does not go with {name} yet: leave it out")
@@ -270,18 +268,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._take_trl_counts(given["counts"])
 
     def _trl_counts(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in TRL_COUNTS if hasattr(self, name)}
-        return copy.deepcopy(counts)
+        return {name: copy.deepcopy(getattr(self, name)) for name in TRL_COUNTS if hasattr(self, name)}
 
     def _take_trl_counts(self, counts: dict[str, Any]) -> None:
         for name, value in counts.items():
             found = getattr(self, name)
-            if isinstance(found, dict):  # lists by metric, for training and for evaluation
-                for mode, lists in value.items():
-                    found[mode].clear()
-                    found[mode].update(copy.deepcopy(lists))
-            else:
+            if not isinstance(found, dict):
                 setattr(self, name, value)
+                continue
+            for mode, lists in value.items():  # by metric, in training and in evaluation
+                found[mode].clear()
+                found[mode].update(copy.deepcopy(lists))
 
     # -- what transformers calls --------------------------------------------------------------------------------
 
@@ -486,8 +483,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 def elastic(trainer: Kind) -> Kind:
     """Returns a trainer of another library, made from transformers' Trainer, whose training survives as `Trainer` does.
 
+    Under torchrun and in a plain process it is the class itself.
+
     Args:
         trainer: its class, such as TRL's SFTTrainer.
+
+    Raises:
+        UsageError: it makes its batches from what the model generates.
     """
+    if not has_agent():
+        return trainer
+    if any(one.__name__ in TRL_GENERATING for one in trainer.__mro__):
+        raise UsageError(f"elastic({trainer.__name__}): it makes its own batches, which cannot be dealt out anew")
     names = {"__module__": trainer.__module__, "__qualname__": trainer.__qualname__, "__doc__": trainer.__doc__}
     return type(trainer)(trainer.__name__, (Trainer, trainer), names)

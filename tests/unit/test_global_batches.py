@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from elaunch.errors import UsageError
-from elaunch.integrations.accelerate import GlobalBatches
+from elaunch.integrations.accelerate import GlobalBatches, dealt_out
 
 
 def whole(n_samples: int, batch_size: int, drop_last: bool) -> BatchSampler:
@@ -67,3 +68,11 @@ def test_an_update_has_the_samples_that_accelerate_gives_the_members_of_the_star
 def test_batches_without_a_size_are_refused() -> None:
     with pytest.raises(UsageError, match="list has no batch_size"):
         GlobalBatches([[0, 1], [2]], 1, 1, 0, 1)
+
+
+def test_gather_for_metrics_learns_which_samples_of_the_last_update_are_new() -> None:
+    data: Any = list(range(15))
+    loader = prepare_data_loader(DataLoader(data, batch_size=2), num_processes=1, process_index=0, put_on_device=False)
+    made, _ = dealt_out(loader, lambda batches: GlobalBatches(batches, 3, 1, 0, 2), None, 0)
+    assert [len(batch) for batch in made] == [3, 3, 3]
+    assert made.remainder == 15 % (2 * 3)
