@@ -263,6 +263,7 @@ class Bench:
         if elaunch is None or torchrun is None:
             return
         steps, medians = self.args.steps, {"elaunch": list[float](), "torchrun": list[float]()}
+        cpu_s: dict[str, list[float]] = {"elaunch": [], "torchrun": []}
         in_commit: list[float] = []
         for pair in range(self.args.pairs):
             for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
@@ -272,11 +273,15 @@ class Bench:
                 warm = steps // 4
                 times = [line["t"] for line in lines if line.get("step", 0) >= warm and line["slot"] == 0]
                 medians[way.kind].append(statistics.median(_gaps(times)))
+                cpu_s[way.kind].append(_cpu_of_a_step(lines, warm))
                 if way is elaunch:
                     begun = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
                     ended = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
                     in_commit += [after - before for before, after in zip(begun, ended, strict=True)][warm:]
-        ratios = sorted(a / b for a, b in zip(medians["elaunch"], medians["torchrun"], strict=True))
+        ratios, of_cpu = (
+            sorted(a / b for a, b in zip(found["elaunch"], found["torchrun"], strict=True))
+            for found in (medians, cpu_s)
+        )
         low, high = median_interval(ratios)
         self.report.row(
             {
@@ -288,8 +293,14 @@ class Bench:
                 "ratio_95_low": low,
                 "ratio_95_high": high,
                 "in_commit_ms": 1e3 * statistics.median(in_commit),
+                "plain_cpu_ms": 1e3 * statistics.median(cpu_s["torchrun"]),
+                "elaunch_cpu_ms": 1e3 * statistics.median(cpu_s["elaunch"]),
+                "cpu_ratio_median": statistics.median(of_cpu),
+                "cpu_ratio_least": of_cpu[0],
+                "cpu_ratio_most": of_cpu[-1],
             }
         )
+        self.report.target(f"{kind}: processor time", statistics.median(of_cpu), "x plain, torchrun", at_most=1.01)
         self.report.target(f"{kind}: step time", statistics.median(ratios), "x plain, torchrun", at_most=1.01)
 
 
@@ -299,6 +310,15 @@ def say(text: str) -> None:
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _cpu_of_a_step(lines: Sequence[Line], warm: int) -> float:
+    """Returns the processor seconds that a worker takes for a step, after some; the mean over the workers."""
+    found = []
+    for slot in range(WORKERS):
+        steps = [line for line in lines if line["kind"] == "step" and line["slot"] == slot and line["step"] >= warm]
+        found.append((steps[-1]["cpu_s"] - steps[0]["cpu_s"]) / (len(steps) - 1))
+    return statistics.mean(found)
 
 
 def _number(value: float) -> float:
@@ -357,6 +377,7 @@ def main() -> int:
             "last new process has done its imports); own_set_up: groups and model; state: brought back; all by the "
             "slowest",
             "lines: of code, beside the plain script, which survives nothing",
+            "cpu: processor time of a worker in a step, all its threads; without launchers and etcd",
             "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
             "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
             "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "
