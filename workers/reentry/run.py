@@ -28,7 +28,7 @@ from elaunch.workers.random.rng import continue_generators, read_generators
 from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups
 from elaunch.workers.reentry.guards import Guards, Shipment
-from elaunch.workers.reentry.shares import check_alike, move_copies, shares
+from elaunch.workers.reentry.shares import check_alike, load_shares, move_copies, shares
 from elaunch.workers.reentry.state import ElasticState
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.codec import Manifest, restore
@@ -286,7 +286,8 @@ class Reentry:
         copy = self._copies.newest
         held = [*copy.parts, *self._guards.newest] if copy is not None else []
         tensors, received_bytes = move_copies(group, held, manifest, needed)
-        restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
+        wrapped = [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)]
+        restore(objects, manifest, wrapped, load=load_shares)
         self.continue_random()
         if copy is None:
             self._brought = values

@@ -7,6 +7,7 @@ it will keep of a parameter lies as that does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,27 @@ def _moved(
 
     found, moved = reshard(group, Router(items, before, after), state, allocate)
     return found, moved.received_bytes
+
+
+def load_shares(thing: Any, state: Any) -> None:
+    """Gives an object its state; a module's parameters that are parts are copied where they lie.
+
+    `load_state_dict` would have DTensor work out anew for each shape how to copy in a mesh that it does not know yet.
+    """
+    module, rest = torch.nn.Module, state
+    if isinstance(thing, module) and (type(thing).state_dict, type(thing).load_state_dict) == (
+        module.state_dict,
+        module.load_state_dict,
+    ):
+        live, rest = set(map(id, thing.parameters())), copy.copy(state)  # with its metadata
+        with torch.no_grad():
+            for name, own in thing.state_dict(keep_vars=True).items():
+                if id(own) in live and is_dtensor(own) and is_dtensor(state[name]):
+                    own.to_local().copy_(rest.pop(name).to_local())
+    if rest is state or len(rest) == len(state):
+        thing.load_state_dict(state)
+    else:
+        thing.load_state_dict(rest, strict=False)  # `restore` has compared the names
 
 
 def check_alike(manifests: Sequence[int]) -> None:
