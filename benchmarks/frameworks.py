@@ -314,7 +314,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 def _cpu_of_a_step(lines: Sequence[Line], warm: int) -> float:
     """Returns the processor seconds that a worker takes for a step, after some; the mean over the workers."""
-    found = []
+    found: list[float] = []
     for slot in range(WORKERS):
         steps = [line for line in lines if line["kind"] == "step" and line["slot"] == slot and line["step"] >= warm]
         found.append((steps[-1]["cpu_s"] - steps[0]["cpu_s"]) / (len(steps) - 1))

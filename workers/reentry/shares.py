@@ -180,18 +180,15 @@ def _dtensors(value: Any, path: str) -> dict[str, Any]:
 
 def _wrapped_like(like: Any) -> Callable[[Tensor], Tensor]:
     def wrap(local: Tensor) -> Tensor:
-        kind, spec = type(like), getattr(like, "_spec", None)
+        kind, spec, moved = type(like), getattr(like, "_spec", None), local.to(like.device)
+        made: Tensor
         if spec is not None and spec.tensor_meta is not None and spec.tensor_meta.dtype == local.dtype:
-            # What from_local comes to, without its graph: that takes longer than all else here.
-            return kind(local.to(like.device), spec, requires_grad=False)
-        made: Tensor = kind.from_local(
-            local.to(like.device),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+            # What from_local comes to, without its graph, which takes longer than all else here.
+            made = kind(moved, spec, requires_grad=False)
+        else:
+            made = kind.from_local(
+                moved, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
         return made
 
     return wrap
