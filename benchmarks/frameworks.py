@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import itertools
 
 from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, limit_time
-from benchmarks.report import Cell, Report, add_arguments, median_interval, spread
+from benchmarks.report import Report, add_arguments, median_interval, spread
 
 WORKERS = 4
 PEERS = HERE / "peers"
