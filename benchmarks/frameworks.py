@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import itertools
 
 from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, limit_time
-from benchmarks.report import Cell, Report, add_arguments, median_interval, spread
+from benchmarks.report import Report, add_arguments, median_interval, spread
 
 WORKERS = 4
 PEERS = HERE / "peers"
@@ -201,7 +201,6 @@ class Bench:
             self.report.row({"lines changed": way.kind, "script": name, "added": added, "taken_away": taken})
 
     def kills(self, kind: str) -> None:
-        rows: list[dict[str, Cell]] = []
         for way in self.ways:
             if kind == "fsdp" and way.kind == "torchft":
                 continue  # its unit of failure is a replica of the whole model
@@ -211,26 +210,29 @@ class Bench:
             except JobFailed as error:
                 self.failed = True
                 self.report.notes.append(f"{way.name}, {kind}: FAILED after {len(found)} kills: {error}")
-            total = spread(1e3 * kill.total_s for kill in found)
-            without = spread(1e3 * (kill.total_s - _number(kill.set_up_s)) for kill in found)
-            rows.append(
-                {
-                    f"SIGKILL -> first step, {kind}": way.name,
-                    "kills": total.count,
-                    "left_and_entered_ms": _median(kill.left_s for kill in found),
-                    "own_set_up_ms": _median(kill.set_up_s for kill in found),
-                    "state_ms": _median(kill.restored_s for kill in found),
-                    "first_step_ms": _median(kill.step_s for kill in found),
-                    "total_median_ms": total.median,
-                    "total_worst_ms": total.worst,
-                    "less_set_up_median_ms": without.median,
-                }
-            )
-            if way.kind == "elaunch":
-                self.report.target(f"{kind}: first step, less the set-up, median", without.median, "ms", below=1000)
-                self.report.target(f"{kind}: the same, worst of {without.count}", without.worst, "ms", below=1000)
-        for row in rows:
-            self.report.row(row)
+            finally:  # also where the time is up
+                self._report_kills(way, kind, found)
+
+    def _report_kills(self, way: Way, kind: str, found: Sequence[Kill]) -> None:
+        total = spread(1e3 * kill.total_s for kill in found)
+        without = spread(1e3 * (kill.total_s - _number(kill.set_up_s)) for kill in found)
+        self.report.row(
+            {
+                f"SIGKILL -> first step, {kind}": way.name,
+                "kills": total.count,
+                "left_and_entered_ms": _median(kill.left_s for kill in found),
+                "own_set_up_ms": _median(kill.set_up_s for kill in found),
+                "state_ms": _median(kill.restored_s for kill in found),
+                "first_step_ms": _median(kill.step_s for kill in found),
+                "total_least_ms": total.least,
+                "total_median_ms": total.median,
+                "total_worst_ms": total.worst,
+                "less_set_up_median_ms": without.median,
+            }
+        )
+        if way.kind == "elaunch":
+            self.report.target(f"{kind}: first step, less the set-up, median", without.median, "ms", below=1000)
+            self.report.target(f"{kind}: the same, worst of {without.count}", without.worst, "ms", below=1000)
 
     def _kill(self, way: Way, kind: str, found: list[Kill]) -> None:
         count = self.args.kills if way.kind == "elaunch" else max(1, self.args.kills // 2)
@@ -263,6 +265,7 @@ class Bench:
         if elaunch is None or torchrun is None:
             return
         steps, medians = self.args.steps, {"elaunch": list[float](), "torchrun": list[float]()}
+        cpu_s: dict[str, list[float]] = {"elaunch": [], "torchrun": []}
         in_commit: list[float] = []
         for pair in range(self.args.pairs):
             for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
@@ -272,11 +275,15 @@ class Bench:
                 warm = steps // 4
                 times = [line["t"] for line in lines if line.get("step", 0) >= warm and line["slot"] == 0]
                 medians[way.kind].append(statistics.median(_gaps(times)))
+                cpu_s[way.kind].append(_cpu_of_a_step(lines, warm))
                 if way is elaunch:
                     begun = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
                     ended = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
                     in_commit += [after - before for before, after in zip(begun, ended, strict=True)][warm:]
-        ratios = sorted(a / b for a, b in zip(medians["elaunch"], medians["torchrun"], strict=True))
+        ratios, of_cpu = (
+            sorted(a / b for a, b in zip(found["elaunch"], found["torchrun"], strict=True))
+            for found in (medians, cpu_s)
+        )
         low, high = median_interval(ratios)
         self.report.row(
             {
@@ -288,8 +295,14 @@ class Bench:
                 "ratio_95_low": low,
                 "ratio_95_high": high,
                 "in_commit_ms": 1e3 * statistics.median(in_commit),
+                "plain_cpu_ms": 1e3 * statistics.median(cpu_s["torchrun"]),
+                "elaunch_cpu_ms": 1e3 * statistics.median(cpu_s["elaunch"]),
+                "cpu_ratio_median": statistics.median(of_cpu),
+                "cpu_ratio_least": of_cpu[0],
+                "cpu_ratio_most": of_cpu[-1],
             }
         )
+        self.report.target(f"{kind}: processor time", statistics.median(of_cpu), "x plain, torchrun", at_most=1.01)
         self.report.target(f"{kind}: step time", statistics.median(ratios), "x plain, torchrun", at_most=1.01)
 
 
@@ -299,6 +312,15 @@ def say(text: str) -> None:
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _cpu_of_a_step(lines: Sequence[Line], warm: int) -> float:
+    """Returns the processor seconds that a worker takes for a step, after some; the mean over the workers."""
+    found: list[float] = []
+    for slot in range(WORKERS):
+        steps = [line for line in lines if line["kind"] == "step" and line["slot"] == slot and line["step"] >= warm]
+        found.append((steps[-1]["cpu_s"] - steps[0]["cpu_s"]) / (len(steps) - 1))
+    return statistics.mean(found)
 
 
 def _number(value: float) -> float:
@@ -357,6 +379,7 @@ def main() -> int:
             "last new process has done its imports); own_set_up: groups and model; state: brought back; all by the "
             "slowest",
             "lines: of code, beside the plain script, which survives nothing",
+            "cpu: processor time of a worker in a step, all its threads; without launchers and etcd",
             "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
             "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
             "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "

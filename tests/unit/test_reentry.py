@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry import run
-from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.copies import Copies, StateCopy, describe_shards
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
@@ -74,6 +75,99 @@ def test_a_part_comes_back_from_the_guard_of_who_had_it() -> None:
             move_copies(alone_again, copies[0].parts, copies[0].manifest, whole)
         guards[0].forget_newest()
         assert guards[0].newest == []
+
+
+def test_what_travels_to_a_guard_in_one_message_comes_out_as_it_was() -> None:
+    boxes: list[dict[int, Any]] = [{0: LOW, 1: ((0, 1),), 2: ((0, 3),)}, {0: HIGH, 1: ((1, 3),), 2: ((3, 5),)}]
+    specs = [
+        {"path": "a", "dtype": "torch.float32", "shape": [4, 4]},
+        {"path": "b", "dtype": "torch.float64", "shape": [3]},
+        {"path": "c", "dtype": "torch.int16", "shape": [5]},
+    ]
+    dtypes = torch.float32, torch.float64, torch.int16
+
+    def copy_of(step: int, rank: int) -> StateCopy:
+        shapes = [[stop - start for start, stop in box] for box in boxes[rank].values()]
+        tensors = [torch.full(shape, 10 * step + rank, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        tensors[0] = tensors[0].t().contiguous().t()  # in another order than it travels in
+        return StateCopy(step, {"version": 1, "objects": {}, "tensors": specs}, {}, tensors, boxes[rank])
+
+    with crew(2) as transports:
+        members = ["a/0#0", "a/1#0"]
+        groups = [Group(transport, 1, members) for transport in transports]
+        guards = [Guards(), Guards()]
+        each(lambda guard, group, own: guard.tell(group, own), guards, groups, boxes)
+        memory = set()
+        for step in (1, 2, 3):
+            copies = [copy_of(step, rank) for rank in (0, 1)]
+            each(lambda guard, group, copy: guard.ship(group, copy, lambda: None).wait(), guards, groups, copies)
+            for rank, guard in enumerate(guards):
+                assert [(place, box) for place, box, _ in guard.newest] == list(boxes[1 - rank].items())
+                for (_, _, found), sent in zip(guard.newest, copies[1 - rank].tensors, strict=True):
+                    assert found.dtype == sent.dtype
+                    assert torch.equal(found, sent)
+            memory.add(guards[0].newest[0][2].data_ptr())
+        assert len(memory) == 2, "two commits are kept, in turn in the same memory"
+        guards[0].forget_newest()
+        assert guards[0].newest[0][2].unique().tolist() == [21.0]
+
+
+def test_what_was_described_before_is_described_alike_whatever_has_changed() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {"a": torch.zeros(4, 4), "b": [torch.ones(3), 1.0], "c": torch.zeros(0)}
+            self.state["tied"] = self.state["a"]
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+    net, holder = nn.Linear(3, 2), Holder()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    objects: dict[str, Any] = {"net": net, "optimizer": optimizer, "holder": holder}
+    copies, state = Copies(), holder.state
+
+    def turn(of: Tensor) -> None:
+        of.set_(of.t())  # type: ignore[call-overload]
+
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: train_a_step(net, optimizer),
+        lambda: train_a_step(net, optimizer),
+        lambda: optimizer.param_groups[0].update(lr=0.2),
+        lambda: state.update(tied=torch.zeros(4, 4)),
+        lambda: state.update(tied=state["a"]),
+        lambda: turn(state["a"]),
+        lambda: state.update(a=torch.zeros(8, 8)[::2, ::2]),
+        lambda: state.update(b=[2, state["b"][0]]),
+        lambda: state.update(c=torch.ones(2, dtype=torch.complex64).conj()),
+        lambda: state.pop("a"),
+        lambda: net.to(torch.float64),
+    ]
+    for number, change in enumerate(changes):
+        change()
+        (manifest, encoder), (expected, fresh) = copies.describe(objects), describe_shards(objects)
+        assert manifest == expected, number
+        for one, other in zip(encoder.tensors, fresh.tensors, strict=True):
+            assert (one.dtype, one.stride(), one.is_conj()) == (other.dtype, other.stride(), other.is_conj()), number
+            assert torch.equal(one, other), number
+
+
+def test_replicas_keep_what_they_have_and_one_that_joins_gets_it() -> None:
+    whole = [TensorShare(((0, 4), (0, 4)), lambda tensor: tensor)]
+    copy = state_copy(3, ((0, 4), (0, 4)), 7.0)
+    with crew(3) as transports:
+        for held in ((True, True, True), (True, True, False)):
+            groups = [Group(transport, 1, ["a/0#0", "a/1#0", "a/2#0"]) for transport in transports]
+            found: list[Any] = [None] * 3
+
+            def move(group: Group, holds: bool, found: list[Any] = found) -> None:
+                found[group.rank] = move_copies(group, copy.parts if holds else [], copy.manifest, whole)
+
+            each(move, groups, held)
+            assert [received for _, received in found] == [0 if holds else 64 for holds in held]
+            for (tensor,), _ in found:
+                assert tensor.tolist() == [[7.0] * 4] * 4
+                assert tensor.data_ptr() != copy.tensors[0].data_ptr(), "an object may keep it"
 
 
 def test_what_an_object_takes_is_not_the_copy_itself() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,7 @@ class ShardEncoder(Encoder):
         return self._cut[cut]
 
 
-_WITHOUT_PARTS = frozenset((Tensor, torch.nn.Parameter, dict, list, int, float, bool, str, type(None)))
+_WITHOUT_PARTS = frozenset((Tensor, torch.nn.Parameter, dict, OrderedDict, list, int, float, bool, str, type(None)))
 
 
 def is_dtensor(value: Any) -> bool:

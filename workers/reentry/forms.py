@@ -70,7 +70,7 @@ class Elastic:
             UsageError: the body of the loop has no `with state:`, or `break` left it while the members changed.
         """
         reentry = Reentry(self._every, self._resets)
-        reentry.member.join()
+        reentry.join()
         while not reentry.over:
             entries, entry = reentry.entry, ElasticState(reentry, {})
             try:

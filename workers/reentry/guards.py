@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry.copies import Part, StateCopy
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.codec import dtype_of
+from elaunch.workers.state.paths.packing import parts_of, room_for
 
 Key = TypeVar("Key")
 Boxes = Mapping[int, Box]
@@ -104,23 +106,55 @@ class Shipment:
         self._over.set()
 
 
-class Guards:
-    """What one worker keeps for another, in one entry.
+@dataclass(frozen=True)
+class PackedParts:
+    """Parts of a commit in one run of memory, in which they travel.
 
     Attributes:
-        newest: the parts of the last commit that was begun.
-        former: those of the one before.
+        forms: of each part, the place of its tensor in the manifest, its box, and its dtype.
+        memory: of all of them.
+        parts: where they lie in it.
     """
 
+    forms: tuple[tuple[int, Box, torch.dtype], ...]
+    memory: torch.Tensor
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, forms: tuple[tuple[int, Box, torch.dtype], ...], spare: PackedParts | None) -> PackedParts:
+        """Returns memory for some parts; that of others, where it fits."""
+        if spare is not None and spare.forms == forms:
+            return spare
+        likes = [
+            torch.empty([stop - start for start, stop in box], dtype=dtype, device="meta") for _, box, dtype in forms
+        ]
+        memory = room_for(likes, torch.device("cpu")) if likes else torch.empty(0, dtype=torch.uint8)
+        tensors = parts_of(memory, likes)
+        parts = [(place, box, tensor) for (place, box, _), tensor in zip(forms, tensors, strict=True)]
+        return cls(forms, memory, parts)
+
+
+class Guards:
+    """What one worker keeps for another, in one entry."""
+
     def __init__(self) -> None:
-        self.newest: list[Part] = []
-        self.former: list[Part] = []
+        self._newest: PackedParts | None = None
+        self._former: PackedParts | None = None
+        self._leaving: PackedParts | None = None
         self._own: Boxes = {}
-        self._held: list[Boxes] = []
+        self._guard, self._ward = 0, 0
+        self._given: dict[int, Box] = {}
+        self._taken: dict[int, Box] = {}
+        self._told = False
+
+    @property
+    def newest(self) -> list[Part]:
+        """Returns the parts of the last commit that was begun."""
+        return self._newest.parts if self._newest is not None else []
 
     def knows(self, boxes: Boxes) -> bool:
         """Returns whether the members have told each other of these parts of this worker's."""
-        return bool(self._held) and boxes == self._own
+        return self._told and boxes == self._own
 
     def tell(self, group: Group, boxes: Boxes) -> None:
         """Tells all members which parts this one has, of the tensors that it has not wholly. All members call it.
@@ -129,8 +163,14 @@ class Guards:
             StepInterrupted: a peer was lost, or the generation changed.
         """
         notes = group.all_gather_json([[place, box] for place, box in boxes.items()])
-        self._own = dict(boxes)
-        self._held = [{place: tuple((lo, hi) for lo, hi in box) for place, box in note} for note in notes]
+        held = [{place: tuple((lo, hi) for lo, hi in box) for place, box in note} for note in notes]
+        guards = [guard_of(rank, group.members) for rank in range(group.size)]
+        self._guard, self._ward = guards[group.rank], guards.index(group.rank)
+        self._given, self._taken = (
+            {place: held[rank][place] for place in alone(rank, held, group.members)}
+            for rank in (group.rank, self._ward)
+        )
+        self._own, self._told = dict(boxes), True
 
     def ship(self, group: Group, copy: StateCopy, copied: Callable[[], None]) -> Shipment:
         """Begins to give this worker's guard what it alone holds of a copy, and to take what it keeps itself.
@@ -142,36 +182,36 @@ class Guards:
             copy: of this worker.
             copied: returns when the copy is complete.
         """
-        former, self.former = {(place, box): tensor for place, box, tensor in self.former}, self.newest
-        self.newest = []
+        spare, self._former, self._newest = self._former, self._newest, None
         if group.size == 1:
             return Shipment(copied)
-        held, specs = self._held, copy.manifest["tensors"]
-        guards = [guard_of(rank, group.members) for rank in range(group.size)]
-        guard, ward = guards[group.rank], guards.index(group.rank)
-        for place in alone(ward, held, group.members):
-            box, dtype = held[ward][place], dtype_of(specs[place]["dtype"])
-            spare = former.get((place, box))
-            if spare is None or spare.dtype != dtype:
-                spare = torch.empty([stop - start for start, stop in box], dtype=dtype)
-            self.newest.append((place, box, spare))
-        sent, taken = alone(group.rank, held, group.members), [tensor for _, _, tensor in self.newest]
+        specs = copy.manifest["tensors"]
+
+        def forms_of(boxes: Mapping[int, Box]) -> tuple[tuple[int, Box, torch.dtype], ...]:
+            return tuple((place, box, dtype_of(specs[place]["dtype"])) for place, box in boxes.items())
+
+        # The shipment before has arrived, or was interrupted: its memory is free.
+        self._leaving = leaving = PackedParts.of(forms_of(self._given), self._leaving)
+        self._newest = coming = PackedParts.of(forms_of(self._taken), spare)
 
         def move() -> None:
             copied()
-            outgoing = [copy.tensors[place].contiguous() for place in sent]
-            group.exchange([(guard, tensor) for tensor in outgoing], [(ward, tensor) for tensor in taken])
+            views = [tensor for _, _, tensor in leaving.parts]
+            if views:
+                torch._foreach_copy_(views, [copy.tensors[place] for place, _, _ in leaving.parts])
+            sends = [(self._guard, leaving.memory)] if views else []
+            group.exchange(sends, [(self._ward, coming.memory)] if coming.parts else [])
 
         return Shipment(move)
 
     def forget_newest(self) -> None:
         """Lets the parts of the last commit go: it does not count."""
-        self.newest, self.former = self.former, []
+        self._newest, self._former = self._former, None
 
     def forget(self) -> None:
         """Lets all parts go."""
-        self.newest, self.former = [], []
+        self._newest = self._former = self._leaving = None
 
     def enter(self) -> None:
         """Forgets which parts the members have: there are others from now on, or they are cut anew."""
-        self._own, self._held = {}, []
+        self._own, self._given, self._taken, self._told = {}, {}, {}, False

@@ -28,7 +28,7 @@ from elaunch.workers.random.rng import continue_generators, read_generators
 from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups
 from elaunch.workers.reentry.guards import Guards, Shipment
-from elaunch.workers.reentry.shares import check_alike, move_copies, shares
+from elaunch.workers.reentry.shares import check_alike, load_shares, move_copies, shares
 from elaunch.workers.reentry.state import ElasticState
 from elaunch.workers.runtime import Member
 from elaunch.workers.state.codec import Manifest, restore
@@ -93,6 +93,8 @@ class Reentry:
         resets: called each time before the function is entered again.
     """
 
+    _set_apart = False  # once: what an earlier function left behind must be collected
+
     def __init__(self, every: int = 1, resets: Sequence[Reset] = ()) -> None:
         self._client = agent_client.connect()
         transport = Transport(self._client.worker, self._client.token, self._client.host)
@@ -118,12 +120,25 @@ class Reentry:
             StateError: the state of the job is lost.
             Exception: whatever the function raises, unless that follows from a change of members.
         """
-        self.member.join()
+        self.join()
         results: list[Result] = []
         while not self.over:
             with ElasticState(self, {}) as state:
                 results[:] = [function(state)]
         return results[0]
+
+    def join(self) -> None:
+        """Becomes a member of the job, for the entries that follow.
+
+        Raises:
+            StateError: the state of the job is lost.
+        """
+        if not Reentry._set_apart:
+            # What was imported is no garbage, and to look through it again at each change takes longer than all else.
+            Reentry._set_apart = True
+            gc.collect()
+            gc.freeze()
+        self.member.join()
 
     @contextlib.contextmanager
     def entered(self, state: ElasticState) -> Iterator[ElasticState]:
@@ -140,8 +155,6 @@ class Reentry:
         resets, self.resets = [*self._always, *self.resets] if self.entry else [], []
         for reset in resets:
             reset()
-        if not self.entry:
-            gc.freeze()  # what was imported is no garbage, and to look through it again takes longer than all else
         self.entry += 1
         self._bound = None
         self._guards.enter()
@@ -286,7 +299,8 @@ class Reentry:
         copy = self._copies.newest
         held = [*copy.parts, *self._guards.newest] if copy is not None else []
         tensors, received_bytes = move_copies(group, held, manifest, needed)
-        restore(objects, manifest, [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)])
+        wrapped = [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)]
+        restore(objects, manifest, wrapped, load=load_shares)
         self.continue_random()
         if copy is None:
             self._brought = json.loads(json.dumps(values))  # the function changes its own before the next commit

@@ -7,6 +7,7 @@ it will keep of a parameter lies as that does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry.copies import Part, box_of, is_dtensor
 from elaunch.workers.state.boxes import Box, n_elements, whole
-from elaunch.workers.state.chunks import Chunk
+from elaunch.workers.state.chunks import Chunk, ChunkedState
 from elaunch.workers.state.codec import Manifest, dtype_of
 from elaunch.workers.state.reshard import reshard
 from elaunch.workers.state.routes import Router
@@ -96,27 +97,59 @@ def move_copies(
             },
         }
     )
-    before, after = {}, {}
-    for member, note in zip(group.members, notes, strict=True):
-        before[member] = {name: tuple(map(_box, boxes)) for name, boxes in note["held"].items()}
-        after[member] = {name: (_box(box),) for name, box in note["needed"].items()}
-    found, moved = reshard(
-        group,
-        Router(named, before, after),
-        state,
-        lambda name, box: (torch.empty([stop - start for start, stop in box], dtype=named[name].dtypes[0]),),
-    )
+    if all(box in note["held"].get(name, ()) for note in notes for name, box in note["needed"].items()):
+        found: ChunkedState = state
+        received_bytes = 0  # as of replicas: nobody needs what it does not have
+    else:
+        found, received_bytes = _moved(group, named, state, notes)
     kept = {tensor.untyped_storage().data_ptr() for _, _, tensor in held}
     tensors = []
     for place, share in enumerate(needed):
         item = items[str(place)]
         if n_elements(share.box):
-            ((tensor,),) = (chunk.tensors for chunk in found[item.name])
+            ((tensor,),) = (chunk.tensors for chunk in found[item.name] if chunk.box == share.box)
             # What stays where it is would become a part of the objects, and the copy is needed as it is.
             tensors.append(tensor.clone() if tensor.untyped_storage().data_ptr() in kept else tensor)
         else:
             tensors.append(torch.empty([stop - start for start, stop in share.box], dtype=item.dtypes[0]))
-    return tensors, moved.received_bytes
+    return tensors, received_bytes
+
+
+def _moved(
+    group: Group, items: Mapping[str, Item], state: dict[str, list[Chunk]], notes: Sequence[Mapping[str, Any]]
+) -> tuple[ChunkedState, int]:
+    """Takes part in the move; returns this worker's chunks, and the bytes of them that came from others."""
+    before, after = {}, {}
+    for member, note in zip(group.members, notes, strict=True):
+        before[member] = {name: tuple(map(_box, boxes)) for name, boxes in note["held"].items()}
+        after[member] = {name: (_box(box),) for name, box in note["needed"].items()}
+
+    def allocate(name: str, box: Box) -> tuple[Tensor]:
+        return (torch.empty([stop - start for start, stop in box], dtype=items[name].dtypes[0]),)
+
+    found, moved = reshard(group, Router(items, before, after), state, allocate)
+    return found, moved.received_bytes
+
+
+def load_shares(thing: Any, state: Any) -> None:
+    """Gives an object its state; a module's parameters that are parts are copied where they lie.
+
+    `load_state_dict` would have DTensor work out anew for each shape how to copy in a mesh that it does not know yet.
+    """
+    module, rest = torch.nn.Module, state
+    if isinstance(thing, module) and (type(thing).state_dict, type(thing).load_state_dict) == (
+        module.state_dict,
+        module.load_state_dict,
+    ):
+        live, rest = set(map(id, thing.parameters())), copy.copy(state)  # with its metadata
+        with torch.no_grad():
+            for name, own in thing.state_dict(keep_vars=True).items():
+                if id(own) in live and is_dtensor(own) and is_dtensor(state[name]):
+                    own.to_local().copy_(rest.pop(name).to_local())
+    if rest is state or len(rest) == len(state):
+        thing.load_state_dict(state)
+    else:
+        thing.load_state_dict(rest, strict=False)  # `restore` has compared the names
 
 
 def check_alike(manifests: Sequence[int]) -> None:
@@ -147,15 +180,15 @@ def _dtensors(value: Any, path: str) -> dict[str, Any]:
 
 def _wrapped_like(like: Any) -> Callable[[Tensor], Tensor]:
     def wrap(local: Tensor) -> Tensor:
-        kind = type(like.detach())
-        made: Tensor = kind.from_local(
-            local.to(like.device),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        kind, spec, moved = type(like), getattr(like, "_spec", None), local.to(like.device)
+        made: Tensor
+        if spec is not None and spec.tensor_meta is not None and spec.tensor_meta.dtype == local.dtype:
+            # What from_local comes to, without its graph, which takes longer than all else here.
+            made = kind(moved, spec, requires_grad=False)
+        else:
+            made = kind.from_local(
+                moved, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
         return made
 
     return wrap

@@ -58,14 +58,22 @@ def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
     return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder.tensors
 
 
+def _load(thing: Any, state: Any) -> None:
+    thing.load_state_dict(state)
+
+
 def restore(
-    objects: Mapping[str, Any], manifest: Manifest, tensors: Sequence[torch.Tensor], whose: str = PEERS
+    objects: Mapping[str, Any],
+    manifest: Manifest,
+    tensors: Sequence[torch.Tensor],
+    whose: str = PEERS,
+    load: Callable[[Any, Any], None] = _load,
 ) -> None:
     """Loads the described state into `objects`, which must have the names and shapes of the described ones.
 
     Names and shapes are checked first: if they differ, nothing is changed. Objects may keep the given tensors as
     their own (optimizers do), so these must not be used for anything else afterwards. `whose` state it is
-    goes into messages.
+    goes into messages. `load` gives a state to an object that is no optimizer.
 
     Raises:
         StateError: names, shapes or dtypes differ, or an object refuses its state.
@@ -93,7 +101,7 @@ def restore(
             if isinstance(thing, torch.optim.Optimizer):
                 _load_optimizer(thing, states[name])
             else:
-                thing.load_state_dict(states[name])
+                load(thing, states[name])
         except Exception as error:
             raise StateError(f"{name}: {type(thing).__name__} does not take the state of {whose}: {error}") from error
 
