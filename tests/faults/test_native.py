@@ -81,7 +81,7 @@ LAST = 60
 def hurt(spawn: Spawner, folder: Path, *arguments: str, workers: int = WORKERS, flags: tuple[str, ...] = ()) -> Node:
     """Runs tests/jobs/native.py to its end by a crew, and sees that it has trained as one worker alone does."""
     crew = ("--standalone", f"--nproc-per-node={workers}", "--collectives=native", *flags)
-    script: tuple[str | Path, ...] = (HURT, f"--steps={LAST}", f"--crew={workers}", *arguments)
+    script: tuple[str | Path, ...] = (HURT, f"--steps={LAST}", f"--crew={workers}", "--ends-whole", *arguments)
     node = elaunch(spawn, folder, *crew, script=script, name="crew")
     assert node.agent.wait(150) == 0, node.agent.tail()
     alone = elaunch(spawn, folder, "--standalone", script=(HURT, f"--steps={LAST}"), name="alone")

@@ -145,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--crew", type=int, default=1)
+    parser.add_argument("--ends-whole", action="store_true", help="the last steps wait for all of the crew")
     parser.add_argument("--fault", action="append", default=[], help="SLOT:STEP:MOMENT:KIND")
     parser.add_argument("--device", action="store_true")
     parser.add_argument("--break-at", default="", help="SLOT:STEP at which the connections of a native group break")
@@ -176,6 +177,8 @@ def main() -> None:
         for inputs, targets in step:
             if not is_whole(job, args.crew) and args.crew > 1:
                 time.sleep(0.05)
+            if args.ends_whole and job.size < args.crew:
+                train.await_missing(job, args.steps)
             if faults.due("forward") and job.last_micro_batch:
                 train.die()
             if job.last_micro_batch and args.crew > 1:

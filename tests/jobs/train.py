@@ -73,13 +73,23 @@ def die() -> None:
     time.sleep(60)
 
 
+LAST_STEPS = 5
+PATIENCE_S = 30.0
+
+
+def await_missing(job: elaunch.Job | HybridJob, steps: int) -> None:
+    """Waits in the last steps for who is missing, however long it takes to come on a busy machine."""
+    end_s = time.monotonic() + PATIENCE_S
+    while steps - job.step <= LAST_STEPS and time.monotonic() < end_s:
+        if job._member._recovery.newest_generation() > job.generation:
+            break  # they come; or there is another change to go through first
+        time.sleep(0.005)
+
+
 class Pace:
     """Keeps the job from running away from its test: see `--crew`, `--gather` and `--hold`."""
 
     SLOW_S = 0.1
-    # The last steps wait for who is missing, however long it takes to come on a busy machine.
-    LAST_STEPS = 5
-    PATIENCE_S = 30.0
 
     def __init__(
         self, job: elaunch.Job | HybridJob, steps: int, sleep_s: float, crew: int, gather: int, hold: str
@@ -105,11 +115,7 @@ class Pace:
             time.sleep(self.sleep_s)
             return
         time.sleep(self.SLOW_S)
-        end_s = time.monotonic() + self.PATIENCE_S
-        while self.steps - self.job.step <= self.LAST_STEPS and time.monotonic() < end_s:
-            if self.job._member._recovery.newest_generation() > self.job.generation:
-                break  # they come; or there is another change to go through first
-            time.sleep(0.005)
+        await_missing(self.job, self.steps)
 
 
 class Faults:

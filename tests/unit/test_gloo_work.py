@@ -23,6 +23,7 @@ from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.carry.routes import tp_key
 from tests.helpers import Spawner, wait_until
 from tests.jobs.gloo_peer import ELEMENTS
+from tests.jobs.watch import WARM
 from tests.unit.comm_crew import Task
 from tests.unit.test_native import HOST, gloo
 
@@ -54,8 +55,7 @@ def test_a_message_that_a_connection_was_in_the_middle_of_ends_with_its_group(
 ) -> None:
     """Gloo tells nobody of its end: the peer is stopped, and the connection shut down as when members change."""
     place, does = tmp_path / "store", "gives" if how == "receive" else "takes"
-    modules = "torch,elaunch.workers.comm.native.gloo"
-    peer = psutil.Process(spawn.fork(modules, "tests.jobs.gloo_peer", place, does, name="peer").process.pid)
+    peer = psutil.Process(spawn.fork(WARM, "tests.jobs.gloo_peer", place, does, name="peer").process.pid)
     bulk, tensor = GlooBulk(HOST), torch.zeros(ELEMENTS)
     bulk.open(dist.FileStore(str(place), 2), 0, 2, messages=True)
     routes: Any = SimpleNamespace(worker="a")
