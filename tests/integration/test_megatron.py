@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import ROOT, Spawner, once_a_session, soak
-from tests.jobs.watch import Node, elaunch, wait_for
+from tests.jobs.watch import Node, elaunch, kill_node, wait_for, wait_for_members
 
 SCRIPT = ROOT / "tests" / "jobs" / "megatron_gpt.py"
 STEPS = 12
@@ -37,16 +38,20 @@ def run(spawn: Spawner, folder: Path, *flags: str, workers: int, name: str) -> N
     return node
 
 
-def assert_as_alone(spawn: Spawner, folder: Path, node: Node, n_steps: int = STEPS, rel: float = 1e-6) -> None:
+def assert_as_alone(
+    spawn: Spawner, folder: Path, node: Node | list[Node], n_steps: int = STEPS, rel: float = 1e-6
+) -> None:
+    found = sorted(step for one in (node if isinstance(node, list) else [node]) for step in steps(one))
+
     def alone() -> list[Step]:
         calm = start(spawn, folder, "--steps", str(n_steps), workers=1, restarts=0, name=f"alone-{n_steps}")
         assert calm.agent.wait(100) == 0, calm.agent.tail()
         return steps(calm)
 
     expected = once_a_session(("megatron", n_steps), alone)
-    assert [(step, digest) for step, _, digest in steps(node)] == [(step, digest) for step, _, digest in expected]
+    assert [(step, digest) for step, _, digest in found] == [(step, digest) for step, _, digest in expected]
     assert len(expected) == n_steps
-    for (step, loss, _), (_, wanted, _) in zip(steps(node), expected, strict=True):
+    for (step, loss, _), (_, wanted, _) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=rel), f"step {step}"
     assert expected[-1][1] != pytest.approx(expected[0][1], rel=1e-3), "nothing was learned that could be lost"
 
@@ -81,6 +86,37 @@ def test_members_that_fit_no_layout_wait_for_others(spawn: Spawner, tmp_path: Pa
     )
     assert "entry 3: TP 2, PP 1, DP 2, step 4" in node.agent.text()
     assert_as_alone(spawn, tmp_path, node)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("flags", [(), ("--sharded-optimizer",)])
+def test_with_tensor_and_pipeline_parallelism_a_node_is_lost_and_the_other_goes_on(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """The node has the second stage of both replicas; the first worker that dies leaves too few for these sizes."""
+    n_steps = 40
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=0,attach_timeout=90"
+    common = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf, "--nproc-per-node=4")
+    script: tuple[Path | str, ...] = (SCRIPT, "--layouts", "2x2", "--steps", str(n_steps), "--sleep", "0.3", *flags)
+
+    def add(name: str) -> Node:
+        more = (f"--node-name={name}", "--max-restarts=2")
+        return elaunch(spawn, tmp_path, *common, *more, script=script, name=name, environment={"OMP_NUM_THREADS": "1"})
+
+    nodes = [add("a")]
+    wait_for(nodes, lambda: nodes[0].pids(), 60, "the first node's workers")
+    nodes.append(add("b"))
+    wait_for_members(nodes, 8)
+    os.kill(nodes[0].pids()["a/1#0"], signal.SIGKILL)
+    wait_for(nodes, lambda: "a/1#1" in nodes[0].members(), 90, "another worker in its place")
+    wait_for_members(nodes, 8)
+    kill_node(nodes[1])
+    wait_for(nodes, lambda: "TP 2, PP 2, DP 1, step" in nodes[0].agent.text().rpartition("DP 2")[2], 60, "one replica")
+    assert nodes[0].agent.wait(150) == 0, nodes[0].agent.tail()
+    assert "7 members fit none of the (tensor, pipeline) sizes ((2, 2),)" in nodes[0].agent.text()
+    assert len(nodes[0].events("worker_started")) == 5, "four and one"
+    assert_as_alone(spawn, tmp_path, nodes, n_steps)
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ commit  -> a copy of all that is bound, in this worker's memory; it counts as so
 change  -> whoever waits in a process group is freed, the function is left, and entered again
 
 groups  the process groups that a function makes: freed and forgotten
+gloo_waits  waits for Gloo's collectives that end with an entry
 copies  copies of the state in host memory
 shares  which part of each tensor a worker needs, and where it comes from
 data    batches in an order that does not depend on the members

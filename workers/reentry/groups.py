@@ -2,6 +2,11 @@
 
 Whoever makes one says to which store it comes, and there all its members meet first: so nobody waits in a backend for
 one that is gone. From then on it can be freed by any thread.
+
+Gloo tells nobody of a message that it could not send or was in the middle of sending when it found the end of the
+connection: whoever waits for that waits for ever. So nobody's connections end under a message. Each worker ends what it
+reads itself, when what it sends has left; and it keeps its ends of the connections open, and drops what still comes,
+until all members have left their functions.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ from torch.distributed import distributed_c10d
 from elaunch import threads
 from elaunch.errors import UsageError
 from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.gloo import keep
 from elaunch.workers.comm.native.groups import meet
 from elaunch.workers.comm.native.nccl import KEPT, SETTINGS
+from elaunch.workers.reentry.gloo_waits import GlooWaits
 
 # The package's attribute of this name is a function.
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -41,6 +48,14 @@ MEET_S = 1800.0
 END_S = 10.0
 """For groups to end before this process does: an interpreter that ends under a backend's thread aborts the process."""
 
+SENT_S = 0.3
+"""For what Gloo is sending to leave; the machine of a peer may be gone."""
+
+LOOK_S = 0.0005
+
+DRAIN_S = 0.005
+"""Between two looks for what has come."""
+
 WITHOUT_MEMBERS = ("mpi", "fake")
 """Backends whose members do not meet in a store."""
 
@@ -53,7 +68,9 @@ class FunctionGroups:
         self._over = threading.Event()
         self._older: frozenset[int] = frozenset()
         self._connections: list[sockets.Socket] = []
+        self._left: list[sockets.Socket] = []  # of the entry before
         self._device_groups: list[Any] = []
+        self._waits = GlooWaits(self._over, lambda: not self._device_groups)
         self._ending: list[threading.Thread] = []
         self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
         self._connect: Callable[..., Any] = rendezvous._create_c10d_store
@@ -77,13 +94,15 @@ class FunctionGroups:
             )
         if dist.is_nccl_available():
             os.environ.update(SETTINGS)
+        self.let_go()
         with self._lock:
             self._over.clear()
             self._older = sockets.inodes()
         distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
         rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._connect(*args, **more))
         try:
-            yield
+            with self._waits.in_spells():
+                yield
         finally:
             distributed_c10d._new_process_group_helper = self._helper
             rendezvous._create_c10d_store = self._connect
@@ -91,14 +110,22 @@ class FunctionGroups:
             self._forget()
 
     def free(self) -> None:
-        """Ends all groups: whoever waits in one, or for one, gets an error within milliseconds. From any thread."""
+        """Ends all groups: who waits here in one, or for one, gets an error within milliseconds. From any thread."""
         with self._lock:
             if self._over.is_set():
                 return
             self._over.set()
             connections, groups = list(self._connections), list(self._device_groups)
-        self._end(connections, groups)
         _end_store_clients(self._older)
+        self._end(connections, groups)
+
+    def let_go(self) -> None:
+        """Ends the connections of the entry before, for the peers as well. From any thread."""
+        with self._lock:
+            left, self._left = self._left, []
+        for one in left:
+            one.shut_down()
+            one.close()
 
     def close(self) -> None:
         """Returns when all groups that were freed have ended, or `END_S` later."""
@@ -161,20 +188,40 @@ class FunctionGroups:
         world.group_count = 0
         _forget_meshes()
         with self._lock:
-            connections, self._connections = self._connections, []
+            self._left += self._connections
+            self._connections = []
             devices, self._device_groups = self._device_groups, []
-        for one in connections:
-            one.close()
+        threads.start("elaunch-groups-drain", self._drain, lambda _: None)
         KEPT.extend(devices)  # their destructors block for long
-        # Gloo's ends its threads, which takes some milliseconds.
-        self._begin_end("elaunch-groups-close", groups.clear)
+        if self._waits.left:
+            keep(groups)  # their ends would wait for threads that Gloo has lost
+        else:
+            # Gloo's ends its threads, which takes some milliseconds.
+            self._begin_end("elaunch-groups-close", groups.clear)
 
     def _end(self, connections: Sequence[sockets.Socket], groups: Sequence[Any]) -> None:
         """Frees whoever waits in some connections of Gloo's, and in groups of devices."""
-        for one in connections:
-            one.shut_down()
         for group in groups:
             self._begin_end("elaunch-group-abort", group.abort)
+        end_s = time.monotonic() + SENT_S
+        sending = list(connections)
+        while sending:
+            is_late = time.monotonic() >= end_s
+            for one in [one for one in sending if is_late or not one.count_unsent()]:
+                one.end_reading()
+                sending.remove(one)
+            if sending:
+                time.sleep(LOOK_S)
+
+    def _drain(self) -> None:
+        """Takes what peers send to the entry before, until its connections are let go."""
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                for one in self._left:
+                    one.drain()
+            time.sleep(DRAIN_S)
 
     def _begin_end(self, name: str, end: Callable[[], object]) -> None:
         with self._lock:  # the training thread forgets groups while the client's frees them
@@ -182,7 +229,7 @@ class FunctionGroups:
             self._ending.append(threads.start(name, end, lambda _: None))
 
     def _close_in_child(self) -> None:
-        for one in self._connections:
+        for one in [*self._connections, *self._left]:
             one.close_in_child()
 
 

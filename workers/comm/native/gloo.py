@@ -130,7 +130,7 @@ class GlooBulk:
             time.sleep(LOOK_S)
         with self._lock:
             if self._group is not None and self._is_stuck():
-                _keep((self._group, self._place))
+                keep((self._group, self._place))
             self._group = self._place = None
             connections, self._connections = self._connections, []
         for one in connections:
@@ -207,7 +207,7 @@ def _sum() -> dist.AllreduceOptions:
     return options
 
 
-def _keep(what: Any) -> None:
+def keep(what: Any) -> None:
     """Keeps something for as long as this process lives, and has nothing destroy it at the end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 

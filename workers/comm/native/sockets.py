@@ -8,11 +8,16 @@ of another member at the other.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import sys
+import termios
 from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
+
+DRAINED_BYTES = 1 << 20
 
 
 def listening() -> frozenset[tuple[int, int]]:
@@ -85,6 +90,25 @@ class Socket:
         """Ends the connection, in both directions: who waits at either end gets an error."""
         with contextlib.suppress(OSError):
             self._duplicate.shutdown(socket.SHUT_RDWR)
+
+    def end_reading(self) -> None:
+        """Has Gloo find the end of the connection once it has read what has come. The peer finds none."""
+        with contextlib.suppress(OSError):
+            self._duplicate.shutdown(socket.SHUT_RD)
+
+    def count_unsent(self) -> int:
+        """Returns how many bytes the peer's kernel has not taken yet."""
+        try:
+            return int.from_bytes(fcntl.ioctl(self._duplicate, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except OSError:
+            return 0
+
+    def drain(self) -> None:
+        """Drops what the peer sends to a connection that Gloo has closed here, so that the peer can go on sending."""
+        if self.is_closed():
+            with contextlib.suppress(OSError):
+                while self._duplicate.recv(DRAINED_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
+                    pass
 
     def is_closed(self) -> bool:
         """Returns whether Gloo has closed it; it does so when it finds it shut down."""
