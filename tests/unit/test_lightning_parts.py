@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -16,10 +18,11 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
 
-from elaunch.errors import UsageError
-from elaunch.integrations.lightning import Fabric, elastic, loggers
+from elaunch.errors import GenerationChanged, UsageError
+from elaunch.integrations.lightning import Fabric, Trainer, elastic, loggers
 from elaunch.integrations.lightning.data import Dealer
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
+from elaunch.integrations.lightning.trainer import ElasticFit
 
 
 class Scored(nn.Module):
@@ -134,3 +137,31 @@ def test_a_scheduler_that_would_not_come_back_is_refused() -> None:
         fabric._objects()
     fabric._others["scheduler"] = scheduler
     assert fabric._objects()[0] == {"optimizer0": optimizer, "scheduler": scheduler}
+
+
+class Stepping(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+
+@pytest.mark.parametrize("own", [None, lambda value: value])
+def test_a_fit_that_is_left_midway_leaves_nothing_of_the_step_on_the_module(own: Any) -> None:
+    plain = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fits = ElasticFit(Trainer(accelerator="cpu", devices=1, **plain))  # type: ignore[arg-type]
+    module = Stepping()
+    if own is not None:
+        module.forward = own  # type: ignore[method-assign]
+    before = dict(vars(module))
+
+    def fit(path: Any) -> None:
+        module.forward = lambda *_: None  # type: ignore[method-assign]  # as Lightning does for a step
+        module.error.update(torch.ones(2), torch.zeros(2))
+        raise GenerationChanged(2)
+
+    for entry in (1, 2):
+        state: Any = SimpleNamespace(entry=entry, step=0)
+        with pytest.raises(GenerationChanged):
+            fits.run(state, fit, module, None)
+        assert vars(module) == before
+        assert not module.error.update_called
