@@ -64,13 +64,17 @@ class Way:
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill cost, in seconds, each for the slowest of those that went on; NaN: the way has no such phase."""
+    """What one kill cost, in seconds, each for the slowest of those that went on; NaN: the way has no such phase.
+
+    `cpu_s` is processor time, from the last line of a process before the kill, or its start, to the first step.
+    """
 
     left_s: float
     set_up_s: float
     restored_s: float
     step_s: float
     total_s: float
+    cpu_s: float
 
 
 def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
@@ -86,21 +90,28 @@ def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
     moved = [line for line in later if line["kind"] == "step" and "quorum" in line]
     if moved:  # torchft does not leave its loop; the number of the quorum tells a step that was through already
         before = max(line["quorum"] for line in lines if line["t"] <= killed_t and "quorum" in line)
-        times = [line["t"] for line in moved if line["quorum"] > before and line["pid"] in survivors]
+        first = next((line for line in moved if line["quorum"] > before and line["pid"] in survivors), None)
         nan = float("nan")
-        return Kill(nan, nan, nan, nan, min(times) - killed_t) if times else None
+        return Kill(nan, nan, nan, nan, first["t"] - killed_t, _cpu_since(lines, killed_t, first)) if first else None
     ends = [killed_t]
     for kind in ("entered", "built", "restored", "step"):
-        reached = []
+        reached: list[Line] = []
         for pid in crew:
-            times = [line["t"] for line in later if line["pid"] == pid and line["kind"] == kind and line["t"] > ends[0]]
             entered = [line["t"] for line in later if line["pid"] == pid and line["kind"] == "entered"]
-            reached += [time for time in times if time >= min(entered)][:1]
+            own = [line for line in later if line["pid"] == pid and line["kind"] == kind]
+            reached += [line for line in own if line["t"] >= min(entered)][:1]
         if not crew or len(reached) < len(crew):
             return None
-        ends.append(max(reached))
+        ends.append(max(line["t"] for line in reached))
     parts = [after - before for before, after in itertools.pairwise(ends)]
-    return Kill(parts[0], parts[1], parts[2], parts[3], ends[-1] - killed_t)
+    cpu_s = max(_cpu_since(lines, killed_t, line) for line in reached)
+    return Kill(parts[0], parts[1], parts[2], parts[3], ends[-1] - killed_t, cpu_s)
+
+
+def _cpu_since(lines: Sequence[Line], killed_t: float, last: Line) -> float:
+    """Returns the processor seconds of a process between its last line before the kill, or its start, and a line."""
+    before = [line["cpu_s"] for line in lines if line["pid"] == last["pid"] and line["t"] <= killed_t]
+    return float(last["cpu_s"] - (before[-1] if before else 0.0))
 
 
 def changed_lines(plain: str, other: str) -> tuple[int, int]:
@@ -108,7 +119,7 @@ def changed_lines(plain: str, other: str) -> tuple[int, int]:
     code = [
         [
             line
-            for line in text.partition('"""\n\nfrom')[2].splitlines()
+            for line in text.partition('"""\n\n')[2].splitlines()
             if line.strip() and "trace." not in line and not line.strip().startswith("#")
         ]
         for text in (plain, other)
@@ -228,6 +239,7 @@ class Bench:
                 "total_median_ms": total.median,
                 "total_worst_ms": total.worst,
                 "less_set_up_median_ms": without.median,
+                "cpu_median_ms": _median(kill.cpu_s for kill in found),
             }
         )
         if way.kind == "elaunch":
