@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from elaunch.rendezvous.membership import (
     Generation,
+    Master,
     NodeDoc,
     PlanRequest,
     RequestedPlan,
@@ -291,10 +292,12 @@ def train(
         "a link was made anew" if change.reset else "the number of nodes changed"
     )
     number = next_generation(view)
+    workers = (*change.survivors, *change.joiners)
     after = replace(
         generation,
         number=number,
-        workers=(*change.survivors, *change.joiners),
+        workers=workers,
+        master=_master(generation, workers, nodes),
         cause=cause,
         cause_t=min(dated, default=0.0),
         aborts_step_before=number if change.aborts_step else generation.aborts_step_before,
@@ -304,6 +307,13 @@ def train(
         streak=replace(streak, logged=_logged(generation, nodes)),
     )
     return LeaderDecision(cause, generation=after)
+
+
+def _master(generation: Generation, workers: Sequence[Worker], nodes: tuple[NodeDoc, ...]) -> Master:
+    """Returns where process groups meet: the store of a node that goes on, the same one as long as that does."""
+    stores = {doc.node: Master(doc.host, doc.port) for doc in nodes}
+    offered = [stores[worker.node] for worker in workers if worker.node in stores]
+    return generation.master if generation.master in offered or not offered else offered[0]
 
 
 def _logged(generation: Generation, nodes: tuple[NodeDoc, ...]) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import ROOT, Spawner, soak
-from tests.jobs.watch import Node, elaunch, wait_for
+from tests.jobs.watch import Node, elaunch, kill_node, wait_for, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "elastic.py"
 STEPS = 50  # two passes over 600 samples in steps of 24
@@ -227,3 +228,28 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced(spawn: Spawner, tm
     assert node.agent.wait(100) == 0, node.agent.tail()
     assert [step for step, _, _ in steps(node)] == list(range(STEPS))
     weights(node)
+
+
+@pytest.mark.timeout(150)
+def test_the_node_whose_agent_serves_the_store_of_process_groups_may_die(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    conf = "lease_ttl=2,last_call_timeout=30,attach_timeout=90"
+    flags = ("--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-conf={conf}")
+    nodes = {
+        name: elaunch(
+            spawn,
+            tmp_path,
+            *flags,
+            f"--node-name={name}",
+            script=(SCRIPT, "--sleep", "0.1", "--epochs", "1"),
+            name=name,
+        )
+        for name in ("a", "b")
+    }
+    wait_for_step(list(nodes.values()), 4)
+    first = nodes["a"].members()[0].partition("/")[0]  # MASTER_ADDR and MASTER_PORT are that of its agent
+    kill_node(nodes.pop(first))
+    (other,) = nodes.values()
+    assert other.agent.wait(60) == 0, other.agent.tail()
+    assert max(event["step"] for event in other.events("step")) == STEPS // 2 - 1

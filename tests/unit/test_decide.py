@@ -314,6 +314,11 @@ class TestDeaths:
         after = announced(ask(train("a/0#0", "b/0#0", "b/1#0"), node("a", MEMBER)))
         assert (after.ids, after.aborts_step_before, after.cause) == (("a/0#0",), 6, "node b was lost")
 
+    def test_process_groups_meet_at_a_node_that_goes_on_and_at_the_same_one_as_long_as_it_does(self) -> None:
+        now = train("a/0#0", "b/0#0", "c/0#0", master=Master("host-a", 7))
+        assert announced(ask(now, node("b", MEMBER), node("c", MEMBER))).master == Master("host-b", 7)
+        assert announced(ask(now, node("a", MEMBER), node("c", MEMBER))).master == Master("host-a", 7)
+
     def test_a_worker_that_its_peers_found_dead_is_lost_although_its_node_lists_it(self) -> None:
         docs = node("a", MEMBER, unreachable=("b/0#0",)), node("b", MEMBER)
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))

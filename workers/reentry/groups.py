@@ -45,6 +45,9 @@ MEET_S = 1800.0
 """For all members of a group to come to its making, as torch has it."""
 
 
+LOOK_S = 0.05
+"""Between two attempts to reach the job's store."""
+
 END_S = 10.0
 """For groups to end before this process does: an interpreter that ends under a backend's thread aborts the process."""
 
@@ -99,7 +102,7 @@ class FunctionGroups:
             self._over.clear()
             self._older = sockets.inodes()
         distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
-        rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._connect(*args, **more))
+        rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._store(*args, **more))
         try:
             with self._waits.in_spells():
                 yield
@@ -132,6 +135,19 @@ class FunctionGroups:
         end_s = time.monotonic() + END_S
         for thread in self._ending:
             thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _store(self, host: str, port: int, rank: int, size: int, timeout: timedelta, *args: Any, **more: Any) -> Any:
+        """Connects to the job's store as torch does, but only once it can be reached: torch's own attempts end late.
+
+        Raises:
+            RuntimeError: the members have changed before.
+        """
+        serves_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not (serves_it or _listens(host, port)) and time.monotonic() < end_s:
+            if self._over.wait(LOOK_S):
+                raise RuntimeError(f"the members have changed before the store of process groups at {host}:{port} came")
+        return self._connect(host, port, rank, size, timeout, *args, **more)
 
     def _make(
         self, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **more: Any
@@ -236,6 +252,14 @@ class FunctionGroups:
 def _shorter(timeout: timedelta | None) -> timedelta:
     limit = timedelta(seconds=OPEN_S)
     return limit if timeout is None else min(timeout, limit)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 5.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _end_store_clients(older: frozenset[int]) -> None:
