@@ -468,8 +468,9 @@ class Member(Planned):
         try:
             if self._recovery.all_leave and self._durable is not None:
                 self.checkpoints.leave(self.group, self._hooks.step, self._durable)
-            # Behind it the first member, if it leaves, has reported the step: nobody else does.
-            if not self._state_is_whole or self._recovery.first_leaves:
+            if self._recovery.first_leaves:
+                self._reports.settle(self.group)
+            elif not self._state_is_whole:
                 self.group.barrier()
         except StepInterrupted as error:
             return error

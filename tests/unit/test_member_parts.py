@@ -168,6 +168,16 @@ def test_an_agreement_shows_what_the_logs_have(logged: int, is_planned: bool, to
     assert report.told == told
 
 
+@pytest.mark.parametrize(("logged", "told"), [(6, (5, "")), (5, (5, "b"))])
+def test_a_first_member_that_leaves_has_reported_the_last_step_only_if_its_agent_says_so(
+    logged: int, told: tuple[int, str]
+) -> None:
+    report = StepReports(Client())  # type: ignore[arg-type]
+    report.settle(Team(1, MEMBERS, (logged.to_bytes(8, "big"),)))  # type: ignore[arg-type]
+    report.learn(6, 0, is_planned=True, first="b")
+    assert report.told == told
+
+
 def test_a_step_that_a_log_has_is_done_again_without_a_report() -> None:
     client = Client()
     report = StepReports(client)  # type: ignore[arg-type]

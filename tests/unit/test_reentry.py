@@ -297,7 +297,7 @@ def test_what_a_function_changes_before_its_first_commit_is_not_in_the_copy_that
 ) -> None:
     monkeypatch.setattr(run, "shares", lambda *_: [])
     monkeypatch.setattr(run, "move_copies", lambda *_: ([], 0))
-    monkeypatch.setattr(run, "restore", lambda *_: None)
+    monkeypatch.setattr(run, "restore", lambda *_, **more: None)
     joined: Any = run.Reentry.__new__(run.Reentry)
     joined._copies, joined._guards, joined.step = Copies(), SimpleNamespace(newest=[]), 3
     joined._generators, joined._brought = {}, {}

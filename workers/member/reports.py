@@ -32,7 +32,7 @@ KEPT = "elaunch.kept"
 """Likewise: `StepReports.logged`, and the first step whose report the voter keeps."""
 
 END_S = 2.0
-"""How long the first member waits at the end of the job for its agent to have written the last step."""
+"""How long the first member waits for its agent to have written the last step, at the end and before it leaves."""
 
 _COUNT = struct.Struct(">Q")  # in this order the greater number is the greater text
 
@@ -150,10 +150,10 @@ class StepReports:
             logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
                 committed only on workers that died, and is done again as it was.
             is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
-            first: the node of that member; empty if it leaves now, which its agent does when its log is written.
+            first: the node of that member, which may leave now.
         """
         if is_planned and steps:
-            self.told = (steps - 1, first)
+            self.told = (steps - 1, "" if self.logged >= steps else first)
         if logged and logged - 1 in (steps - 1, steps):
             self.told = (logged - 1, "")
 
@@ -182,10 +182,8 @@ class StepReports:
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
             self._keep(told[1], self.last)
 
-    def end(self, group: Group) -> None:
-        """All steps have committed: waits for all members, and reports what the first member's agent has not written.
-
-        Another node's first member does that, where the first one's agent does not say in END_S that it has done so.
+    def settle(self, group: Group) -> None:
+        """Waits for all members, who then know whether the log has the last step, unless an agent takes over END_S.
 
         Raises:
             StepInterrupted: not all have come.
@@ -193,6 +191,16 @@ class StepReports:
         if group.rank == 0 and self.last is not None:
             self._client.wait_logged(self.last["generation"], self.last["step"], END_S)
         self.hear(_COUNT.unpack(group.reduce_bytes(_COUNT.pack(self.heard()), max))[0])
+
+    def end(self, group: Group) -> None:
+        """All steps have committed: waits for all members, and reports what the first member's agent has not written.
+
+        Another node's first member does that.
+
+        Raises:
+            StepInterrupted: not all have come.
+        """
+        self.settle(group)
         first = node_of(group.members[0])
         heir = next((member for member in group.members if node_of(member) != first), "")
         if heir == self._client.worker:

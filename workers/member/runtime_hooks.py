@@ -90,7 +90,7 @@ class RuntimeHooks:
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
         first = node_of(self.group.members[0]) if self.group is not None else ""
-        self._reports.learn(verdict.step, generation.logged, is_planned, first if first in generation.nodes else "")
+        self._reports.learn(verdict.step, generation.logged, is_planned, first)
         self._reports.agree(verdict, generation)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
