@@ -170,7 +170,7 @@ def test_a_collective_without_an_end_holds_up_nobody_once_its_group_is_over(monk
 
 def test_a_group_with_a_thread_that_never_ends_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr("elaunch.workers.comm.native.gloo._keep", kept.append)
+    monkeypatch.setattr("elaunch.workers.comm.native.gloo.keep", kept.append)
     with gloo(2) as bulks:
         group = bulks[0].backend_group()
         bulks[0].wrap(Endless(), is_message=False)

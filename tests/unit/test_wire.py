@@ -125,7 +125,7 @@ def test_a_cut_line_is_no_message(message: Message, data: st.DataObject) -> None
 
 @pytest.mark.parametrize("version", [0, 2, "3", None, [3]])
 def test_another_version_is_refused_and_both_versions_are_named(version: Any) -> None:
-    with pytest.raises(ProtocolError, match="expected 4: worker and agent run different elaunch"):
+    with pytest.raises(ProtocolError, match=f"expected {wire.VERSION}: worker and agent run different elaunch"):
         decode(line({**body_of(Ready("a:1")), "v": version}))
 
 
