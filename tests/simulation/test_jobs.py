@@ -188,15 +188,15 @@ def _leaves_a_failed_device_to_itself() -> Any:
 
 
 NATIVE_DEFECTS = [
-    (_takes_a_group_that_others_may_not_have, 17),
+    (_takes_a_group_that_others_may_not_have, 10),
     (_takes_a_group_as_soon_as_it_is_open, 0),
     (_closes_a_group_before_the_votes, 0),
     (_never_closes_a_group, 0),
-    (_does_not_ask_the_group_after_the_sums, 1003),
+    (_does_not_ask_the_group_after_the_sums, 980),
     (_goes_on_before_the_device_is_done, 1),
-    (_does_the_step_again_while_the_backend_still_writes, 526),
-    (_looks_at_no_link_while_it_waits, 484),
-    (_leaves_a_failed_device_to_itself, 5),
+    (_does_the_step_again_while_the_backend_still_writes, 850),
+    (_looks_at_no_link_while_it_waits, 142),
+    (_leaves_a_failed_device_to_itself, 980),
 ]
 
 
