@@ -543,7 +543,8 @@ def test_a_round_goes_on_while_etcd_is_away(caplog: pytest.LogCaptureFixture, mo
     assert handler.num_nodes_waiting() == 0
     store.down = False
     assert handler.num_nodes_waiting() == 0
-    away, back = [r.getMessage() for r in caplog.records if r.name == "elaunch.rendezvous.torchrun"]
+    told = [r.getMessage() for r in caplog.records if r.name == "elaunch.rendezvous.torchrun"]
+    away, back = [line for line in told if not line.startswith("waiting for")]  # which a busy machine brings
     assert away.startswith("the rendezvous is away, training goes on without it: memory: ")
     assert back.startswith("the rendezvous is back: ")
     assert handler.shutdown()
