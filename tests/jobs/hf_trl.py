@@ -77,6 +77,7 @@ def main() -> None:
         eval_dataset=Dataset.from_dict({name: texts(24, seed + 10) for name, seed in columns.items()}),
         processing_class=tokenizer(),
         callbacks=[Deaths(options.die, 0)],
+        **({"ref_model": model()} if options.trainer == "dpo" else {}),  # else TRL looks for it at the hub
     )
     result = trainer.train()
     weights = sum(one.double().abs().sum().item() for one in trainer.model.parameters())
