@@ -298,8 +298,9 @@ class Member(Planned):
         packed = pack(self.policy.note(self._transport), note)
         notes = {self.group.rank: packed} if packed else {}
         ready = self.native.ready()
-        spans, logged = ((newest, newest), (ready, ready)), self._reports.heard()
-        brought = replace(record, generation=spans[0], native=spans[1], logged=logged, notes=notes)
+        brought = replace(
+            record, generation=(newest, newest), native=(ready, ready), logged=self._reports.heard(), notes=notes
+        )
         self._hooks.entered = True
         whole = barrier.reduce(self.group, brought)
         self._hooks.entered = False

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from elaunch.workers.comm.native.gloo_work import NO_TIMEOUT, SPELL_S
+from elaunch.workers.comm.native.gloo_work import NO_TIMEOUT, SPELL_S, wait_in_spells
 
 LOST_S = 1.0
 """For Gloo to tell of the end of its connections by itself."""
@@ -51,22 +52,18 @@ class GlooWaits:
         def wait(work: Any, timeout: timedelta = NO_LIMIT) -> Any:
             if work._get_op_type() not in COLLECTIVES or not self._applies():
                 return own(work, timeout)
-            end_s = time.monotonic() + (timeout or NO_TIMEOUT).total_seconds()
-            freed_s = None
-            while True:
-                try:
-                    return own(work, timedelta(seconds=max(1e-3, min(SPELL_S, end_s - time.monotonic()))))
-                except RuntimeError:
+            freed_s = 0.0
+
+            def look() -> None:
+                nonlocal freed_s
+                if self._over.is_set():
                     now_s = time.monotonic()
-                    if work.is_completed():  # it has failed; or it came to its end as this spell did
-                        return own(work)
-                    if now_s >= end_s:
-                        raise
-                    if self._over.is_set():
-                        freed_s = freed_s or now_s
-                        if now_s - freed_s > LOST_S:
-                            self.left = True
-                            raise RuntimeError("Gloo lost a message when the members changed") from None
+                    freed_s = freed_s or now_s
+                    if now_s - freed_s > LOST_S:
+                        self.left = True
+                        raise RuntimeError("Gloo lost a message when the members changed") from None
+
+            return wait_in_spells(partial(own, work), work.is_completed, look, SPELL_S, timeout or NO_TIMEOUT)
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
         try:

@@ -45,7 +45,7 @@ MEET_S = 1800.0
 """For all members of a group to come to its making, as torch has it."""
 
 
-LOOK_S = 0.05
+STORE_S = 0.05
 """Between two attempts to reach the job's store."""
 
 END_S = 10.0
@@ -145,7 +145,7 @@ class FunctionGroups:
         serves_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         end_s = time.monotonic() + timeout.total_seconds()
         while not (serves_it or _listens(host, port)) and time.monotonic() < end_s:
-            if self._over.wait(LOOK_S):
+            if self._over.wait(STORE_S):
                 raise RuntimeError(f"the members have changed before the store of process groups at {host}:{port} came")
         return self._connect(host, port, rank, size, timeout, *args, **more)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.loggers.csv_logs import CSVLogger
@@ -32,24 +33,19 @@ def take_over(loggers: Sequence[Any], versions: Sequence[int | str | None], writ
 
 def forget_from(loggers: Sequence[Any], step: int) -> None:
     """Takes the rows from a step on out of tables: that step is done again."""
-    for logger in loggers:
-        experiment = logger._experiment if isinstance(logger, CSVLogger) else None
-        if experiment is None:
-            continue
+    for logger in _tables(loggers):
+        experiment: Any = logger._experiment
         experiment.metrics = [row for row in experiment.metrics if row["step"] < step]
-        rows = _rows(experiment)
-        kept = [row for row in rows if int(row["step"]) < step]
-        if len(kept) < len(rows):
-            _write(experiment, kept)
+        _keep(experiment, lambda row: int(row["step"]) < step)
 
 
 def last_step(loggers: Sequence[Any]) -> int:
     """Returns the last step that is in a table; -1 if there is none."""
-    tables = [one._experiment for one in loggers if isinstance(one, CSVLogger) and one._experiment is not None]
-    return max((int(row["step"]) for table in tables for row in _rows(table)), default=-1)
+    tables = _tables(loggers)
+    return max((int(row["step"]) for table in tables for row in _rows(table._experiment)), default=-1)
 
 
-def forget_row(loggers: Sequence[Any], step: int, names: Iterable[str]) -> None:
+def forget_row(loggers: Sequence[Any], step: int, names: Collection[str]) -> None:
     """Takes a row out of tables: it will be logged again.
 
     Args:
@@ -57,26 +53,33 @@ def forget_row(loggers: Sequence[Any], step: int, names: Iterable[str]) -> None:
         step: of the row.
         names: of its metrics.
     """
-    for logger in loggers:
-        experiment = logger._experiment if isinstance(logger, CSVLogger) else None
-        if experiment is None:
-            continue
-        columns = {f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name for name in names}
-        rows = _rows(experiment)
-        kept = [
-            row
-            for row in rows
-            if int(row["step"]) != step or {name for name, value in row.items() if value} != {*columns, "step"}
-        ]
-        if len(kept) < len(rows):
-            _write(experiment, kept)
+    for logger in _tables(loggers):
+        before = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+        columns = {"step", *(f"{before}{name}" for name in names)}
+        _keep(logger._experiment, partial(_is_other, step, columns))
 
 
 def save(loggers: Sequence[Any]) -> None:
     """Writes what tables have not written yet."""
-    for logger in loggers:
-        if isinstance(logger, CSVLogger) and logger._experiment is not None:
-            logger.save()
+    for logger in _tables(loggers):
+        logger.save()
+
+
+def _tables(loggers: Sequence[Any]) -> list[CSVLogger]:
+    """Returns those loggers that have begun a table."""
+    return [one for one in loggers if isinstance(one, CSVLogger) and one._experiment is not None]
+
+
+def _is_other(step: int, columns: set[str], row: dict[str, str]) -> bool:
+    return int(row["step"]) != step or {name for name, value in row.items() if value} != columns
+
+
+def _keep(experiment: Any, stays: Callable[[dict[str, str]], bool]) -> None:
+    """Takes the other rows out of a table."""
+    rows = _rows(experiment)
+    kept = [row for row in rows if stays(row)]
+    if len(kept) < len(rows):
+        _write(experiment, kept)
 
 
 def _continue_table(logger: Any) -> None:

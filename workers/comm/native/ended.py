@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from elaunch.workers.comm.native.gloo_work import Freed, GlooWork
+from elaunch.workers.comm.native.gloo_work import GlooWork, wait_in_spells
 from elaunch.workers.fatal import end_process
 
 POLL_S = 0.00005
@@ -90,17 +90,7 @@ def wait(work: dist.Work, look: Callable[[], object]) -> None:
     Raises:
         RuntimeError: it has failed, or its group is poisoned.
     """
-    while True:
-        try:
-            work.wait(timedelta(seconds=LINKS_S))
-            return
-        except Freed:
-            raise
-        except RuntimeError:
-            if work.is_completed():  # it has failed; or it came to its end as this wait did, and then there is none
-                work.wait()
-                return
-        look()
+    wait_in_spells(work.wait, lambda: work.is_completed(), look, LINKS_S)
 
 
 def drop(works: Iterable[dist.Work], on_host: bool) -> None:

@@ -196,21 +196,17 @@ class Collective(GlooWork):
             Freed: the group is over, or has lost a connection, and it may not be over.
             RuntimeError: it has failed, or the time has passed, which has no effect on the group.
         """
-        begin_s = time.monotonic()
-        end_s, look_s = begin_s + timeout.total_seconds(), begin_s + LOOK_AT_CONNECTIONS_S
-        while True:
-            try:
-                return self._work.wait(_spell(min(SPELL_S, end_s - time.monotonic())))
-            except RuntimeError:
-                if self._work.is_completed():  # it has failed; or it came to its end as this spell did
-                    return self._work.wait()
-                if self._end.has_come:
-                    raise Freed from None
-                if (now_s := time.monotonic()) >= end_s:
-                    raise
-                if now_s >= look_s:
-                    look_s = now_s + LOOK_AT_CONNECTIONS_S
-                    self._end.look()
+        look_s = time.monotonic() + LOOK_AT_CONNECTIONS_S
+
+        def look() -> None:
+            nonlocal look_s
+            if self._end.has_come:
+                raise Freed from None
+            if (now_s := time.monotonic()) >= look_s:
+                look_s = now_s + LOOK_AT_CONNECTIONS_S
+                self._end.look()
+
+        return wait_in_spells(self._work.wait, self._work.is_completed, look, SPELL_S, timeout)
 
     def is_completed(self) -> bool:
         """Returns whether it is over."""
@@ -300,6 +296,39 @@ class _Waiter:
         while True:
             self._given.get().end()
             self._IDLE.append(self)
+
+
+def wait_in_spells(
+    wait: Callable[..., bool],
+    is_completed: Callable[[], bool],
+    look: Callable[[], object],
+    spell_s: float,
+    timeout: timedelta = NO_TIMEOUT,
+) -> bool:
+    """Waits for an operation that a time-out has no effect on, over and over; returns what its wait does.
+
+    Args:
+        wait: of the operation; takes a time-out, or none for no limit.
+        is_completed: returns whether the operation is over.
+        look: called between two spells; what it raises ends the wait.
+        spell_s: how long one is, in seconds.
+        timeout: for all of it.
+
+    Raises:
+        RuntimeError: the operation has failed, its group is over, or the time has passed.
+    """
+    end_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return wait(_spell(min(spell_s, end_s - time.monotonic())))
+        except Freed:
+            raise
+        except RuntimeError:
+            if is_completed():  # it has failed; or it came to its end as this spell did, and then there is no error
+                return wait()
+            look()
+            if time.monotonic() >= end_s:
+                raise
 
 
 def _spell(seconds: float) -> timedelta:
