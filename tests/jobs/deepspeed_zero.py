@@ -64,7 +64,7 @@ def train(state: elaunch.ElasticState) -> None:
         model=model, model_parameters=model.parameters(), config=settings(state.size), dist_init_required=False
     )
     state.bind(training=adapter.ZeroState(engine))
-    print(f"entry {state.entry}: {state.size} members, step {state.step}", flush=True)
+    sys.stdout.write(f"entry {state.entry}: {state.size} members, step {state.step}\n")
     inputs = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=BATCH, shuffle=True)
     for x, y in state.steps(loader, epochs=10, global_batch_size=BATCH):
@@ -80,7 +80,7 @@ def train(state: elaunch.ElasticState) -> None:
         dist.all_reduce(total)
         time.sleep(arguments.sleep)
         state.commit(loss=total.item() / state.size)
-    print(f"rank {state.rank} of {state.size}: {state.step} steps.", flush=True)
+    sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps.\n")
 
 
 train()

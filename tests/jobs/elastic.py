@@ -134,7 +134,7 @@ def train(state: elaunch.ElasticState) -> None:
     die("bind", state.entry)
     state.bind(model=model, optimizer=optimizer, scheduler=scheduler, load=load if file is not None else None)
     assert state.values.get("steps", 0) == state.step
-    print(f"entry {state.entry}: {state.size} members, step {state.step}", flush=True)
+    sys.stdout.write(f"entry {state.entry}: {state.size} members, step {state.step}\n")
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     for x, y in state.steps(loader, epochs=arguments.epochs, global_batch_size=BATCH):
         if state.rank == 0 and arguments.raise_at == state.step:
@@ -157,7 +157,7 @@ def train(state: elaunch.ElasticState) -> None:
             save()
     die("end", state.step)
     squares = sum(whole(parameter).square().sum().item() for parameter in model.parameters())
-    print(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.", flush=True)
+    sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.\n")
 
 
 train()

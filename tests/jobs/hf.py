@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -81,7 +82,7 @@ def main() -> None:
     result = trainer.train(resume_from_checkpoint=options.resume or None)
     weights = sum(one.double().abs().sum().item() for one in model.parameters())
     loss = trainer.evaluate()["eval_loss"]
-    print(f"end: {result.global_step} {result.training_loss:.9f} {loss:.9f} {weights:.9f}.", flush=True)
+    sys.stdout.write(f"end: {result.global_step} {result.training_loss:.9f} {loss:.9f} {weights:.9f}.\n")
     trainer.save_model()
 
 

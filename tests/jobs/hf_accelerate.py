@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -48,9 +49,8 @@ def train(options: Any) -> None:
             errors = [accelerator.gather_for_metrics((model(some) - wanted) ** 2) for some, wanted in held_out]
         if accelerator.is_main_process:
             rate = scheduler.get_last_lr()[0]
-            print(
-                f"epoch {epoch}: {sum(map(len, errors))} {torch.cat(errors).sum().item():.9f} {rate:.9f}.", flush=True
-            )
+            total = torch.cat(errors).sum().item()
+            sys.stdout.write(f"epoch {epoch}: {sum(map(len, errors))} {total:.9f} {rate:.9f}.\n")
 
 
 if __name__ == "__main__":

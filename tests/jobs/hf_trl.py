@@ -9,6 +9,8 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
+import sys
+
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
@@ -82,7 +84,7 @@ def main() -> None:
     result = trainer.train()
     weights = sum(one.double().abs().sum().item() for one in trainer.model.parameters())
     loss = trainer.evaluate()["eval_loss"]
-    print(f"end: {result.global_step} {result.training_loss:.9f} {loss:.9f} {weights:.9f}.", flush=True)
+    sys.stdout.write(f"end: {result.global_step} {result.training_loss:.9f} {loss:.9f} {weights:.9f}.\n")
 
 
 if __name__ == "__main__":

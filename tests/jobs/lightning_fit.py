@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -59,12 +60,11 @@ class BestFiles(Callback):
         if trainer.is_global_zero:
             kept, stop = trainer.checkpoint_callback.best_k_models, trainer.early_stopping_callback
             files = sorted((os.path.basename(path), round(score.item(), 9)) for path, score in kept.items())
-            print(f"kept {files}", flush=True)
-            print(f"there {sorted(os.listdir(trainer.checkpoint_callback.dirpath))}", flush=True)
+            there = sorted(os.listdir(trainer.checkpoint_callback.dirpath))
+            sys.stdout.write(f"kept {files}\nthere {there}\n")
             if stop is not None:
-                print(
-                    f"stopped in {stop.stopped_epoch} after {trainer.global_step} at {stop.best_score:.9f}", flush=True
-                )
+                score = stop.best_score
+                sys.stdout.write(f"stopped in {stop.stopped_epoch} after {trainer.global_step} at {score:.9f}\n")
 
 
 lightning.seed_everything(1)

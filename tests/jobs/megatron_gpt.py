@@ -172,7 +172,7 @@ def train(state: elaunch.ElasticState) -> None:
     model, optimizer, scheduler = build(tensor, pipeline)
     state.bind(training=megatron.TrainingState(state, [model], optimizer, scheduler))
     _, replicas = replica = megatron.replica()
-    print(f"entry {state.entry}: TP {tensor}, PP {pipeline}, DP {replicas}, step {state.step}", flush=True)
+    sys.stdout.write(f"entry {state.entry}: TP {tensor}, PP {pipeline}, DP {replicas}, step {state.step}\n")
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(tokens), batch_size=BATCH, shuffle=True)
     step = get_forward_backward_func()
@@ -197,7 +197,7 @@ def train(state: elaunch.ElasticState) -> None:
         dist.all_reduce(total)
         time.sleep(arguments.sleep)
         state.commit(loss=total.item() / (tensor * replicas))
-    print(f"rank {state.rank} of {state.size}: {state.step} steps.", flush=True)
+    sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps.\n")
 
 
 with run_on_cpu():
