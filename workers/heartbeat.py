@@ -114,6 +114,12 @@ class Heartbeat:
             self.enter(Phase.SCRIPT)
         return is_step
 
+    def begin_leaving(self) -> None:
+        """Notes that the function that runs, if one does, is to be left. For any thread."""
+        with self._lock:
+            if self._numbers[form.AT_PHASE] == Phase.FUNCTION:
+                self.enter(Phase.LEAVING)
+
     def begin_wait(self, peers: Collection[str], generation: int, operation: int) -> None:
         """Notes that a thread waits for `peers` in an operation of a generation; each call has its `end_wait`.
 
@@ -314,6 +320,12 @@ def enter(phase: Phase, step: int | None = None, steps_here: int | None = None) 
     """
     if _current is not None:
         _current.enter(phase, step, steps_here)
+
+
+def begin_leaving() -> None:
+    """Notes that the elastic function that runs, if one does, is to be left. For any thread."""
+    if _current is not None:
+        _current.begin_leaving()
 
 
 def committed(step: int) -> None:

@@ -24,6 +24,10 @@ between two steps or in one (`Phase.SCRIPT`), where one worker saves, logs, uplo
 usually takes there is learnt apart from the rest. And so does a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
+An elastic function is not judged: it waits in groups of its own, so nobody sees for whom. But when the members change
+its groups are freed, and whoever waits in them with them. One that does nothing for `LEAVE_S` after that waits for
+something that nobody ends, such as a message that Gloo has lost, and all others wait for it.
+
 If all wait for each other, that is a deadlock (`elaunch.rendezvous.rules.deadlock`). Where all members are workers of
 this node that is known after the short limit, and one of them is taken out, so that the others do the step again. Where
 there are other nodes their workers may be at fault, which their agents see. So all that is found here is that those of
@@ -63,6 +67,9 @@ STILL_FACTOR = 3
 LONG_S = 600.0
 LONG_STEPS = 20
 CHANGE_S = 30.0
+LEAVE_S = 15.0
+"""For an elastic function that does nothing although its groups have been freed: what it waits for may never end."""
+
 AGAIN_FACTOR = 4
 MIN_STEPS = 10
 FIRST_STEPS_S = 1800.0
@@ -321,6 +328,8 @@ class HangDetector:
     def limits(self, heartbeat: HeartbeatReading) -> tuple[float, float]:
         """Returns the short and the long limit, in seconds, for a worker that shows this; infinite if unknown."""
         fixed_s = self.setting.fixed_s
+        if heartbeat.phase is Phase.LEAVING:
+            return LEAVE_S if fixed_s is None else fixed_s, math.inf
         if fixed_s is not None:
             return fixed_s, fixed_s
         again = self._struck_step <= heartbeat.step <= self._struck_step + 1
@@ -476,4 +485,5 @@ def _doing(heartbeat: HeartbeatReading) -> str:
         Phase.AGREEING: "waiting for a generation",
         Phase.ENDED: "ended",
         Phase.FUNCTION: f"in its function, in step {heartbeat.step}",
+        Phase.LEAVING: f"in its function, in step {heartbeat.step}, which it is to leave",
     }[heartbeat.phase]

@@ -56,6 +56,7 @@ class Phase(enum.IntEnum):
     ENDED = 6  # with its steps, or with the job
     SCRIPT = 7  # the script's own code in a step, outside its model: it loads samples, logs, uploads
     FUNCTION = 8  # an elastic function: it waits in process groups of its own, so nobody sees for whom
+    LEAVING = 9  # the same, when its groups have been freed: the members have changed, and it is to be left
 
 
 class Still(enum.IntEnum):

@@ -5,7 +5,7 @@
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
 before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
 `--overtaken LOCAL_RANK`: on its first way back that worker hears of the next generation when all others have entered
-the present one.
+the present one. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -41,6 +42,7 @@ parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
 parser.add_argument("--overtaken", default="")
+parser.add_argument("--stuck", default="")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
 
@@ -84,6 +86,11 @@ def die(where: str, number: int) -> None:
     worker = os.environ.get("ELAUNCH_WORKER", "")
     if worker.endswith("#0") and f"{os.environ['LOCAL_RANK']}:{number}:{where}" in arguments.die:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stick(step: int) -> None:
+    if os.environ.get("ELAUNCH_WORKER", "").endswith("#0") and f"{os.environ['LOCAL_RANK']}:{step}" == arguments.stuck:
+        threading.Event().wait()
 
 
 def build(size: int) -> nn.Module:
@@ -146,6 +153,7 @@ def train(state: elaunch.ElasticState) -> None:
         loss = nn.functional.mse_loss(model(x), y) * state.weight
         optimizer.zero_grad()
         die("step", state.step)
+        stick(state.step)
         loss.backward()
         optimizer.step()
         scheduler.step()

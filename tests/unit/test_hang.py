@@ -17,6 +17,7 @@ from elaunch.detect.hang import (
     CHANGE_S,
     FIRST_STEPS_S,
     FLOOR_S,
+    LEAVE_S,
     LONG_S,
     MIN_STEPS,
     Hang,
@@ -376,6 +377,19 @@ def test_a_worker_that_sleeps_for_a_reason_does_not(excuse: dict[str, object]) -
     found = watch(beside_a_witness(sight), 2 * LONG_S)
     assert found is not None
     assert found.limit_s == LONG_S
+
+
+@pytest.mark.parametrize("knows_steps", [False, True])
+def test_a_function_is_left_in_time_or_what_it_waits_for_never_ends(knows_steps: bool) -> None:
+    def limit_s(phase: Phase, **shown: object) -> float | None:
+        detector = learnt() if knows_steps else HangDetector()
+        sight = beside_a_witness(lambda now_s: Sight(a_heartbeat(now_s, phase=phase, steps_here=0, **shown)))
+        found = watch(sight, 2 * LONG_S, detector=detector)
+        return None if found is None else found.limit_s
+
+    assert limit_s(Phase.LEAVING, **ASLEEP) == LEAVE_S
+    assert limit_s(Phase.LEAVING) is None  # it computes
+    assert limit_s(Phase.FUNCTION, **ASLEEP) is None
 
 
 def test_a_beat_that_lacks_a_processor_is_no_lock_that_is_held() -> None:

@@ -162,8 +162,8 @@ class Reentry:
         try:
             with self._groups.watching(f"entry/{generation.attempt}/{generation.number}"):
                 self._entered_in = generation.number
-                if self._interrupting() is not None:  # whoever told of that change before could free nothing
-                    self._groups.free()
+                if (newest := self._interrupting()) is not None:  # whoever told of it before could free nothing
+                    self._free_below(newest)
                 yield state
                 self._count()
         except StepInterrupted as error:
@@ -209,6 +209,7 @@ class Reentry:
 
     def _free_below(self, generation: int) -> None:
         if 0 < self._entered_in < generation:
+            heartbeat.begin_leaving()
             self._groups.free()
 
     # -- what the function calls --------------------------------------------------------------------------------
