@@ -173,17 +173,23 @@ class Draft:
         """Begins with what the jobs have now; more than a node has is left to `Draft.overfull`."""
         self.now_s = now_s
         nodes = tuple(nodes)
-        self.pool, self.empty = Pool(nodes, tflops), Pool(nodes, tflops)
+        self.pool, self._empty = Pool(nodes, tflops), Pool(nodes, tflops)
+        self._possible: dict[tuple[object, ...], bool] = {}
         self.jobs = {job.name: JobDraft(job, speeds.get(job.name)) for job in sorted(jobs, key=lambda job: job.name)}
         for draft in self.jobs.values():
-            for name, devices in draft.allocation.items():
-                if name in self.pool.free:
-                    self.pool.free[name] -= devices
+            self.pool.withdraw(draft.allocation)
 
     @property
     def running(self) -> list[JobDraft]:
         """Those that have their basic demand, by name."""
         return [job for job in self.jobs.values() if job.running]
+
+    def possible(self, job: JobState) -> bool:
+        """Returns whether a job would find a place if there were no others."""
+        key = job.basic, job.unit, job.whole_nodes, job.kinds
+        if key not in self._possible:
+            self._possible[key] = self._empty.place(job) is not None
+        return self._possible[key]
 
     def overfull(self) -> list[str]:
         """Returns the nodes that have fewer devices than jobs have of them: some have broken."""
@@ -223,7 +229,7 @@ class Draft:
 
     def back_to(self, saved: SavedDraft) -> None:
         """Undoes all since `save`."""
-        self.pool.free = dict(saved.free)
+        self.pool.reset(dict(saved.free))
         for name, state in saved.jobs.items():
             self.jobs[name].reset(state)
 

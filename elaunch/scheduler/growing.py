@@ -66,10 +66,13 @@ def grow(draft: Draft, threshold: float, settings: SuikaSettings) -> None:
     offers: dict[str, Offer] = {}
     stale = {job.job.name for job in draft.running}
     heap: list[tuple[float, int, str]] = []
+    watchers: dict[str, set[str]] = {}
 
     def renew(name: str) -> None:
         stale.discard(name)
         offer = offers[name] = best_offer(draft, draft.jobs[name], threshold, settings)
+        for node in offer.looked_at:
+            watchers.setdefault(node, set()).add(name)
         if offer.devices:
             heappush(heap, (-offer.benefit, -devices_of(offer.devices), name))
 
@@ -85,11 +88,11 @@ def grow(draft: Draft, threshold: float, settings: SuikaSettings) -> None:
         offer = offers[name]
         job = draft.jobs[name]
         draft.grow(job, offer.devices, offer.benefit)
+        for node in offer.devices:
+            stale |= watchers.pop(node, set())
+        if job.job.user in settings.quotas:
+            stale |= {other.job.name for other in draft.running if other.job.user == job.job.user}
         renew(name)
-        for other, its in offers.items():
-            of_quota = job.job.user in settings.quotas and draft.jobs[other].job.user == job.job.user
-            if other != name and (of_quota or not its.looked_at.isdisjoint(offer.devices)):
-                stale.add(other)
 
 
 def best_offer(draft: Draft, job: JobDraft, threshold: float, settings: SuikaSettings) -> Offer:

@@ -6,6 +6,7 @@ that are large enough for one.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -26,9 +27,11 @@ class Pool:
         self.free = {node.name: node.devices for node in self.nodes.values() if node.usable and node.devices > 0}
         self._tflops = tflops
         self._weights = {name: tflops.get(node.kind, 1.0) for name, node in self.nodes.items()}
-        self._racks: dict[str, list[str]] = {}
-        for name in self.free:
-            self._racks.setdefault(self.nodes[name].rack, []).append(name)
+        self._order = {name: place for place, name in enumerate(self.free)}
+        self._names = list(self.free)
+        # By rack, the places of the nodes that are not full.
+        self._open: dict[str, list[int]] = {}
+        self.reset(dict(self.free))
         self._kinds = sorted({self.nodes[name].kind for name in self.free}, key=lambda kind: (-self.speed(kind), kind))
         self._sizes: dict[str, int] = {}
         for name in self.free:
@@ -47,17 +50,40 @@ class Pool:
         """Returns the power of all usable nodes."""
         return self.power({name: self.nodes[name].devices for name in self.free})
 
+    def reset(self, free: dict[str, int]) -> None:
+        """Makes so many devices free, by node."""
+        self.free = free
+        self._open = {self.nodes[name].rack: [] for name in free}
+        for place, name in enumerate(self._names):
+            if free[name] > 0:
+                self._open[self.nodes[name].rack].append(place)
+
     def take(self, allocation: Allocation) -> None:
         """Makes devices unavailable; they have to be free."""
+        assert self.fits(allocation), f"{allocation} is not free"
+        self.withdraw(allocation)
+
+    def withdraw(self, allocation: Allocation) -> None:
+        """Makes devices unavailable, even if a node has not so many: some have broken."""
         for name, devices in allocation.items():
-            self.free[name] -= devices
-            assert self.free[name] >= 0, f"{devices} devices of {name} are not free"
+            if name in self.free:
+                self._change(name, -devices)
 
     def give(self, allocation: Allocation) -> None:
         """Makes devices available again; those of nodes that cannot be used are gone."""
         for name, devices in allocation.items():
             if name in self.free:
-                self.free[name] += devices
+                self._change(name, devices)
+
+    def _change(self, name: str, devices: int) -> None:
+        before = self.free[name]
+        now = self.free[name] = before + devices
+        if (before > 0) != (now > 0):
+            here, place = self._open[self.nodes[name].rack], self._order[name]
+            if now > 0:
+                insort(here, place)
+            else:
+                del here[bisect_left(here, place)]
 
     def fits(self, allocation: Allocation) -> bool:
         """Returns whether all these devices are free."""
@@ -102,8 +128,8 @@ class Pool:
         """
         unit = self.unit_on_node(job) if job.basic % job.unit == 0 else 1
         options: dict[str, int] = {}
-        for name, free in self.free.items():
-            if free > 0 and self.allows(job, name) and (within is None or name in within):
+        for name in self._free_nodes(self._open) if within is None else within:
+            if name in self.free and self.free[name] > 0 and self.allows(job, name):
                 n = self.available(job, name, unit)
                 if n:
                     options[name] = n
@@ -122,14 +148,14 @@ class Pool:
     def _place_on(self, options: Mapping[str, int], job: JobState) -> dict[str, int] | None:
         if sum(options.values()) < job.basic:
             return None
+        enough = [n for n in options.values() if n >= job.basic]
+        if enough and (not job.whole_nodes or min(enough) == job.basic):
+            least = min(enough)
+            return {next(name for name, n in options.items() if n == least): job.basic}
         racks: dict[str, dict[str, int]] = {}
         for name, n in options.items():
             racks.setdefault(self.nodes[name].rack, {})[name] = n
-        for some in sorted(racks.values(), key=lambda some: sum(some.values())):
-            found = self._within(some, job)
-            if found is not None and (len(found) == 1 or len(racks) == 1):
-                return found
-        for some in sorted(racks.values(), key=lambda some: sum(some.values())):
+        for some in sorted(racks.values(), key=lambda some: sum(some.values())) if len(racks) > 1 else ():
             found = self._within(some, job)
             if found is not None:
                 return found
@@ -183,14 +209,16 @@ class Pool:
         unit = self.unit_on_node(job)
         kinds = {self.nodes[name].kind for name in held if name in self.nodes}
         racks = dict.fromkeys(self.nodes[name].rack for name in held if name in self.nodes)
-        rest = [rack for rack in self._racks if rack not in racks]
-        near = (name for name in held if name in self.free)
-        others = (name for rack in (*racks, *rest) for name in self._racks.get(rack, ()) if name not in held)
-        for name in chain(near, others):
-            if self.free[name] > 0 and self.allows(job, name) and (not own_kinds or self.nodes[name].kind in kinds):
+        rest = (rack for rack in self._open if rack not in racks)
+        near = (name for name in held if self.free.get(name, 0) > 0)
+        for name in chain(near, (name for name in self._free_nodes(chain(racks, rest)) if name not in held)):
+            if self.allows(job, name) and (not own_kinds or self.nodes[name].kind in kinds):
                 n = self.available(job, name, unit)
                 if n:
                     yield name, n
+
+    def _free_nodes(self, racks: Iterable[str]) -> Iterator[str]:
+        return (self._names[place] for rack in racks for place in self._open.get(rack, ()))
 
 
 def _summing(need: int, options: Mapping[str, int]) -> dict[str, int] | None:

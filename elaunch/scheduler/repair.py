@@ -74,7 +74,7 @@ def _leave(draft: Draft, job: JobDraft, lost: Collection[str], why: str) -> None
     job.note(why)
     growths, kept = job.growths, {name: n for name, n in job.base.items() if name not in lost}
     own = [name for name in job.allocation if name not in lost]
-    others = [name for name in draft.pool.free if name not in lost]
+    others = {name: None for name in draft.pool.free if name not in lost}
     draft.stop(job)
     base = draft.pool.place(job.job, own)
     if base is None and kept:

@@ -42,7 +42,7 @@ def _start_some(draft: Draft, settings: SuikaSettings) -> bool:
     for job in queue(draft, settings):
         basic = devices_text(job.job.basic)
         refused = _over_quota(draft, job, settings)
-        if draft.empty.place(job.job) is None:
+        if not draft.possible(job.job):
             kinds = f" of kind {' or '.join(job.job.kinds)}" if job.job.kinds else ""
             job.waits = f"waits for {basic}{kinds}: all nodes that can be used are too few or too small for it"
         elif refused:
@@ -154,7 +154,7 @@ def _move_together(draft: Draft, job: JobDraft, most_moved: int, why: str) -> No
     fixed = {name for other in draft.running if other.job.settling for name in other.allocation}
     fixed |= {name for other in draft.running for growth in other.growths for name in growth.devices}
     unit = pool.unit_on_node(job.job) if job.job.basic % job.job.unit == 0 else 1
-    targets: set[str] = set()
+    targets: dict[str, None] = {}
     left = job.job.basic
     used = {name: pool.nodes[name].devices - free for name, free in pool.free.items()}
     for name in sorted(used, key=lambda name: used[name]):
@@ -167,13 +167,13 @@ def _move_together(draft: Draft, job: JobDraft, most_moved: int, why: str) -> No
             and pool.allows(job.job, name)
             and (n <= left or not job.job.whole_nodes)
         ):
-            targets.add(name)
+            targets[name] = None
             left -= n
     movers = [other for other in draft.running if any(name in targets for name in other.base)]
     if left > 0 or len(movers) > most_moved:
         return
     saved = draft.save()
-    others = [name for name in pool.free if name not in targets]
+    others = {name: None for name in pool.free if name not in targets}
     for other in sorted(movers, key=lambda one: (-one.job.basic, one.job.name)):
         kept = {name: n for name, n in other.base.items() if name not in targets}
         base = pool.complete(other.job, kept, others) if kept else None

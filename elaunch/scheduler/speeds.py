@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from elaunch.scheduler.model import Allocation, devices_of
@@ -79,8 +80,12 @@ class TableSpeed:
 
     def rate(self, allocation: Allocation) -> float:
         """Returns samples per second; 0 if there are too few devices."""
-        devices = sum(n * self.weights.get(name, 1.0) for name, n in allocation.items())
-        sizes = sorted(self.rates)
+        devices = (
+            sum(n * self.weights.get(name, 1.0) for name, n in allocation.items())
+            if self.weights
+            else devices_of(allocation)
+        )
+        sizes = self._sizes
         if not sizes or devices < sizes[0]:
             return 0.0
         place = bisect_left(sizes, devices)
@@ -91,6 +96,10 @@ class TableSpeed:
         low, high = sizes[place - 1], sizes[place]
         part = (devices - low) / (high - low)
         return self.rates[low] + part * (self.rates[high] - self.rates[low])
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return sorted(self.rates)
 
     def change_s(self, before: Allocation, after: Allocation) -> float:
         """Returns the seconds of training that the change costs."""
