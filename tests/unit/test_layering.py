@@ -30,6 +30,7 @@ DIRECTIONS = {
     "plan": set[str](),
     "detect": {"rendezvous"},
     "policy": {"plan", "rendezvous"},
+    "scheduler": {"plan", "policy", "rendezvous"},
     "agent": {"detect", "policy", "rendezvous"},
     "cli": {"agent", "detect", "plan", "policy", "rendezvous"},
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
