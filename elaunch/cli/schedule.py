@@ -165,7 +165,7 @@ def _cancel(args: argparse.Namespace) -> None:
 
 def _status(args: argparse.Namespace) -> None:
     from elaunch.scheduler.service.show import as_values, describe
-    from elaunch.scheduler.service.submit import read_all
+    from elaunch.scheduler.service.stored import read_all
 
     with _store(args) as store:
         stored = read_all(store, args.scheduler)

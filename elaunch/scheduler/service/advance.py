@@ -227,11 +227,10 @@ class _Advance:
             self._end(JobStage.DONE, report.message)
         elif report.ended:
             self._fail(report.message)
-        elif not progress.agents and ended:
-            if all(one is not None and one.succeeded for _, one in ended):
-                self._end(JobStage.DONE, "its agents have ended with exit code 0")
-            else:
-                self._fail("all of its agents have ended")
+        elif not progress.agents and ended and all(one is not None and one.succeeded for _, one in ended):
+            self._end(JobStage.DONE, "its agents have ended with exit code 0")
+        elif not progress.agents and any(agent.stage is AgentStage.JOINED or agent.going for agent, _ in ended):
+            self._fail("all of its agents have ended")
         elif progress.arrivals >= self._limits.arrivals and not self._has_basic():
             self._fail(f"{progress.arrivals} agents in a row did not join; see their logs")
         elif not progress.first_step_t and self._seen.now_t >= progress.started_t + self._spec.start_s:

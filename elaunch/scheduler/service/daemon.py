@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from elaunch.errors import ElaunchError, ProtocolError
-from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.errors import ElaunchError
+from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.store import LeaseGone, Store
 from elaunch.scheduler.clusters.cluster import AgentRequest, Cluster
 from elaunch.scheduler.model import Node, SchedulingPolicy, Speed
@@ -39,14 +39,13 @@ from elaunch.scheduler.service.decide import in_order, next_schedule, same
 from elaunch.scheduler.service.documents import (
     FINAL,
     PREFIX,
-    JobProgress,
     JobSpec,
     PlacementDoc,
-    ScheduleDoc,
     agent_name,
     by_name,
 )
 from elaunch.scheduler.service.reports import JobReport, JobReports
+from elaunch.scheduler.service.stored import Stored, read_all
 
 LEASE_S = 15.0
 KEPT_S = 7 * 24 * 3600.0  # jobs that have ended
@@ -173,8 +172,7 @@ class Daemon:
             ClusterUnavailable, StoreUnavailable: nothing is lost; call again.
         """
         now_t, limits = self._clock(), self._settings.limits
-        documents = self._read()
-        jobs, schedule = documents.jobs, documents.schedule
+        stored, jobs = self._read()
         self.nodes = self._cluster.nodes()
         agents = {report.name: report for report in self._cluster.agents()}
         ids = {job.spec.name: rdzv_id(job) for job in jobs if job.progress.agents}
@@ -182,7 +180,7 @@ class Daemon:
 
         def seen(job: JobNow) -> Observed:
             report = reports.get(ids.get(job.spec.name, ""), JobReport())
-            return Observed(agents, report, documents.cancelled.get(job.spec.name, ""), now_t)
+            return Observed(agents, report, stored.cancelled.get(job.spec.name, ""), now_t)
 
         notes: list[Note] = []
         advanced = []
@@ -198,15 +196,15 @@ class Daemon:
         notes += told
         after = [replace(job, progress=changed.get(job.spec.name, job.progress)) for job in placed]
 
-        if not same(decided, schedule):
-            self._write("schedule", decided, documents.schedule_revision)
+        if not same(decided, stored.schedule):
+            self._write("schedule", decided, stored)
             for reason in answer.reasons:
-                before = by_name(schedule.placements).get(reason.job)
+                before = by_name(stored.schedule.placements).get(reason.job)
                 if before is None or (before.action, before.reason) != (reason.action, reason.text):
                     notes.append(Note(reason.job, "decided", f"{reason.action}: {reason.text}"))
         for old, new in zip(jobs, after, strict=True):
             if new.progress != old.progress:
-                self._write(f"progress/{new.spec.name}", new.progress, documents.revisions[new.spec.name])
+                self._write(f"progress/{new.spec.name}", new.progress, stored)
         for note in notes:
             self._tell(note.kind, note.job, note.text)
         self.jobs = after
@@ -236,42 +234,22 @@ class Daemon:
 
     # -- documents ------------------------------------------------------------------------------------------------
 
-    def _read(self) -> _Stored:
-        entries, _ = self._store.range(self._prefix)
-        stored = _Stored([], ScheduleDoc(), 0, {}, {})
-        progress: dict[str, JobProgress | None] = {}
-        specs: dict[str, JobSpec] = {}
-        for entry in entries:
-            what, _, name = entry.key.removeprefix(self._prefix).partition("/")
-            try:
-                if what == "jobs":
-                    specs[name] = from_json(JobSpec, entry.value)
-                elif what == "progress":
-                    progress[name] = from_json(JobProgress, entry.value)
-                    stored.revisions[name] = entry.revision
-                elif what == "cancel":
-                    stored.cancelled[name] = entry.value.decode(errors="replace")
-                elif what == "schedule":
-                    stored.schedule_revision = entry.revision
-                    stored.schedule = from_json(ScheduleDoc, entry.value)
-            except ProtocolError as error:
-                if entry.key not in self._damaged:
-                    self._damaged.add(entry.key)
-                    self._tell("damaged", "", f"{entry.key} is passed over: {error}")
-                if what == "progress":
-                    progress[name] = None
+    def _read(self) -> tuple[Stored, list[JobNow]]:
+        stored = read_all(self._store, self._settings.name)
+        for key, why in stored.unreadable.items():
+            if key not in self._damaged:
+                self._damaged.add(key)
+                self._tell("damaged", "", f"{key} is passed over: {why}")
         placements = by_name(stored.schedule.placements)
-        for name, spec in specs.items():
-            known = progress.get(name, JobProgress(attempt=spec.first_attempt))
-            stored.revisions.setdefault(name, 0)
-            if known is not None and spec.name == name:
-                stored.jobs.append(JobNow(spec, known, placements.get(name, PlacementDoc(name, -1))))
-        stored.jobs = in_order(stored.jobs)
-        return stored
+        jobs = [
+            JobNow(spec, stored.progress_of(spec), placements.get(spec.name, PlacementDoc(spec.name, -1)))
+            for spec in stored.jobs
+        ]
+        return stored, in_order(jobs)
 
-    def _write(self, name: str, document: object, revision: int) -> None:
+    def _write(self, name: str, document: object, stored: Stored) -> None:
         self._check_lead()
-        if not self._store.replace(self._prefix + name, to_json(document), revision):
+        if not self._store.replace(self._prefix + name, to_json(document), stored.revisions.get(name, 0)):
             raise LeadLost(f"{self._prefix}{name} was written by somebody else")
 
     def _purge(self, jobs: Iterable[JobNow], now_t: float) -> None:
@@ -280,17 +258,6 @@ class Daemon:
             if job.progress.stage in FINAL and now_t > job.progress.ended_t + KEPT_S:
                 for what in ("cancel", "jobs", "progress"):
                     self._store.delete(f"{self._prefix}{what}/{job.spec.name}")
-
-
-@dataclass(slots=True)
-class _Stored:
-    """All documents as they were read."""
-
-    jobs: list[JobNow]
-    schedule: ScheduleDoc
-    schedule_revision: int
-    revisions: dict[str, int]
-    cancelled: dict[str, str]
 
 
 def rdzv_id(job: JobNow) -> str:

@@ -19,7 +19,7 @@ from elaunch.scheduler.service.documents import (
     by_name,
     devices_text,
 )
-from elaunch.scheduler.service.submit import Stored
+from elaunch.scheduler.service.stored import Stored
 
 
 def as_values(stored: Stored) -> dict[str, Any]:
@@ -29,13 +29,14 @@ def as_values(stored: Stored) -> dict[str, Any]:
         "leader": stored.leader or None,
         "policy": stored.schedule.policy or None,
         "nodes": [asdict(node) for node in stored.schedule.nodes],
+        "unreadable": stored.unreadable,
         "jobs": [
             {
                 "job": spec.name,
                 **_without(asdict(spec), "name", "profile"),
-                **_without(asdict(_progress(stored, spec)), "next_number", "begun_step"),
+                **_without(asdict(stored.progress_of(spec)), "next_number", "begun_step"),
                 "allocation": dict(placements.get(spec.name, PlacementDoc(spec.name)).allocation),
-                "holds": held(_progress(stored, spec)),
+                "holds": held(stored.progress_of(spec)),
                 "why": _why(spec, stored, placements),
             }
             for spec in stored.jobs
@@ -49,14 +50,14 @@ def describe(stored: Stored) -> str:
     lines = [f"daemon {stored.leader} leads" if stored.leader else "no daemon leads: jobs go on, nothing is decided"]
     users: dict[str, list[str]] = {}
     for spec in stored.jobs:
-        for name, devices in held(_progress(stored, spec)).items():
+        for name, devices in held(stored.progress_of(spec)).items():
             users.setdefault(name, []).append(f"{spec.name} {devices}")
     for node in stored.schedule.nodes:
         kind = f" {node.kind}" if node.kind else ""
         remark = "" if node.usable else ", not usable"
         lines.append(f"node {node.name}: {node.devices}{kind} devices{remark}: {', '.join(users.get(node.name, []))}")
     for spec in stored.jobs:
-        progress = _progress(stored, spec)
+        progress = stored.progress_of(spec)
         has = held(progress)
         step = f", step {progress.step:,}" if progress.step >= 0 else ""
         size = str(spec.basic) if spec.most == spec.basic else f"{spec.basic} to {spec.most}"
@@ -64,6 +65,7 @@ def describe(stored: Stored) -> str:
         lines.append(f"job {spec.name}: {_stage_text(progress)}{has_text}, of {size}{step}")
         if why := _why(spec, stored, placements):
             lines.append(f"    {why}")
+    lines += [f"{key} is passed over: {why}" for key, why in stored.unreadable.items()]
     return "\n".join(line.rstrip(": ") for line in lines)
 
 
@@ -97,10 +99,6 @@ def held(progress: JobProgress) -> dict[str, int]:
     return merged({agent.node: agent.devices} for agent in progress.agents)
 
 
-def _progress(stored: Stored, spec: JobSpec) -> JobProgress:
-    return stored.progress.get(spec.name, JobProgress(attempt=spec.first_attempt))
-
-
 def _stage_text(progress: JobProgress) -> str:
     if progress.stage is JobStage.RUNNING:
         joined = sum(agent.stage is AgentStage.JOINED for agent in progress.agents)
@@ -111,7 +109,7 @@ def _stage_text(progress: JobProgress) -> str:
 
 
 def _why(spec: JobSpec, stored: Stored, placements: dict[str, PlacementDoc]) -> str:
-    progress = _progress(stored, spec)
+    progress = stored.progress_of(spec)
     if progress.stage in FINAL or progress.stage is JobStage.ENDING:
         return progress.message
     parts = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from elaunch.errors import ProtocolError, RequestRefused, UsageError
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.store import Store
-from elaunch.scheduler.service.documents import FINAL, PREFIX, JobProgress, JobSpec, ScheduleDoc
+from elaunch.scheduler.service.documents import FINAL, PREFIX, JobProgress, JobSpec
 
 KEYS: dict[str, type] = {
     "name": str,
@@ -142,45 +142,3 @@ def cancel(store: Store, scheduler: str, names: Sequence[str], who: str) -> None
             raise RequestRefused(f"job {name!r} is {stage} already")
     for name in names:
         store.put(f"{prefix}cancel/{name}", who.encode())
-
-
-@dataclass(slots=True)
-class Stored:
-    """All that stands in etcd of a scheduler, for people.
-
-    Attributes:
-        jobs: in the order of their coming.
-        progress: of those that a daemon has seen, by name.
-        schedule: the newest one.
-        leader: the daemon that leads; empty: none.
-        cancelled: jobs that are to end.
-    """
-
-    jobs: list[JobSpec] = field(default_factory=list)
-    progress: dict[str, JobProgress] = field(default_factory=dict)
-    schedule: ScheduleDoc = field(default_factory=ScheduleDoc)
-    leader: str = ""
-    cancelled: set[str] = field(default_factory=set)
-
-
-def read_all(store: Store, scheduler: str) -> Stored:
-    """Returns what stands in etcd.
-
-    Raises:
-        ProtocolError: a document cannot be read.
-    """
-    prefix, found = f"{PREFIX}{scheduler}/", Stored()
-    for entry in store.range(prefix)[0]:
-        what, _, name = entry.key.removeprefix(prefix).partition("/")
-        if what == "jobs":
-            found.jobs.append(from_json(JobSpec, entry.value))
-        elif what == "progress":
-            found.progress[name] = from_json(JobProgress, entry.value)
-        elif what == "schedule":
-            found.schedule = from_json(ScheduleDoc, entry.value)
-        elif what == "leader":
-            found.leader = entry.value.decode(errors="replace")
-        elif what == "cancel":
-            found.cancelled.add(name)
-    found.jobs.sort(key=lambda spec: spec.submitted_t)
-    return found
