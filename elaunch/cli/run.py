@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import re
 import secrets
@@ -174,10 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elaunch.cli import plan
 
         return plan.main(arguments[1:])
-    if arguments[:1] == ["ctl"]:
-        from elaunch.cli import ctl
-
-        code = ctl.main(arguments[1:])
+    if arguments[:1] in (["ctl"], ["schedule"]):
+        code: int = importlib.import_module(f"elaunch.cli.{arguments[0]}").main(arguments[1:])
         if argv is None:
             # Threads of gRPC whose calls were ended this instant can keep an interpreter from ending.
             sys.stdout.flush()

@@ -24,14 +24,20 @@ FOR_TORCHRUN = "elaunch.rendezvous.torchrun"
 WORKERS = {"workers", "workers.comm", "workers.data", "workers.member", "workers.random", "workers.state"}
 UNDER_JOBS = {"detect", "plan", "policy", "rendezvous", *WORKERS}
 
+# Decisions, which are pure, what runs jobs, and the daemon between them.
+SCHEDULER = {"scheduler", "scheduler.clusters", "scheduler.service"}
+
 # Which packages a package may import, beside itself and the modules that lie in elaunch/ itself.
 DIRECTIONS = {
     "rendezvous": set[str](),
     "plan": set[str](),
     "detect": {"rendezvous"},
     "policy": {"plan", "rendezvous"},
+    "scheduler": {"plan", "policy", "rendezvous"},
+    "scheduler.clusters": {"scheduler"},
+    "scheduler.service": {"plan", "policy", "rendezvous", "scheduler", "scheduler.clusters"},
     "agent": {"detect", "policy", "rendezvous"},
-    "cli": {"agent", "detect", "plan", "policy", "rendezvous"},
+    "cli": {"agent", "detect", "plan", "policy", "rendezvous", *SCHEDULER},
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
     "workers.comm": {"rendezvous", "workers"},
     "workers.data": {"workers.random"},

@@ -1,0 +1,1 @@
+"""Clusters: one protocol, and Slurm behind it."""

@@ -1,0 +1,1 @@
+"""The daemon of the scheduler: its documents in etcd, what it decides by them (pure), and the loop that acts."""
