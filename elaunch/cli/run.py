@@ -174,6 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elaunch.cli import plan
 
         return plan.main(arguments[1:])
+    if arguments[:1] == ["simulate"]:
+        from elaunch.cli import simulate
+
+        return simulate.main(arguments[1:])
     if arguments[:1] == ["ctl"]:
         from elaunch.cli import ctl
 
