@@ -73,6 +73,7 @@ class JobState:
         base: its basic demand, where it runs.
         growths: what it has beyond that, in the order in which it got it.
         changed_s: when its allocation changed last.
+        changes: how often its allocation has changed since it started.
         left_s: seconds that it still needs at its basic demand, if somebody knows.
         settling: it is on its way to another allocation and is not to be changed before it has arrived.
         frozen: why it must not grow; empty if it may ("no profile yet", "does not shrink").
@@ -91,6 +92,7 @@ class JobState:
     base: Allocation = field(default_factory=dict)
     growths: tuple[Growth, ...] = ()
     changed_s: float = float("-inf")
+    changes: int = 0
     left_s: float | None = None
     settling: bool = False
     frozen: str = ""

@@ -30,6 +30,7 @@ DIRECTIONS = {
     "plan": set[str](),
     "detect": {"rendezvous"},
     "policy": {"plan", "rendezvous"},
+    "scheduler": {"plan", "policy", "rendezvous"},
     "agent": {"detect", "policy", "rendezvous"},
     "simulator": {"plan", "policy", "rendezvous", "scheduler"},
     "cli": {"agent", "detect", "plan", "policy", "rendezvous", "simulator"},
