@@ -15,13 +15,19 @@ from elaunch.plan.tiling import PlanError
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import Profile
 from elaunch.ranges import parse_range
+from elaunch.scheduler.settings import QUEUE_ORDERS, SuikaSettings
+from elaunch.scheduler.speeds import MoveCost, RestartCost
+from elaunch.simulator.arrivals import philly_like, scaled_to
+from elaunch.simulator.cluster import ClusterSettings, simulate_cluster
 from elaunch.simulator.faults import exponential, present, stragglers
 from elaunch.simulator.job import simulate_job
+from elaunch.simulator.jobs import cluster_nodes, scaling_jobs
 from elaunch.simulator.model import JobModel, Timings
-from elaunch.simulator.plots import plot_jobs
-from elaunch.simulator.report import change_lines, job_table
+from elaunch.simulator.plots import plot_cluster, plot_jobs
+from elaunch.simulator.policies import POLICIES
+from elaunch.simulator.report import change_lines, cluster_table, job_lines, job_table
 from elaunch.simulator.strategies import STRATEGIES, make_strategy
-from elaunch.simulator.traces import NodeChange, merged, read_nodes, read_sizes, sized
+from elaunch.simulator.traces import Arrival, NodeChange, merged, read_jobs, read_nodes, read_sizes, sized
 
 HOUR_S = 3600.0
 DEFAULTS = Timings()
@@ -31,14 +37,17 @@ def parser() -> argparse.ArgumentParser:
     """Returns the command line of `elaunch simulate`."""
     p = FlagParser(
         prog="elaunch simulate",
-        description="Play a job through on a simulated clock; nothing is run. Plans are chosen and priced by the code "
-        "that a running job has.\n\n"
+        description="Play a job, or a cluster of jobs, through on a simulated clock; nothing is run. Plans are chosen "
+        "and priced, and devices shared out, by the code that does it for real ones.\n\n"
         f"{VERBATIM}elaunch simulate job --profile=model.json --batch=512 --trace=spot.csv\n"
         f"{VERBATIM}elaunch simulate job --profile=model.json --batch=512 --nodes=32 --mtbf=100 --hours=24 "
-        "--strategies=auto,restart",
+        "--strategies=auto,restart\n"
+        f"{VERBATIM}elaunch simulate cluster --jobs=jobs.csv --nodes=16x8 --policies=none,suika\n"
+        f"{VERBATIM}elaunch simulate cluster --arrivals=2000 --nodes=125x8 --hours=24",
     )
     commands = p.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _job_flags(commands.add_parser("job", help="one job whose nodes fail, come and go"))
+    _cluster_flags(commands.add_parser("cluster", help="many jobs that share devices"))
     return p
 
 
@@ -83,9 +92,44 @@ def _job_flags(p: argparse.ArgumentParser) -> None:
     _output_flags(p)
 
 
+def _cluster_flags(p: argparse.ArgumentParser) -> None:
+    p.set_defaults(run=_cluster)
+    jobs = p.add_argument_group("the jobs", "from a file, or made up")
+    jobs.add_argument("--jobs", metavar="FILE", help="CSV with submit_s, duration_s, num_gpus and others")
+    jobs.add_argument("--arrivals", default=0, type=int, metavar="N", help="so many jobs, as in Microsoft's Philly")
+    jobs.add_argument("--hours", default=24.0, type=float, metavar="H", help="in which those that are made up come")
+    jobs.add_argument(
+        "--load",
+        type=float,
+        metavar="PART",
+        help="makes all jobs longer or shorter to ask for this part of the devices",
+    )
+    jobs.add_argument("--most", default=8, type=int, metavar="N", help="a job can use N times what it asks for")
+    jobs.add_argument(
+        "--scaling", default=0.9, type=float, metavar="PART", help="of twice the speed, on twice the devices"
+    )
+    jobs.add_argument("--state", default=100.0, type=float, metavar="GB", help="parameters and optimizer of a job")
+    nodes = p.add_argument_group("the cluster")
+    nodes.add_argument("--nodes", required=True, metavar="NxD", help="N nodes of D devices")
+    nodes.add_argument("--rack", default=16, type=int, metavar="N", help="nodes of a rack")
+    nodes.add_argument("--link", default=25.0, type=float, metavar="GB/S", help="of a device, to other nodes")
+    nodes.add_argument("--mtbf", type=float, metavar="H", help="hours after which a node fails, in the mean")
+    nodes.add_argument("--repair", default=1.0, type=float, metavar="H", help="hours until it is back")
+    nodes.add_argument("--seed", default=0, type=int, metavar="N", help="of what is made up")
+    ways = p.add_argument_group("how it is shared out")
+    ways.add_argument("--policies", default="none,suika", metavar="NAME,…", help=f"to compare: {', '.join(POLICIES)}")
+    ways.add_argument("--aggressiveness", default=1.0, type=float, metavar="N", help="lambda of Suika's threshold")
+    ways.add_argument("--queue", default="fifo", choices=QUEUE_ORDERS, help="which waiting job starts first")
+    ways.add_argument("--restart", default=DEFAULTS.restart_s, type=float, metavar="S", help="of processes anew")
+    ways.add_argument(
+        "--storage", default=DEFAULTS.storage_bytes_per_s / 1e9, type=float, metavar="GB/S", help="of checkpoints"
+    )
+    _output_flags(p)
+
+
 def _output_flags(p: argparse.ArgumentParser) -> None:
     output = p.add_argument_group("what comes out")
-    output.add_argument("--changes", action="store_true", help="a line for each change, too")
+    output.add_argument("--changes", action="store_true", help="a line for each change, or for each job, too")
     output.add_argument("--json", metavar="FILE", help="write all of it; '-': print it and nothing else")
     output.add_argument("--plot", metavar="FILE", help="draw it (.png, .svg, .pdf); needs matplotlib")
 
@@ -135,6 +179,64 @@ def _job(args: argparse.Namespace) -> str:
     if args.changes:
         lines += [change_lines(run) for run in runs]
     return "\n\n".join(lines)
+
+
+def _cluster(args: argparse.Namespace) -> str:
+    count, _, per_node = args.nodes.partition("x")
+    if not (count.isdecimal() and per_node.isdecimal() and int(count) and int(per_node)):
+        raise UsageError(f"--nodes={args.nodes}: expected NxD, for N nodes of D devices")
+    nodes = cluster_nodes(int(count), int(per_node), max(1, args.rack))
+    arrivals = _arrivals(args, int(count) * int(per_node))
+    moving = MoveCost(DEFAULTS.change_s, 1e9 * args.state, 1e9 * _above("--link", args.link))
+    restart = RestartCost(
+        _at_least("--restart", args.restart), 1e9 * args.state, 1e9 * _above("--storage", args.storage)
+    )
+    settings = SuikaSettings(queue=args.queue, aggressiveness=_at_least("--aggressiveness", args.aggressiveness))
+    changes: list[NodeChange] = []
+    if args.mtbf is not None:
+        span_s = 4 * max(one.at_s + one.duration_s for one in arrivals)
+        names = [node.name for node in nodes]
+        mtbf_s, repair_s = HOUR_S * _above("--mtbf", args.mtbf), HOUR_S * _above("--repair", args.repair)
+        changes = exponential(names, mtbf_s, span_s, args.seed, repair_s)
+    runs = []
+    for name in names_of(args.policies, list(POLICIES), "--policies"):
+        way = POLICIES[name]
+        cost = moving if way.moves else restart
+        jobs = [way.job(one) for one in scaling_jobs(arrivals, int(per_node), args.most, args.scaling, cost)]
+        run_settings = ClusterSettings(
+            interval_s=way.interval_s, checkpoint_every_s=0.0 if way.moves else DEFAULTS.checkpoint_every_s
+        )
+        runs.append(simulate_cluster(jobs, nodes, way.make(settings), name, changes, settings=run_settings))
+    if args.plot:
+        plot_cluster(runs, Path(args.plot))
+    if args.json:
+        text = json.dumps({"runs": [run.document() for run in runs]})
+        if args.json == "-":
+            return text
+        Path(args.json).write_text(f"{text}\n")
+    lines = [cluster_table(runs)]
+    if args.changes:
+        lines += [job_lines(run) for run in runs]
+    return "\n\n".join(lines)
+
+
+def _arrivals(args: argparse.Namespace, devices: int) -> list[Arrival]:
+    if bool(args.jobs) == bool(args.arrivals):
+        raise UsageError("expected one of --jobs and --arrivals")
+    for flag, value, least in (("--arrivals", args.arrivals, 0), ("--most", args.most, 1)):
+        if value < least:
+            raise UsageError(f"{flag}={value}: expected a whole number of {least} or more")
+    if not 0.5 <= args.scaling <= 1:
+        raise UsageError(f"--scaling={args.scaling:g}: expected a number from 0.5 (no faster) to 1 (twice as fast)")
+    if args.jobs:
+        found = read_jobs(Path(args.jobs))
+        within_s = max(one.at_s for one in found) or max(one.duration_s for one in found)
+    else:
+        within_s = HOUR_S * _above("--hours", args.hours)
+        found = philly_like(args.arrivals, within_s, args.seed)
+    if args.load is not None:
+        found = scaled_to(found, _above("--load", args.load) * devices * within_s)
+    return found
 
 
 def _model(args: argparse.Namespace) -> JobModel:

@@ -201,7 +201,7 @@ class _Live:
     def __init__(self, job: ClusterJob) -> None:
         self.job, self.state = job, job.state
         self.outcome = JobOutcome(job.state.name, job.state.basic, job.state.submitted_s)
-        self.rate = 0.0
+        self.rate = self.basic_rate = 0.0
         self.since_s = self.resumes_s = 0.0
         self.number = 0
         self.saved = 0.0  # samples of its last checkpoint
@@ -348,9 +348,8 @@ class _Cluster:
         speeds = {name: live.job.told or live.job.speed for name, live in self._live.items()}
         for index, live in enumerate(self._live.values()):
             live.advance(now_s, self._settings.checkpoint_every_s)
-            basic_rate = speeds[live.state.name].rate(live.state.base) if live.state.running else 0.0
-            if basic_rate > 0:
-                left_s = (live.job.samples - live.outcome.samples) / basic_rate
+            if live.basic_rate > 0:
+                left_s = (live.job.samples - live.outcome.samples) / live.basic_rate
                 states[index] = live.state = replace(live.state, left_s=left_s)
         began_s = self._clock()
         schedule = self._policy.schedule(states, tuple(self._nodes.values()), speeds, now_s)
@@ -371,7 +370,9 @@ class _Cluster:
         now_s = self._queue.now_s
         after = dict(placement.allocation)
         before = live.allocation
-        live.state = replace(live.state, base=placement.base, growths=placement.growths)
+        if placement.base != live.state.base or placement.growths != live.state.growths:
+            live.state = replace(live.state, base=placement.base, growths=placement.growths)
+            live.basic_rate = (live.job.told or live.job.speed).rate(placement.base) if placement.base else 0.0
         if after == before and not live.hit:
             return
         if not after:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.errors import UsageError
+from elaunch.simulator.cluster import ClusterRun
 from elaunch.simulator.model import JobRun
 
 
@@ -31,13 +32,35 @@ def plot_jobs(runs: Sequence[JobRun], path: Path) -> None:
     _write(figure, path)
 
 
-def _axes(count: int) -> tuple[Any, Any]:
+def plot_cluster(runs: Sequence[ClusterRun], path: Path) -> None:
+    """Draws the devices that jobs hold, the jobs that wait and the distribution of completion times, by policy.
+
+    Raises:
+        UsageError: matplotlib is not there, or does not write such files.
+        OSError: the file cannot be written.
+    """
+    figure, (above, middle, below) = _axes(3, share=False)
+    for run in runs:
+        hours = [at_s / 3600 for at_s, *_ in run.usage] + [run.end_s / 3600]
+        for axes, place in ((above, 1), (middle, 4)):
+            values = [line[place] for line in run.usage]
+            axes.step(hours, [*values, *values[-1:]], where="post", label=run.policy)
+        found = sorted(job.jct_s / 3600 for job in run.ended)
+        below.step(found, [(number + 1) / len(found) for number in range(len(found))], where="post", label=run.policy)
+    for axes, text in ((above, "devices used"), (middle, "jobs that wait"), (below, "part of the jobs")):
+        axes.set_ylabel(text)
+        axes.set_xlabel("hours to completion" if axes is below else "hours")
+    below.legend(fontsize="small")
+    _write(figure, path)
+
+
+def _axes(count: int, share: bool = True) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot needs matplotlib, which is not installed: pip install 'elaunch[plots]'") from None
     figure = Figure(figsize=(10, 3 * count), layout="constrained")
-    return figure, figure.subplots(count, 1, sharex=True)
+    return figure, figure.subplots(count, 1, sharex=share)
 
 
 def _write(figure: Any, path: Path) -> None:

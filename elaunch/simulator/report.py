@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from elaunch.rendezvous.membership import names_text
+from elaunch.simulator.cluster import ClusterRun, JobOutcome
 from elaunch.simulator.model import JobRun
 
 Cell = str | int | float
@@ -53,6 +56,63 @@ def change_lines(run: JobRun) -> str:
         for change in run.changes
     ]
     return f"{run.strategy}\n{table(rows)}" if rows else f"{run.strategy}: no changes"
+
+
+def cluster_table(runs: Sequence[ClusterRun]) -> str:
+    """Returns a line for each policy: how long jobs took, and what the devices did."""
+    rows: list[Mapping[str, Cell]] = []
+    for run in runs:
+        rows.append(
+            {
+                "policy": run.policy,
+                "ended": len(run.ended),
+                "JCT s": run.jct_s,
+                "weighted": run.wjct_s,
+                "waited s": run.waited_s,
+                "JCT of the first": run.jct_s / runs[0].jct_s if runs[0].jct_s else 0.0,
+                "devices used": run.utilisation,
+                "makespan s": run.end_s,
+                "changes": run.changes,
+                "of a change s": run.change_s,
+                "decisions": len(run.decision_s),
+                "p50 ms": 1e3 * percentile(run.decision_s, 0.5),
+                "p99 ms": 1e3 * percentile(run.decision_s, 0.99),
+            }
+        )
+    lines = [table(rows)]
+    for run in runs:
+        if run.unplaced:
+            lines.append(
+                f"{run.policy}: {len(run.unplaced)} jobs found no place to the end: {names_text(run.unplaced)}"
+            )
+    return "\n".join(lines)
+
+
+def job_lines(run: ClusterRun) -> str:
+    """Returns a line for each job of a cluster."""
+    rows: list[Mapping[str, Cell]] = [
+        {
+            "job": job.name,
+            "asked for": job.basic,
+            "came s": job.submitted_s,
+            "waited s": "-" if job.started_s is None else cell_text(job.started_s - job.submitted_s),
+            "JCT s": "-" if job.ended_s is None else cell_text(job.jct_s),
+            "devices": job.device_s / held_s if (held_s := _held_s(job, run.end_s)) else 0.0,
+            "changes": job.changes,
+            "stopped s": job.stopped_s,
+        }
+        for job in run.jobs.values()
+    ]
+    return f"{run.policy}\n{table(rows)}"
+
+
+def _held_s(job: JobOutcome, end_s: float) -> float:
+    return 0.0 if job.started_s is None else (end_s if job.ended_s is None else job.ended_s) - job.started_s
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Returns the least value that so great a part of all does not exceed; 0 where there are none."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)] if values else 0.0
 
 
 def table(rows: Sequence[Mapping[str, Cell]]) -> str:
