@@ -26,7 +26,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.baselines import depths_of, drop_replica, template_switch
 from benchmarks.cluster import MODELS, NODES, PER_NODE, SETTLE, SMALL, STEP_LIMIT_S, Case, ClusterJob, Window
 from benchmarks.emulation import Slow
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
@@ -38,6 +37,7 @@ from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
 from elaunch.rendezvous.membership import slot_of
+from elaunch.simulator.baselines import depths_of, drop_replica, template_switch
 
 MOST_LOST = 3
 POLICIES = ("auto", "reroute", "resize", "reparallelize")
@@ -318,8 +318,8 @@ def notes(args: argparse.Namespace) -> list[str]:
         f"a step lasts from commit to commit on the first worker; the {SETTLE} after a change do not count; median of "
         f"{args.steps}. LSE: throughput over that before in the same job, over the part of the workers that is left. "
         "of_critical_path: to the play-through of the plan with the emulation's own seconds, all else free",
-        "drop-replica (torchft) and template switch (Oobleck) are plans (benchmarks/baselines.py) which one job per "
-        "model is asked to go over to by `elaunch ctl plan --set` after each loss; no micro-batch is dropped",
+        "drop-replica (torchft) and template switch (Oobleck) are plans (elaunch/simulator/baselines.py) which one job "
+        "per model is asked to go over to by `elaunch ctl plan --set` after each loss; no micro-batch is dropped",
         "slow worker: a middle stage of the first pipeline takes seconds_x times as long, chosen such that the "
         "critical path has the throughput of ElasWave's figure 15a with nothing done; recovered: of what was lost "
         "against the plan at the start; of_best_plan: of what is lost against the best plan for healthy workers",

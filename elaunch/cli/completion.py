@@ -1,6 +1,6 @@
 """Answers a shell that completes a command line of `elaunch`, by argcomplete.
 
-The words `ctl` and `plan` have parsers of their own, which argcomplete would not see: they are found here.
+The words `ctl`, `plan` and `simulate` have parsers of their own, which argcomplete would not see: they are found here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from elaunch.agent import local_jobs
 from elaunch.agent.config import BACKENDS
-from elaunch.cli import ctl, plan, schedule
+from elaunch.cli import ctl, plan, schedule, simulate
 from elaunch.cli.flags import parser
 from elaunch.policy.settings import CONSISTENCIES, POLICIES, SLOW_POLICIES
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "ctl": ctl.parser,
     "plan": plan.parser,
     "schedule": schedule.parser,
+    "simulate": simulate.parser,
 }
 
 VALUES: dict[str, Callable[[], Iterator[str]]] = {

@@ -36,6 +36,9 @@ from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
 
+COMMANDS = ("ctl", "plan", "schedule", "simulate")
+"""Modules beside this one: the first word of a command line that is not that of a job."""
+
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
 
 
@@ -171,11 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         completion.answer()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["plan"]:
-        from elaunch.cli import plan
-
-        return plan.main(arguments[1:])
-    if arguments[:1] in (["ctl"], ["schedule"]):
+    if arguments[:1] and arguments[0] in COMMANDS:
         code: int = importlib.import_module(f"elaunch.cli.{arguments[0]}").main(arguments[1:])
         if argv is None:
             # Threads of gRPC whose calls were ended this instant can keep an interpreter from ending.

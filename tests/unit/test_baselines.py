@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from benchmarks.baselines import depths_of, drop_replica, sums, template_switch
 from elaunch.plan import n_rows, symmetric
 from elaunch.policy.candidates.structure import NotPossible, stages_of
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.simulator.baselines import depths_of, drop_replica, sums, template_switch
 from tests.helpers import scaled
 
 LAYER = LayerProfile(1.0, 2.0, 100, 1200, 10, 50)

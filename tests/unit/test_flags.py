@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli import ctl, plan, run
+from elaunch.cli import ctl, plan, run, simulate
 from elaunch.cli.flags import conf_keys, parser
 from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
 from tests.helpers import ROOT
 
-PARSERS = {"elaunch": parser, "elaunch ctl": ctl.parser, "elaunch plan": plan.parser}
+PARSERS = {
+    "elaunch": parser,
+    "elaunch ctl": ctl.parser,
+    "elaunch plan": plan.parser,
+    "elaunch simulate": simulate.parser,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +60,8 @@ def test_every_example_of_help_can_be_run(command: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("elaunch.cli.run.parse_nproc", lambda text: 1)
     for example in examples:
         words = shlex.split(example.replace("... ", ""))[1:]
-        if words[0] in ("ctl", "plan"):
-            {"ctl": ctl, "plan": plan}[words[0]].parser().parse_args(words[1:])
+        if words[0] in ("ctl", "plan", "simulate"):
+            {"ctl": ctl, "plan": plan, "simulate": simulate}[words[0]].parser().parse_args(words[1:])
         else:
             given = [] if "--rdzv-endpoint" in example or "--nnodes" not in example else ["--rdzv-endpoint=etcd"]
             config = run.parse([*given, *words])

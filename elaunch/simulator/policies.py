@@ -1,0 +1,46 @@
+"""The scheduling policies that a simulated cluster can have, by name, and how each of them is run.
+
+none     every job has its basic demand until it ends; the first that came starts first
+suika    Suika; a change moves state between devices, and processes stay
+suika-restart   the same decisions, but each change goes by way of a checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from elaunch.scheduler.model import SchedulingPolicy
+from elaunch.scheduler.settings import SuikaSettings
+from elaunch.scheduler.suika import Suika
+from elaunch.simulator.cluster import ClusterJob
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """How a policy is run.
+
+    Attributes:
+        make: returns a policy of its own for a simulation.
+        elastic: whether jobs may have more than their basic demand.
+        moves: whether a change moves state between devices; else it goes by way of a checkpoint.
+        interval_s: it is asked so often; 0: at each event.
+    """
+
+    make: Callable[[SuikaSettings], SchedulingPolicy]
+    elastic: bool = True
+    moves: bool = True
+    interval_s: float = 0.0
+
+    def job(self, job: ClusterJob) -> ClusterJob:
+        """Returns a job as this policy has it."""
+        if self.elastic:
+            return job
+        return replace(job, state=replace(job.state, most=job.state.basic))
+
+
+POLICIES: Mapping[str, PolicyRun] = {
+    "none": PolicyRun(Suika, elastic=False),
+    "suika": PolicyRun(Suika),
+    "suika-restart": PolicyRun(Suika, moves=False),
+}
