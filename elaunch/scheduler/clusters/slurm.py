@@ -67,28 +67,15 @@ class SlurmCluster:
     settings: SlurmSettings
     ids: dict[str, int] = field(default_factory=dict)
 
-    def nodes(self) -> list[Node]:
-        """Returns all nodes; devices that other jobs of Slurm have do not count."""
+    def look(self) -> tuple[list[Node], list[AgentReport]]:
+        """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
+        found = parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
         own: dict[str, int] = {}
-        for row in self._rows():
+        for row in found:
             if row.report.stage is not ClusterStage.ENDED:
                 own[row.node] = own.get(row.node, 0) + row.devices
-        return parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), own, self.settings.gpus)
-
-    def agents(self) -> list[AgentReport]:
-        """Returns what `squeue` has of this scheduler's agents, and what exit codes say of those that it has not."""
-        rows, doubles = without_doubles(self._rows())
-        for row in doubles:
-            self._cancel(row.id)
-        self.ids = {row.report.name: row.id for row in rows if row.report.stage is not ClusterStage.ENDED}
-        found = {row.report.name: row.report for row in rows}
-        for file in self.settings.folder.glob("*.exit"):
-            name = file.name.removesuffix(".exit")
-            if name not in found or found[name].stage is ClusterStage.ENDED:
-                with suppress(OSError, ValueError):
-                    code = int(file.read_text())
-                    found[name] = AgentReport(name, ClusterStage.ENDED, f"exit code {code}", code == 0)
-        return list(found.values())
+        nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), own, self.settings.gpus)
+        return nodes, self._agents(found)
 
     def start(self, request: AgentRequest) -> None:
         """Submits a batch job. Slurm never runs two of one name at a time (`--dependency=singleton`)."""
@@ -107,11 +94,22 @@ class SlurmCluster:
         with suppress(OSError):
             _file(self.settings.folder, name, "exit").unlink(missing_ok=True)
 
+    def _agents(self, found: Iterable[Row]) -> list[AgentReport]:
+        rows, doubles = without_doubles(found)
+        for row in doubles:
+            self._cancel(row.id)
+        self.ids = {row.report.name: row.id for row in rows if row.report.stage is not ClusterStage.ENDED}
+        reports = {row.report.name: row.report for row in rows}
+        for file in self.settings.folder.glob("*.exit"):
+            name = file.name.removesuffix(".exit")
+            if name not in reports or reports[name].stage is ClusterStage.ENDED:
+                with suppress(OSError, ValueError):
+                    code = int(file.read_text())
+                    reports[name] = AgentReport(name, ClusterStage.ENDED, f"exit code {code}", code == 0)
+        return list(reports.values())
+
     def _cancel(self, number: int) -> None:
         run(["scancel", str(number)])
-
-    def _rows(self) -> list[Row]:
-        return parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
 
 
 # -- what goes to Slurm -----------------------------------------------------------------------------------------------

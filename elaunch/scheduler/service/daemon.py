@@ -47,7 +47,7 @@ from elaunch.scheduler.service.documents import (
 from elaunch.scheduler.service.reports import JobReport, JobReports
 from elaunch.scheduler.service.stored import Stored, read_all
 
-LEASE_S = 15.0
+LEASE_S = 10.0
 KEPT_S = 7 * 24 * 3600.0  # jobs that have ended
 
 
@@ -173,8 +173,8 @@ class Daemon:
         """
         now_t, limits = self._clock(), self._settings.limits
         stored, jobs = self._read()
-        self.nodes = self._cluster.nodes()
-        agents = {report.name: report for report in self._cluster.agents()}
+        self.nodes, found = self._cluster.look()
+        agents = {report.name: report for report in found}
         ids = {job.spec.name: rdzv_id(job) for job in jobs if job.progress.agents}
         reports = self._reports.look(ids.values())
 

@@ -269,6 +269,11 @@ def devices_text(allocation: Allocation) -> str:
     return ", ".join(f"{devices} on {node}" for node, devices in sorted(allocation.items())) or "nothing"
 
 
+def count_text(devices: int) -> str:
+    """Returns a number of devices for people."""
+    return f"{devices} device{'' if devices == 1 else 's'}"
+
+
 def pairs(allocation: Allocation) -> Devices:
     """Returns an allocation as documents have it."""
     return tuple(sorted(allocation.items()))
