@@ -80,15 +80,16 @@ def test_of_two_jobs_with_one_name_the_first_that_lives_stays() -> None:
 
 
 def test_nodes_have_the_devices_that_others_do_not_use() -> None:
-    assert parse_nodes(NODES, {"n1": 2}, gpus=True) == [
+    rows = parse_jobs(JOBS + "19|RUNNING|elaunch:main:c.1.1|n3|1|None\n", "main")
+    assert parse_nodes(NODES, rows, gpus=True) == [
         Node("n1", 3, "a100", "rack1"),  # one of the four is a stranger's
         Node("n2", 4, "a100", "rack2", usable=False),
-        Node("n3", 4, "v100", usable=False),  # it does not respond
+        Node("n3", 1, "v100"),  # it does not respond: what is there stays
         Node("n5", 2, usable=False),
     ]
-    assert parse_nodes(NODES, {}, gpus=False)[0] == Node("n1", 5, "", "rack1")
-    assert parse_nodes(NODES, {}, gpus=False)[3] == Node("n4", 8)
-    assert parse_nodes("", {}, gpus=True) == []
+    assert parse_nodes(NODES, [], gpus=False)[0] == Node("n1", 5, "", "rack1")
+    assert parse_nodes(NODES, [], gpus=False)[3] == Node("n4", 8)
+    assert parse_nodes("", [], gpus=True) == []
 
 
 def test_a_submission_names_node_devices_and_agent(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ QUEUED_STATES = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL
 RUNNING_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 
 NODES = "NodeList:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|,Features:|"
-JOBS = "%A|%T|%j|%N|%k|%r"
+JOBS = "%A|%T|%j|%n|%k|%r"
 
 SCRIPT = """#!/bin/sh
 # One agent of elaunch. Its exit code outlives Slurm's memory of this job.
@@ -70,11 +71,7 @@ class SlurmCluster:
     def look(self) -> tuple[list[Node], list[AgentReport]]:
         """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
         found = parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
-        own: dict[str, int] = {}
-        for row in found:
-            if row.report.stage is not ClusterStage.ENDED:
-                own[row.node] = own.get(row.node, 0) + row.devices
-        nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), own, self.settings.gpus)
+        nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), found, self.settings.gpus)
         return nodes, self._agents(found)
 
     def start(self, request: AgentRequest) -> None:
@@ -172,7 +169,7 @@ def run(command: Sequence[str], text: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A batch job of this scheduler, as `squeue` shows it: its number, the report of its agent, node and devices."""
+    """A batch job of this scheduler, as `squeue` shows it: number, report of its agent, requested node, devices."""
 
     id: int
     report: AgentReport
@@ -215,14 +212,20 @@ def without_doubles(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return list(kept.values()), doubles
 
 
-def parse_nodes(text: str, own: Mapping[str, int], gpus: bool) -> list[Node]:
+def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
     """Returns the nodes that have devices.
 
     Args:
         text: of `sinfo`, in the format `NODES`; a node in several partitions comes several times.
-        own: devices of each node that this scheduler's agents have.
+        rows: of this scheduler's agents.
         gpus: what a device is.
     """
+    running, asked = Counter[str](), Counter[str]()
+    for row in rows:
+        if row.report.stage is not ClusterStage.ENDED:
+            asked[row.node] += row.devices
+        if row.report.stage is ClusterStage.RUNNING:
+            running[row.node] += row.devices
     nodes: dict[str, Node] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -230,10 +233,12 @@ def parse_nodes(text: str, own: Mapping[str, int], gpus: bool) -> list[Node]:
             continue
         name, state, cpus, gres, gres_used, features = parts[:6]
         taken, _, other, total = (int(part) if part.isdecimal() else 0 for part in (cpus.split("/") + [""] * 4)[:4])
-        usable = state.rstrip("~#+-") in USABLE
+        usable = state.rstrip("*~#+-") in USABLE
         if gpus:
             taken, other, total = _gpus(gres_used), 0, _gpus(gres)
-        devices = total - max(0, taken - own.get(name, 0)) - (other if usable else 0)
+        devices = total - max(0, taken - running[name]) - (other if usable else 0)
+        if state.endswith("*"):  # it does not respond, often for a moment only: nothing new comes, what is there stays
+            devices = asked[name]
         if total > 0:
             nodes[name] = Node(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
     return list(nodes.values())
