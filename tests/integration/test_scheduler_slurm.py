@@ -106,7 +106,7 @@ class Cluster:
         placements = by_name(stored.schedule.placements)
         jobs = [JobNow(spec, stored.progress[spec.name], placements[spec.name]) for spec in stored.jobs]
         nodes = [Node(row.name, row.devices, row.kind, row.rack, row.usable) for row in stored.schedule.nodes]
-        speeds = KnownSpeeds().of((spec, JobReport()) for spec in stored.jobs)
+        speeds = KnownSpeeds().of([(spec, JobReport()) for spec in stored.jobs], nodes, time.time())
         again, _ = next_schedule(Suika(), jobs, nodes, speeds, time.time(), WaitLimits())
         assert by_name(again.placements).keys() == placements.keys()
         for name, placement in by_name(again.placements).items():

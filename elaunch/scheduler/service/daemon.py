@@ -13,7 +13,7 @@ A daemon that is killed anywhere in this leaves documents from which the next on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class LeadLost(ElaunchError):
 class Speeds(Protocol):
     """Says how fast jobs are on what they might get."""
 
-    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]]) -> dict[str, Speed]:
+    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[Node], now_t: float) -> dict[str, Speed]:
         """Returns the speeds of those jobs of which something is known."""
 
 
@@ -188,7 +188,7 @@ class Daemon:
             progress, told = advance(job.spec, job.progress, seen(job), limits)
             notes += told
             advanced.append(replace(job, progress=progress))
-        speeds = self._speeds.of((job.spec, seen(job).report) for job in advanced)
+        speeds = self._speeds.of([(job.spec, seen(job).report) for job in advanced], self.nodes, now_t)
         decided, answer = next_schedule(self._policy, advanced, self.nodes, speeds, now_t, limits)
         placements = by_name(decided.placements)
         placed = [replace(job, placement=placements.get(job.spec.name, PlacementDoc("", -1))) for job in advanced]
