@@ -162,13 +162,11 @@ def _pays(job: JobDraft, devices: Mapping[str, int], more_rate: float, settings:
 
     What a job has to change in any case is not counted, nor that of one that has not started.
     """
-    if job.speed is None or not job.job.running:
+    if job.speed is None or not job.job.running or math.isinf(settings.horizon_s):
         return True
     horizon_s = settings.horizon_s
     if job.job.left_s is not None:
         horizon_s = min(horizon_s, job.job.left_s * job.speed.rate(job.base) / job.rate())
-    if math.isinf(horizon_s):
-        return True
     before, here = job.job.allocation, job.allocation
     cost_s = job.speed.change_s(before, merged([here, devices]))
     if here != before:
