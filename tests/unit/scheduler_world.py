@@ -228,11 +228,8 @@ class FakeCluster:
 
     world: World
 
-    def nodes(self) -> list[Node]:
-        return self.world.nodes()
-
-    def agents(self) -> list[AgentReport]:
-        return self.world.reports()
+    def look(self) -> tuple[list[Node], list[AgentReport]]:
+        return self.world.nodes(), self.world.reports()
 
     def start(self, request: AgentRequest) -> None:
         self.world.start(request)

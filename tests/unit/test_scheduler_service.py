@@ -41,7 +41,7 @@ class Rig:
     def new_daemon(self) -> Daemon:
         self.count += 1
         store: Any = Watched(self.store, self.calls, ("replace", "create", "delete", "range", "grant"))
-        cluster: Any = Watched(FakeCluster(self.world), self.calls, ("nodes", "agents", "start", "stop", "forget"))
+        cluster: Any = Watched(FakeCluster(self.world), self.calls, ("look", "start", "stop", "forget"))
         reports: Any = Watched(FakeReports(self.world), self.calls, ("look", "ask_to_leave", "ask_size"))
         return Daemon(
             DaemonSettings("main", f"d{self.count}", "etcd:1", WaitLimits(queue_s=10.0, stop_s=5.0, lost_s=5.0)),
@@ -174,7 +174,7 @@ def test_a_job_that_lies_about_its_minimum_is_ended() -> None:
     one.submit("a", 1, 1, start_s=20.0, attempts=2)
     one.until_all_ended()
     assert one.progress("a").stage is JobStage.FAILED
-    assert one.progress("a").message == ("no step has committed within 20 s on 1 devices, which it says are enough")
+    assert one.progress("a").message == ("no step has committed within 20 s on 1 device, its basic demand")
 
 
 def test_an_agent_that_never_leaves_is_killed_in_the_end() -> None:

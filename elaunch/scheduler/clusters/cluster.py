@@ -68,13 +68,11 @@ class AgentReport:
 class Cluster(Protocol):
     """A cluster. Every call returns or raises `ClusterUnavailable` in bounded time."""
 
-    def nodes(self) -> list[Node]:
-        """Returns all nodes; those of their devices that others use do not count."""
+    def look(self) -> tuple[list[Node], list[AgentReport]]:
+        """Returns all nodes, and what the cluster knows of the agents of this scheduler.
 
-    def agents(self) -> list[AgentReport]:
-        """Returns what the cluster knows of the agents of this scheduler, ended ones included until `forget`.
-
-        One that is neither here nor was forgotten is lost: it has ended, and nobody knows how.
+        Of the nodes' devices those that others use do not count. Agents that have ended are there until `forget`; one
+        that is neither there nor was forgotten is lost: it has ended, and nobody knows how.
         """
 
     def start(self, request: AgentRequest) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ QUEUED_STATES = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL
 RUNNING_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 
 NODES = "NodeList:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|,Features:|"
-JOBS = "%A|%T|%j|%N|%k|%r"
+JOBS = "%A|%T|%j|%n|%k|%r"
 
 SCRIPT = """#!/bin/sh
 # One agent of elaunch. Its exit code outlives Slurm's memory of this job.
@@ -67,28 +68,11 @@ class SlurmCluster:
     settings: SlurmSettings
     ids: dict[str, int] = field(default_factory=dict)
 
-    def nodes(self) -> list[Node]:
-        """Returns all nodes; devices that other jobs of Slurm have do not count."""
-        own: dict[str, int] = {}
-        for row in self._rows():
-            if row.report.stage is not ClusterStage.ENDED:
-                own[row.node] = own.get(row.node, 0) + row.devices
-        return parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), own, self.settings.gpus)
-
-    def agents(self) -> list[AgentReport]:
-        """Returns what `squeue` has of this scheduler's agents, and what exit codes say of those that it has not."""
-        rows, doubles = without_doubles(self._rows())
-        for row in doubles:
-            self._cancel(row.id)
-        self.ids = {row.report.name: row.id for row in rows if row.report.stage is not ClusterStage.ENDED}
-        found = {row.report.name: row.report for row in rows}
-        for file in self.settings.folder.glob("*.exit"):
-            name = file.name.removesuffix(".exit")
-            if name not in found or found[name].stage is ClusterStage.ENDED:
-                with suppress(OSError, ValueError):
-                    code = int(file.read_text())
-                    found[name] = AgentReport(name, ClusterStage.ENDED, f"exit code {code}", code == 0)
-        return list(found.values())
+    def look(self) -> tuple[list[Node], list[AgentReport]]:
+        """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
+        found = parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
+        nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), found, self.settings.gpus)
+        return nodes, self._agents(found)
 
     def start(self, request: AgentRequest) -> None:
         """Submits a batch job. Slurm never runs two of one name at a time (`--dependency=singleton`)."""
@@ -107,11 +91,22 @@ class SlurmCluster:
         with suppress(OSError):
             _file(self.settings.folder, name, "exit").unlink(missing_ok=True)
 
+    def _agents(self, found: Iterable[Row]) -> list[AgentReport]:
+        rows, doubles = without_doubles(found)
+        for row in doubles:
+            self._cancel(row.id)
+        self.ids = {row.report.name: row.id for row in rows if row.report.stage is not ClusterStage.ENDED}
+        reports = {row.report.name: row.report for row in rows}
+        for file in self.settings.folder.glob("*.exit"):
+            name = file.name.removesuffix(".exit")
+            if name not in reports or reports[name].stage is ClusterStage.ENDED:
+                with suppress(OSError, ValueError):
+                    code = int(file.read_text())
+                    reports[name] = AgentReport(name, ClusterStage.ENDED, f"exit code {code}", code == 0)
+        return list(reports.values())
+
     def _cancel(self, number: int) -> None:
         run(["scancel", str(number)])
-
-    def _rows(self) -> list[Row]:
-        return parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
 
 
 # -- what goes to Slurm -----------------------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ def run(command: Sequence[str], text: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A batch job of this scheduler, as `squeue` shows it: its number, the report of its agent, node and devices."""
+    """A batch job of this scheduler, as `squeue` shows it: number, report of its agent, requested node, devices."""
 
     id: int
     report: AgentReport
@@ -217,14 +212,20 @@ def without_doubles(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return list(kept.values()), doubles
 
 
-def parse_nodes(text: str, own: Mapping[str, int], gpus: bool) -> list[Node]:
+def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
     """Returns the nodes that have devices.
 
     Args:
         text: of `sinfo`, in the format `NODES`; a node in several partitions comes several times.
-        own: devices of each node that this scheduler's agents have.
+        rows: of this scheduler's agents.
         gpus: what a device is.
     """
+    running, asked = Counter[str](), Counter[str]()
+    for row in rows:
+        if row.report.stage is not ClusterStage.ENDED:
+            asked[row.node] += row.devices
+        if row.report.stage is ClusterStage.RUNNING:
+            running[row.node] += row.devices
     nodes: dict[str, Node] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -232,10 +233,12 @@ def parse_nodes(text: str, own: Mapping[str, int], gpus: bool) -> list[Node]:
             continue
         name, state, cpus, gres, gres_used, features = parts[:6]
         taken, _, other, total = (int(part) if part.isdecimal() else 0 for part in (cpus.split("/") + [""] * 4)[:4])
-        usable = state.rstrip("~#+-") in USABLE
+        usable = state.rstrip("*~#+-") in USABLE
         if gpus:
             taken, other, total = _gpus(gres_used), 0, _gpus(gres)
-        devices = total - max(0, taken - own.get(name, 0)) - (other if usable else 0)
+        devices = total - max(0, taken - running[name]) - (other if usable else 0)
+        if state.endswith("*"):  # it does not respond, often for a moment only: nothing new comes, what is there stays
+            devices = asked[name]
         if total > 0:
             nodes[name] = Node(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
     return list(nodes.values())

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elaunch.scheduler.clusters.cluster import AgentReport, ClusterStage
-from elaunch.scheduler.service.documents import FINAL, AgentDoc, AgentStage, JobProgress, JobSpec, JobStage, agent_name
+from elaunch.scheduler.service.documents import (
+    FINAL,
+    AgentDoc,
+    AgentStage,
+    JobProgress,
+    JobSpec,
+    JobStage,
+    agent_name,
+    count_text,
+)
 from elaunch.scheduler.service.reports import JobReport
 
 
@@ -168,7 +177,7 @@ class _Advance:
         if agent.stage is AgentStage.RUNNING and agent.member in self._seen.report.working:
             agent = moved(agent, AgentStage.JOINED, now_t)
             self._set(arrivals=0)
-            self._note("joined", f"has {agent.devices} devices on {agent.node}")
+            self._note("joined", f"has {count_text(agent.devices)} on {agent.node}")
         waited_s = now_t - agent.since_t
         if agent.stage is AgentStage.QUEUED and waited_s >= limits.queue_s:
             why = "" if report is None else f": {report.why}"
@@ -235,8 +244,8 @@ class _Advance:
             self._fail(f"{progress.arrivals} agents in a row did not join; see their logs")
         elif not progress.first_step_t and self._seen.now_t >= progress.started_t + self._spec.start_s:
             self._fail(
-                f"no step has committed within {self._spec.start_s:g} s on {self._spec.basic} devices, "
-                "which it says are enough"
+                f"no step has committed within {self._spec.start_s:g} s on {count_text(self._spec.basic)}, "
+                "its basic demand"
             )
 
     def _has_basic(self) -> bool:

@@ -22,6 +22,7 @@ from elaunch.scheduler.service.documents import (
     JobStage,
     PlacementDoc,
     agent_name,
+    count_text,
     devices_text,
     read_agent_name,
 )
@@ -82,7 +83,7 @@ def _changed(job: JobNow, free: dict[str, int], now_t: float, limits: WaitLimits
             if free.get(node, 0) >= devices:
                 free[node] -= devices
                 added.append((node, devices))
-    notes = [Note(spec.name, "grows", f"gets {devices} devices on {node}") for node, devices in added]
+    notes = [Note(spec.name, "grows", f"gets {count_text(devices)} on {node}") for node, devices in added]
     # A job that moves gets its new nodes first, so that it need not wait for them.
     waits = (arriving or added) and now_t < asked_t + limits.move_s
     stays = any(agent.stage is AgentStage.JOINED for agent in progress.staying if agent not in leaving)

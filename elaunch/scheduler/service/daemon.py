@@ -13,7 +13,7 @@ A daemon that is killed anywhere in this leaves documents from which the next on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ from elaunch.scheduler.service.documents import (
 from elaunch.scheduler.service.reports import JobReport, JobReports
 from elaunch.scheduler.service.stored import Stored, read_all
 
-LEASE_S = 15.0
+LEASE_S = 10.0
 KEPT_S = 7 * 24 * 3600.0  # jobs that have ended
 
 
@@ -58,7 +58,7 @@ class LeadLost(ElaunchError):
 class Speeds(Protocol):
     """Says how fast jobs are on what they might get."""
 
-    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]]) -> dict[str, Speed]:
+    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[Node], now_t: float) -> dict[str, Speed]:
         """Returns the speeds of those jobs of which something is known."""
 
 
@@ -173,8 +173,8 @@ class Daemon:
         """
         now_t, limits = self._clock(), self._settings.limits
         stored, jobs = self._read()
-        self.nodes = self._cluster.nodes()
-        agents = {report.name: report for report in self._cluster.agents()}
+        self.nodes, found = self._cluster.look()
+        agents = {report.name: report for report in found}
         ids = {job.spec.name: rdzv_id(job) for job in jobs if job.progress.agents}
         reports = self._reports.look(ids.values())
 
@@ -188,7 +188,7 @@ class Daemon:
             progress, told = advance(job.spec, job.progress, seen(job), limits)
             notes += told
             advanced.append(replace(job, progress=progress))
-        speeds = self._speeds.of((job.spec, seen(job).report) for job in advanced)
+        speeds = self._speeds.of([(job.spec, seen(job).report) for job in advanced], self.nodes, now_t)
         decided, answer = next_schedule(self._policy, advanced, self.nodes, speeds, now_t, limits)
         placements = by_name(decided.placements)
         placed = [replace(job, placement=placements.get(job.spec.name, PlacementDoc("", -1))) for job in advanced]

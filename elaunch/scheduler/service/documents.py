@@ -45,6 +45,8 @@ class JobSpec:
         user: whose quota counts.
         profile: the text of a profile; empty: it is measured while it trains.
         rates: samples per second by number of devices, if somebody knows them; they go before a profile.
+        global_batch_size, micro_batch_size: samples of a step and of a micro-batch; 0: no profile is of use.
+        pp, tp: stages of a pipeline and workers of a tensor-parallel group, on the basic demand.
         options: for the cluster's command (`sbatch`).
         attempts: how often it may fail in a row without progress.
         start_s: how long it may take until its first step.
@@ -65,6 +67,10 @@ class JobSpec:
     user: str = ""
     profile: str = ""
     rates: tuple[tuple[int, float], ...] = ()
+    global_batch_size: int = 0
+    micro_batch_size: int = 0
+    pp: int = 1
+    tp: int = 1
     options: tuple[str, ...] = ()
     attempts: int = 3
     start_s: float = 1800.0
@@ -80,6 +86,15 @@ class JobSpec:
             raise UsageError(f"basic {self.basic}, most {self.most}: expected 1 <= basic <= most devices")
         if self.unit < 1 or self.attempts < 1:
             raise UsageError("unit and attempts must be 1 or more")
+        if self.pp < 1 or self.tp < 1 or self.basic % (self.pp * self.tp):
+            raise UsageError(
+                f"basic {self.basic}, pp {self.pp}, tp {self.tp}: expected whole pipelines of pp × tp devices"
+            )
+        if not (0 < self.micro_batch_size <= self.global_batch_size or self.global_batch_size == 0):
+            raise UsageError(
+                "global_batch_size and micro_batch_size go together: how many samples a step has, and how "
+                "many of them a worker does at once"
+            )
         if any(devices < 1 or rate < 0 for devices, rate in self.rates):
             raise UsageError("rates: expected samples per second, 0 or more, by number of devices, 1 or more")
         if not (self.start_s > 0 and self.leave_s > 0):
@@ -267,6 +282,11 @@ class ScheduleDoc:
 def devices_text(allocation: Allocation) -> str:
     """Returns an allocation for people, such as `2 on n1, 1 on n3`."""
     return ", ".join(f"{devices} on {node}" for node, devices in sorted(allocation.items())) or "nothing"
+
+
+def count_text(devices: int) -> str:
+    """Returns a number of devices for people."""
+    return f"{devices} device{'' if devices == 1 else 's'}"
 
 
 def pairs(allocation: Allocation) -> Devices:

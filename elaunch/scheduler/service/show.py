@@ -17,6 +17,7 @@ from elaunch.scheduler.service.documents import (
     JobStage,
     PlacementDoc,
     by_name,
+    count_text,
     devices_text,
 )
 from elaunch.scheduler.service.stored import Stored
@@ -53,15 +54,17 @@ def describe(stored: Stored) -> str:
         for name, devices in held(stored.progress_of(spec)).items():
             users.setdefault(name, []).append(f"{spec.name} {devices}")
     for node in stored.schedule.nodes:
-        kind = f" {node.kind}" if node.kind else ""
+        kind = f" of kind {node.kind}" if node.kind else ""
         remark = "" if node.usable else ", not usable"
-        lines.append(f"node {node.name}: {node.devices}{kind} devices{remark}: {', '.join(users.get(node.name, []))}")
+        lines.append(
+            f"node {node.name}: {count_text(node.devices)}{kind}{remark}: {', '.join(users.get(node.name, []))}"
+        )
     for spec in stored.jobs:
         progress = stored.progress_of(spec)
         has = held(progress)
         step = f", step {progress.step:,}" if progress.step >= 0 else ""
         size = str(spec.basic) if spec.most == spec.basic else f"{spec.basic} to {spec.most}"
-        has_text = f" on {devices_of(has)} devices ({devices_text(has)})" if has else ""
+        has_text = f" on {count_text(devices_of(has))} ({devices_text(has)})" if has else ""
         lines.append(f"job {spec.name}: {_stage_text(progress)}{has_text}, of {size}{step}")
         if why := _why(spec, stored, placements):
             lines.append(f"    {why}")

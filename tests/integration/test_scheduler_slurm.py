@@ -1,0 +1,197 @@
+"""`elaunch schedule` on a real Slurm: elastic jobs come, grow, give nodes back; nodes and the daemon are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.scheduler.model import Node
+from elaunch.scheduler.service.advance import WaitLimits
+from elaunch.scheduler.service.changes import JobNow
+from elaunch.scheduler.service.decide import next_schedule
+from elaunch.scheduler.service.documents import AgentStage, JobStage, by_name
+from elaunch.scheduler.service.known import KnownSpeeds
+from elaunch.scheduler.service.reports import JobReport
+from elaunch.scheduler.service.stored import Stored, read_all
+from elaunch.scheduler.suika import Suika
+from tests.helpers import ROOT, Spawned, Spawner, wait_until
+from tests.jobs.watch import Node as Agent
+from tests.jobs.watch import digests, losses
+from tests.slurm import TestSlurm, slurm
+
+SCRIPT = ROOT / "tests" / "jobs" / "endless.py"
+LIMIT_S = 90.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Cluster:
+    """A Slurm, an etcd, the daemon, and what stands in etcd."""
+
+    def __init__(self, spawn: Spawner, folder: Path, commands: TestSlurm, endpoint: str, store: EtcdStore) -> None:
+        self.spawn, self.folder, self.slurm, self.store = spawn, folder, commands, store
+        self.daemon: Spawned | None = None
+        self.env = {
+            "SLURM_CONF": str(commands.configuration),
+            "PET_RDZV_ENDPOINT": endpoint,
+            "ELAUNCH_PRELOAD": "",  # nobody dies: no warm parents
+        }
+
+    def schedule(self, *words: object) -> Spawned:
+        return self.spawn.elaunch("schedule", *words, env=self.env, name=f"schedule-{words[0]}")
+
+    def run(self) -> Spawned:
+        events = self.folder / "schedule.jsonl"
+        self.daemon = self.schedule(
+            "run", f"--folder={self.folder / 'agents'}", "--devices=cpu", "--interval=0.5", f"--events={events}"
+        )
+        return self.daemon
+
+    def submit(self, name: str, *flags: str, rates: str = "") -> None:
+        file = self.folder / f"{name}.toml"
+        file.write_text(f'name = "{name}"\nleave_s = 60\n{rates}')
+        events = self.folder / f"{name}-%n.jsonl"
+        script = [SCRIPT, self.folder / f"{name}.end", "0.05"]
+        ended = self.schedule("submit", *flags, file, "--", "--events", events, *script)
+        assert ended.wait(LIMIT_S) == 0, ended.tail()
+
+    def stored(self) -> Stored:
+        return read_all(self.store, "main")
+
+    def held(self) -> dict[str, list[str]]:
+        """The nodes on which each job runs, as Slurm says."""
+        found: dict[str, list[str]] = {}
+        for name, node in self.slurm.running().items():
+            found.setdefault(name.split(":")[2].split(".")[0], []).append(node)
+        return {job: sorted(nodes) for job, nodes in found.items()}
+
+    def agents(self, job: str) -> list[Agent]:
+        return [Agent(None, path) for path in sorted(self.folder.glob(f"{job}-*.jsonl"))]  # type: ignore[arg-type]
+
+    def last_step(self, job: str) -> int:
+        return max((agent.last_step() for agent in self.agents(job)), default=-1)
+
+    def settled(self, sizes: dict[str, int], without: str = "") -> dict[str, list[str]]:
+        """Waits until jobs have so many nodes, all of which take part, as Slurm, etcd and the jobs say."""
+
+        def there() -> dict[str, list[str]] | None:
+            time.sleep(0.2)
+            progress = self.stored().progress
+            stages = {agent.stage for job in sizes if job in progress for agent in progress[job].agents}
+            if stages != {AgentStage.JOINED} or [self.members(job) for job in sizes] != list(sizes.values()):
+                return None
+            held = self.held()
+            used = [node for nodes in held.values() for node in nodes]
+            return held if {job: len(nodes) for job, nodes in held.items()} == sizes and without not in used else None
+
+        return wait_until(there, LIMIT_S, lambda: f"{sizes}; there are {self.held()}")
+
+    def members(self, job: str) -> int:
+        """How many did the newest step."""
+        steps = [event for agent in self.agents(job) for event in agent.events("step")]
+        return max(steps, key=lambda event: event["step"])["members"] if steps else 0
+
+    def check_schedule(self) -> None:
+        """What stands in etcd and what Slurm has is what the pure function says of it."""
+        stored = self.stored()
+        placements = by_name(stored.schedule.placements)
+        jobs = [JobNow(spec, stored.progress[spec.name], placements[spec.name]) for spec in stored.jobs]
+        nodes = [Node(row.name, row.devices, row.kind, row.rack, row.usable) for row in stored.schedule.nodes]
+        speeds = KnownSpeeds().of([(spec, JobReport()) for spec in stored.jobs], nodes, time.time())
+        again, _ = next_schedule(Suika(), jobs, nodes, speeds, time.time(), WaitLimits())
+        assert by_name(again.placements).keys() == placements.keys()
+        for name, placement in by_name(again.placements).items():
+            assert dict(placement.allocation) == dict(placements[name].allocation)
+            assert sorted(placement.allocation) == self.held()[name]
+
+    def end(self, job: str) -> None:
+        (self.folder / f"{job}.end").touch()
+        wait_until(lambda: self.stored().progress[job].stage is JobStage.DONE, LIMIT_S, f"the end of {job}")
+
+
+@pytest.fixture
+def cluster(spawn: Spawner, tmp_path: Path, etcd: EmbeddedEtcd) -> Iterator[Cluster]:
+    store = EtcdStore(etcd.endpoint, timeout_s=5.0)
+    with contextlib.closing(store), slurm(spawn, nodes=4, cpus=1) as commands:
+        here = Cluster(spawn, tmp_path, commands, etcd.endpoint, store)
+        try:
+            yield here
+        finally:
+            if here.daemon is not None:
+                here.daemon.end()
+
+
+RATES = """
+[rates]
+1 = 10.0
+2 = 19.5
+3 = {three}
+"""
+
+
+def test_elastic_jobs_share_a_slurm(cluster: Cluster) -> None:
+    cluster.submit("a", "--basic=1", "--most=3", rates=RATES.format(three=28.0))
+    cluster.submit("b", "--basic=1", "--most=3", rates=RATES.format(three=20.0))
+    daemon = cluster.run()
+    held = cluster.settled({"a": 2, "b": 2})  # growth goes where the next device brings most
+    cluster.check_schedule()
+
+    drained = held["b"][-1]
+    cluster.slurm("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
+    cluster.settled({"a": 2, "b": 1}, without=drained)
+    cluster.check_schedule()
+
+    daemon.signal(signal.SIGKILL)
+    assert daemon.wait(LIMIT_S) == -signal.SIGKILL
+    before = cluster.slurm.running()
+    steps = cluster.last_step("a")
+    cluster.submit("c", "--basic=1", "--priority=5")
+    wait_until(lambda: cluster.last_step("a") > steps, LIMIT_S, "steps without a daemon")
+    daemon = cluster.run()
+    cluster.settled({"a": 1, "b": 1, "c": 1}, without=drained)
+    cluster.check_schedule()
+    after = cluster.slurm.running()
+    assert {name for name in before if name in after} == set(after) - {"elaunch:main:c.0.0"}, "nothing was started anew"
+    wait_until(lambda: cluster.last_step("c") >= 10, LIMIT_S, "steps of c")
+    status = cluster.schedule("status")
+    assert status.wait(LIMIT_S) == 0, status.tail()
+    assert "job c: running on 1 device" in status.text()
+    assert f"node {drained}: 1 device, not usable" in status.text()
+    assert "job c needs 1 device" in status.text()
+
+    cluster.end("c")
+    cluster.slurm("scontrol", "update", f"NodeName={drained}", "State=RESUME")
+    cluster.settled({"a": 2, "b": 2})
+    cluster.end("a")
+    cluster.settled({"b": 3})
+    cluster.end("b")
+
+    wait_until(lambda: not cluster.held(), LIMIT_S, "the end of all agents")
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(LIMIT_S) == 0, daemon.tail()
+    for job in ("a", "b", "c"):
+        progress = cluster.stored().progress[job]
+        assert (progress.attempt, progress.agents) == (0, ()), "nobody began again"
+        assert len(losses(cluster.agents(job))) > 10, "each step committed once, see there"
+    done = {job: digests(cluster.agents(job)) for job in ("a", "b", "c")}
+    for job in ("a", "b"):  # c was never disturbed, and these two at other steps
+        assert done[job][: len(done["c"])] == done["c"]
+    shared = min(len(done["a"]), len(done["b"]))
+    assert done["a"][:shared] == done["b"][:shared]
+    interrupted = [event for job in done for agent in cluster.agents(job) for event in agent.events("transition")]
+    assert not any(event["interrupted"] for event in interrupted), "nodes come and leave between two steps"
+    kinds = {event["kind"] for event in events(cluster.folder / "schedule.jsonl")}
+    assert {"leads", "decided", "starts", "grows", "shrinks", "joined", "done"} <= kinds
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
