@@ -299,6 +299,16 @@ class Profile:
         return costs if len(set(costs)) > 1 else ()
 
     @cached_property
+    def parameter_bytes(self) -> int:
+        """Returns the bytes of all layers' parameters."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @cached_property
+    def output_bytes_per_row(self) -> float:
+        """Returns what an average layer gives to the next one."""
+        return self._outputs[-1] / len(self.layers)
+
+    @cached_property
     def _outputs(self) -> list[int]:
         return list(accumulate((layer.output_bytes_per_row for layer in self.layers), initial=0))
 

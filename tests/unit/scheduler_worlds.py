@@ -34,7 +34,12 @@ class World:
             started_s = (self.now_s if job.started_s is None else job.started_s) if placement.base else None
             changed_s = job.changed_s if placement.allocation == dict(job.allocation) else self.now_s
             self.jobs[name] = replace(
-                job, base=placement.base, growths=placement.growths, started_s=started_s, changed_s=changed_s
+                job,
+                base=placement.base,
+                growths=placement.growths,
+                started_s=started_s,
+                changed_s=changed_s,
+                settling=job.settling and bool(placement.base),
             )
 
     def running(self) -> set[str]:
@@ -62,8 +67,7 @@ def check(schedule: Schedule, jobs: Mapping[str, JobState], nodes: Sequence[Node
             assert not job.whole_nodes or devices == by_name[node].devices
             used[node] = used.get(node, 0) + devices
         before = dict(job.allocation) if job.running else {}
-        assert (has != before or not job.running) == (name in reasons) or (has == before and name not in reasons)
-        assert has or name in reasons, f"{name} has nothing, and nobody says why"
+        assert (name in reasons) == (has != before or not has)
         if job.settling and has != before:
             assert any(not by_name[node].usable for node in before if node in by_name)
     for node, devices in used.items():

@@ -320,7 +320,19 @@ def test_several_predecessors_find_what_one_at_a_time_does_not() -> None:
         times = (estimate_step(expanded(plan, members, of(n_layers), window=n), of(n_layers)).step_s for n in (1, 8))
         took_s[n_layers] = pytest.approx(tuple(times), rel=1e-6)
     # In parallel without any loss it would be 108.
-    assert took_s == {6: (152, 117), 4: (81, 81)}  # there are no more than four stages for four layers
+    assert took_s == {6: (150, 117), 4: (81, 81)}  # there are no more than four stages for four layers
+
+
+def test_newcomers_make_pipelines_where_gradients_travel_slowly() -> None:
+    """And replicas where they do not."""
+    for bandwidth, is_pipeline in ((1e9, False), (20.0, True)):
+        layers = (replace(LAYER, output_bytes_per_row=1),) * 12
+        profile = replace(EVEN, layers=layers, bandwidth_bytes_per_s=bandwidth)
+        workers = names(4)
+        found = expanded(symmetric(workers[:1], 12, 16, 1), workers, profile)
+        replicas = symmetric(workers, 12, 16, 1, dp=4)
+        assert (estimate_step(found, profile).step_s < estimate_step(replicas, profile).step_s) == is_pipeline
+        assert (len({tile.layers for tile in found.tiles}) > 1) == is_pipeline
 
 
 def tp_groups(plan: Plan) -> set[tuple[str, ...]]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 from elaunch.plan.build import Stage
 from elaunch.plan.tiling import Plan
 from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.resize import balanced, pace, with_rows
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of, width_of
-from elaunch.policy.estimate import stage_bytes
+from elaunch.policy.estimate import estimate_step, stage_bytes
 from elaunch.policy.profile import Profile
 from elaunch.rendezvous.membership import node_of
 
@@ -27,6 +29,11 @@ GROUPS = 16
 """The newcomers are added in so many groups of a node, or more (w = N / 16 and at most 8: Suika 3.2)."""
 
 MOST_GROUP = 8
+
+WEIGHTS = ((0.0, 0.0), (0.0, 1.0), (3.0, 1.0))
+"""Of sending on the rows of a turn and of reducing gradients, in a step's seconds by closed form, which knows neither
+what pipelines wait for nor what is hidden. Skeletons are looked for with each, and the best of each is played through.
+"""
 
 Skeleton = tuple[Stage, ...]
 
@@ -67,25 +74,47 @@ def expanded(
             else "nobody is free"
         )
     groups = _grouped(_by_affinity(new, sorted(busy), profile), len(busy))
-    first = _grown(plan, [_whole(stage) for stage in base], profile)
-    best: list[_Grown | None] = [first]
+    first = [_whole(stage) for stage in base]
+    found: dict[Skeleton, Plan] = {}
+    reason = "there are no more micro-batches or layers for newcomers"
+    for weights in WEIGHTS:
+        for skeleton in _skeletons(plan, first, groups, profile, window, widths, weights):
+            if skeleton in found:
+                break
+            dp_size = max(len(stage.replicas) for stage in skeleton)
+            given = [with_rows(_padded(stage, dp_size), profile) for stage in skeleton]
+            try:
+                found[skeleton] = balanced(plan, given, members, profile)
+                break
+            except NotPossible as error:
+                reason = str(error)
+    if not found:
+        raise NotPossible(reason)
+    plans = list(found.values())
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: estimate_step(plan, profile).step_s)
+
+
+def _skeletons(
+    plan: Plan,
+    first: Sequence[Stage],
+    groups: Sequence[Sequence[tuple[str, ...]]],
+    profile: Profile,
+    window: int,
+    widths: Sequence[int],
+    weights: tuple[float, float],
+) -> list[Skeleton]:
+    """Returns the best skeleton with each number of groups of newcomers, the fastest first."""
+    best = [_grown(plan, first, profile, weights)]
     for size in range(1, len(groups) + 1):
         found: list[_Grown] = []
         for start in range(max(0, size - window), size):
             before = best[start]
             if before is not None:
                 joining = [workers for group in groups[start:size] for workers in group]
-                found += _ways(plan, before.stages, joining, profile, widths)
+                found += _ways(plan, before.stages, joining, profile, widths, weights)
         best.append(min(found, key=lambda one: one.step_s, default=None))
     ranked = sorted((one for one in best[1:] if one is not None), key=lambda one: one.step_s)
-    for one in ranked:
-        dp_size = max(len(stage.replicas) for stage in one.stages)
-        given = [with_rows(_padded(stage, dp_size), profile) for stage in one.stages]
-        try:
-            return balanced(plan, given, members, profile)
-        except NotPossible as error:
-            reason = error
-    raise NotPossible(str(reason) if ranked else "there are no more micro-batches or layers for newcomers")
+    return [one.stages for one in ranked]
 
 
 def _whole(stage: Stage) -> Stage:
@@ -123,7 +152,12 @@ def _grouped(new: Sequence[tuple[str, ...]], n_busy: int) -> list[list[tuple[str
 
 
 def _ways(
-    plan: Plan, before: Skeleton, joining: Sequence[tuple[str, ...]], profile: Profile, widths: Sequence[int]
+    plan: Plan,
+    before: Skeleton,
+    joining: Sequence[tuple[str, ...]],
+    profile: Profile,
+    widths: Sequence[int],
+    weights: tuple[float, float],
 ) -> Iterator[_Grown]:
     """Yields the base with newcomers as a stage, as replicas of a stage, or as partners of a stage's TP groups."""
     skeletons: list[Skeleton] = []
@@ -140,7 +174,7 @@ def _ways(
         if partners is not None:
             skeletons.append((*before[:place], partners, *before[place + 1 :]))
     for skeleton in skeletons:
-        grown = _grown(plan, skeleton, profile)
+        grown = _grown(plan, skeleton, profile, weights)
         if grown is not None:
             yield grown
 
@@ -170,7 +204,7 @@ def _partners(stage: Stage, joining: Sequence[tuple[str, ...]], widths: Sequence
     return replace(stage, replicas=tuple(replicas))
 
 
-def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile) -> _Grown | None:
+def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile, weights: tuple[float, float]) -> _Grown | None:
     """Returns a skeleton with its step's seconds by Suika's closed form (A.2), for equal layers; None if not possible.
 
     `balanced` looks at the layers as they are, for the few skeletons that are best.
@@ -184,7 +218,26 @@ def _grown(plan: Plan, skeleton: Sequence[Stage], profile: Profile) -> _Grown | 
     whole = [n * cost for n, cost in zip(layers, costs)]
     if profile.memory_bytes is not None and not _fits(skeleton, layers, profile, rows, turns):
         return None
-    return _Grown(tuple(skeleton), sum(whole) + (turns - 1) * max(whole))
+    sending, reducing = weights
+    if sending and len(skeleton) > 1:
+        row_s = profile.output_bytes_per_row / profile.bandwidth_bytes_per_s
+        whole = [one + sending * rows / len(stage.replicas) * row_s for one, stage in zip(whole, skeleton)]
+    after_s = reducing * max(map(partial(_reduction_s, profile), skeleton, layers)) if reducing else 0.0
+    return _Grown(tuple(skeleton), sum(whole) + (turns - 1) * max(whole) + after_s)
+
+
+def _reduction_s(profile: Profile, stage: Stage, n_layers: int) -> float:
+    """Returns the seconds in which the replicas of a stage of average layers add up gradients and share new values,
+    none of which is hidden.
+    """
+    n = len(stage.replicas)
+    if n == 1:
+        return 0.0
+    heads = list({node_of(workers[0]): workers[0] for workers in stage.replicas}.values())
+    ring = pairwise([*heads, heads[0]]) if len(heads) > 1 else [(stage.replicas[0][0], stage.replicas[1][0])]
+    slowest = min((profile.link(*ends) for ends in ring), key=lambda link: link.bandwidth_bytes_per_s)
+    n_bytes = n_layers * profile.parameter_bytes / len(profile.layers)
+    return 2 * slowest.seconds(n_bytes * (n - 1) / n) / len(stage.replicas[0])
 
 
 def _layer_s(stage: Stage, profile: Profile, rows: int) -> float:
