@@ -73,9 +73,9 @@ def flops_per_s(raw: Mapping[str, Any]) -> float:
     return MEASURED.forward_flops(MEASURED_TOKENS) / (1e-3 * float(milliseconds))
 
 
-def derive(model: Model, raw: Mapping[str, Any]) -> Profile:
-    """The profile of `model` on TP groups of TENSOR_PARALLEL devices."""
-    devices_flops_per_s = TENSOR_PARALLEL * flops_per_s(raw)
+def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_PARALLEL) -> Profile:
+    """The profile of `model` on TP groups of so many devices."""
+    devices_flops_per_s = tensor_parallel * flops_per_s(raw)
     hidden_bytes = SEQUENCE * model.hidden * ACTIVATION_BYTES
 
     def layer(flops: int, all_reduce_s: float, parameters: int, kept_bytes: float, output_bytes: int) -> LayerProfile:
@@ -89,50 +89,53 @@ def derive(model: Model, raw: Mapping[str, Any]) -> Profile:
             output_bytes_per_row=output_bytes,
         )
 
-    reduced_s = ALL_REDUCES * _all_reduce_s(raw, hidden_bytes)
+    reduced_s = ALL_REDUCES * _all_reduce_s(raw, hidden_bytes, tensor_parallel)
     block = layer(
         model.forward_flops(SEQUENCE),
         reduced_s,
         model.matrix_parameters + 2 * model.hidden,
-        TENSOR_PARALLEL * _kept_bytes(model, raw),
+        tensor_parallel * _kept_bytes(model, raw, tensor_parallel),
         hidden_bytes,
     )
     table = VOCABULARY * model.hidden
-    embedding = layer(0, 0.0, table, TENSOR_PARALLEL * hidden_bytes, hidden_bytes)
+    embedding = layer(0, 0.0, table, tensor_parallel * hidden_bytes, hidden_bytes)
     logits = SEQUENCE * VOCABULARY
     head = layer(
         2 * table * SEQUENCE,
         0.0,
         table + model.hidden,
-        TENSOR_PARALLEL * hidden_bytes + LOGIT_BYTES * logits,
+        tensor_parallel * hidden_bytes + LOGIT_BYTES * logits,
         ACTIVATION_BYTES * logits,
     )
     return Profile(
         model.name,
         (embedding, *[block] * model.n_layers, head),
-        TENSOR_PARALLEL,
+        tensor_parallel,
         1e9 * raw["p2p_bandwidth_2nodes_8gpus_per_node"]["pp_size_8"],
         LATENCY_S,
         (
             "derived, not measured: see README.md beside this file",
-            f"a row is a sample of {SEQUENCE} tokens; a worker stands for {TENSOR_PARALLEL} devices",
+            f"a row is a sample of {SEQUENCE} tokens; a worker stands for {tensor_parallel} devices",
             "raw numbers: PKU-DAIR/Hetu, tools/Galvatron (Apache-2.0)",
         ),
     )
 
 
-def _all_reduce_s(raw: Mapping[str, Any], tensor_bytes: int) -> float:
+def _all_reduce_s(raw: Mapping[str, Any], tensor_bytes: int, tensor_parallel: int) -> float:
     """Of a tensor over one TP group; the measured bandwidth is the bus bandwidth of a ring."""
-    bandwidth_bytes_per_s = 1e9 * raw["allreduce_bandwidth_1nodes_8gpus_per_node"]["allreduce_size_4_consec_1"]
-    passes = 2 * (TENSOR_PARALLEL - 1) / TENSOR_PARALLEL
+    if tensor_parallel == 1:
+        return 0.0
+    by_size = raw["allreduce_bandwidth_1nodes_8gpus_per_node"]
+    bandwidth_bytes_per_s = 1e9 * by_size[f"allreduce_size_{tensor_parallel}_consec_1"]
+    passes = 2 * (tensor_parallel - 1) / tensor_parallel
     return float(passes * tensor_bytes / bandwidth_bytes_per_s)
 
 
-def _kept_bytes(model: Model, raw: Mapping[str, Any]) -> float:
+def _kept_bytes(model: Model, raw: Mapping[str, Any], tensor_parallel: int) -> float:
     """Activations of a layer on one device of a TP group: the measured ones, by tokens and hidden size."""
     by_degree = raw["memory_profiling_bf16_hidden4096_head32_seqlen2048"]["layertype_0"]["tp_activation_per_bsz_dict"]
     growth = SEQUENCE * model.hidden / (MEASURED_TOKENS * MEASURED.hidden)
-    return float(by_degree[str(TENSOR_PARALLEL)] * 2**20 * growth)
+    return float(by_degree[str(tensor_parallel)] * 2**20 * growth)
 
 
 def main() -> None:

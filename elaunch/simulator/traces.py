@@ -206,8 +206,8 @@ def read_sizes(path: Path) -> list[tuple[float, int]]:
         where = f"{path}: entry {number}"
         if not isinstance(entry, dict) or not {"time", "size"} <= set(entry):
             raise UsageError(f'{where}: expected {{"time": minutes, "size": devices}}, found {str(entry)[:80]}')
-        minutes = _number(where, "time", entry["time"], above=0.0)
-        found.append((60 * minutes, _whole(where, "size", str(entry["size"]), 1)))
+        minutes = _number(where, "time", entry["time"])
+        found.append((60 * minutes, _whole(where, "size", str(entry["size"]), 0)))
     return found
 
 

@@ -1,0 +1,244 @@
+"""A simulated cluster: in closed form for one job, by hand in small cases, and beside a twin that goes in ticks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaunch.scheduler.model import JobState, Node, Placement, Schedule, SchedulingPolicy, Speed, devices_of
+from elaunch.scheduler.settings import SuikaSettings
+from elaunch.scheduler.speeds import MoveCost, RestartCost, TableSpeed
+from elaunch.scheduler.suika import Suika
+from elaunch.simulator.arrivals import philly_like
+from elaunch.simulator.cluster import ClusterJob, ClusterRun, ClusterSettings, simulate_cluster
+from elaunch.simulator.jobs import cluster_nodes, scaling_jobs
+from elaunch.simulator.policies import POLICIES
+from elaunch.simulator.traces import Arrival, NodeChange
+from tests.helpers import scaled
+
+NODES = cluster_nodes(3, 4, per_rack=2)
+COST = MoveCost(fixed_s=5.0)
+
+
+def jobs_of(given: Iterable[tuple[float, float, int]], most: int = 3, scaling: float = 0.95) -> list[ClusterJob]:
+    """Jobs of (seconds of submission, seconds on what they ask for, devices that they ask for)."""
+    arrivals = [Arrival(f"job{number}", *one) for number, one in enumerate(given)]
+    return scaling_jobs(arrivals, 4, most, scaling, COST)
+
+
+def no_clock() -> float:
+    return 0.0
+
+
+def check_books(run: ClusterRun, jobs: Iterable[ClusterJob]) -> None:
+    """Each job has done its work exactly, nobody holds more than there is, and device-seconds add up."""
+    work = {job.state.name: job.samples for job in jobs}
+    assert {job.name for job in run.ended} | set(run.unplaced) >= set(run.jobs) - {"?"}
+    for job in run.ended:
+        assert job.samples == work[job.name]
+        assert job.started_s is not None
+        assert job.ended_s is not None
+        assert job.submitted_s <= job.started_s < job.ended_s
+    assert all(allocated <= usable for _, allocated, usable, _, _ in run.usage)
+    ends = [*(at_s for at_s, *_ in run.usage[1:]), run.end_s]
+    held = sum((end_s - at_s) * allocated for (at_s, allocated, *_), end_s in zip(run.usage, ends))
+    assert held == pytest.approx(sum(job.device_s for job in run.jobs.values()), rel=1e-9)
+
+
+def test_a_job_alone_takes_its_duration() -> None:
+    jobs = jobs_of([(7.0, 100.0, 4)], most=1)
+    run = simulate_cluster(jobs, NODES, Suika(), settings=ClusterSettings(start_s=3.0))
+    (job,) = run.ended
+    assert (job.started_s, job.ended_s, job.jct_s, job.device_s) == (7.0, 110.0, 103.0, 412.0)
+    assert run.jct_s == run.wjct_s == 103.0
+    check_books(run, jobs)
+
+
+def test_a_job_alone_that_can_grow_takes_what_it_can_use() -> None:
+    jobs = jobs_of([(0.0, 100.0, 4)], most=2)
+    (job,) = simulate_cluster(jobs, NODES, Suika()).ended
+    # On twice its devices it is 1.9 times as fast.
+    assert job.jct_s == pytest.approx(100 / 1.9)
+    assert job.changes == 0
+
+
+def test_growth_and_shrinking_by_hand() -> None:
+    """The second job comes when the first has all; the third needs more than is left by both."""
+    jobs = jobs_of([(0.0, 100.0, 4), (10.0, 50.0, 8)], most=3)
+    run = simulate_cluster(jobs, NODES, Suika(SuikaSettings(horizon_s=math.inf)))
+    first, second = run.jobs["job0"], run.jobs["job1"]
+    rate = 3 ** (1 + math.log2(0.95))
+    # It grows at its start, without a change; shrinks at 10 s, for 5 s; has 4 devices until the other ends.
+    assert first.changes >= 1
+    assert second.started_s == 10.0
+    assert second.ended_s == 60.0
+    done = 10 * rate + (60 - 15) * 1.0
+    assert first.ended_s is not None
+    if first.changes == 2:
+        assert first.ended_s == pytest.approx(60 + 5 + (100 - done) / rate)
+    check_books(run, jobs)
+
+
+def test_first_come_first_served_waits_in_line() -> None:
+    jobs = [POLICIES["none"].job(job) for job in jobs_of([(0.0, 100.0, 12), (1.0, 10.0, 12), (2.0, 10.0, 1)])]
+    run = simulate_cluster(jobs, NODES, POLICIES["none"].make(SuikaSettings()))
+    assert [run.jobs[name].started_s for name in ("job0", "job1", "job2")] == [0.0, 100.0, 110.0]
+    assert run.utilisation == pytest.approx((1200 + 120 + 10) / (12 * 120))
+    assert run.waited_s == pytest.approx((0 + 99 + 108) / 3)
+    check_books(run, jobs)
+
+
+def test_a_job_that_never_fits_is_named_and_holds_up_nobody_for_ever() -> None:
+    jobs = jobs_of([(0.0, 10.0, 64)])
+    run = simulate_cluster(jobs, NODES, Suika())
+    assert run.unplaced == ["job0"]
+    assert math.isnan(run.jct_s)
+
+
+def test_a_lost_node_stops_its_jobs_for_as_long_as_it_takes_to_notice_and_change() -> None:
+    jobs = jobs_of([(0.0, 100.0, 4)], most=1)
+    (first,) = Suika().schedule([jobs[0].state], NODES, {}, 0.0).placements["job0"].base
+    changes = [NodeChange(30.0, left=(first,)), NodeChange(500.0, joined=(first,))]
+    run = simulate_cluster(jobs, NODES, Suika(), changes=changes, settings=ClusterSettings(detect_s=4.0))
+    (job,) = run.ended
+    assert job.jct_s == pytest.approx(100 + 4 + 5)
+    assert (job.changes, job.undone) == (1, 0.0)
+    # By way of checkpoints every 20 s, what it did since the last one is lost, too.
+    settings_s = ClusterSettings(detect_s=4.0, checkpoint_every_s=20.0)
+    (job,) = simulate_cluster(jobs, NODES, Suika(), changes=changes, settings=settings_s).ended
+    assert job.undone == pytest.approx(10.0)
+    assert job.jct_s == pytest.approx(100 + 4 + 5 + 10)
+
+
+def test_a_policy_that_is_asked_in_rounds_is_asked_at_their_times() -> None:
+    asked: list[float] = []
+
+    class Asked:
+        def schedule(
+            self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
+        ) -> Schedule:
+            asked.append(now_s)
+            return Suika().schedule(jobs, nodes, speeds, now_s)
+
+    policy: SchedulingPolicy = Asked()
+    jobs = jobs_of([(0.0, 50.0, 4), (61.0, 50.0, 4)], most=1)
+    run = simulate_cluster(jobs, NODES, policy, settings=ClusterSettings(interval_s=60.0))
+    assert asked == [0.0, 60.0, 120.0]
+    assert run.jobs["job1"].started_s == 120.0
+    asked.clear()
+    simulate_cluster(jobs, NODES, policy, settings=ClusterSettings(interval_s=60.0, always=True))
+    assert asked == [0.0, 60.0, 120.0]
+
+
+def test_what_the_scheduler_is_told_may_be_wrong_and_the_work_is_done_all_the_same() -> None:
+    (job,) = jobs_of([(0.0, 100.0, 4)], most=3)
+    pessimist = TableSpeed({4: 1.0, 8: 1.01, 12: 1.02}, COST)
+    (outcome,) = simulate_cluster([replace(job, told=pessimist)], NODES, Suika(SuikaSettings(aggressiveness=0.1))).ended
+    assert outcome.jct_s == 100.0
+
+
+JOBS = st.lists(
+    st.tuples(st.floats(0.0, 400.0), st.floats(5.0, 200.0), st.sampled_from([1, 2, 4, 8])),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=scaled(40, 200), deadline=None)
+@given(made=JOBS, name=st.sampled_from(sorted(POLICIES)), losses=st.booleans())
+def test_whatever_comes_the_books_are_right_and_the_same_each_time(
+    made: list[tuple[float, float, int]], name: str, losses: bool
+) -> None:
+    way = POLICIES[name]
+    jobs = [way.job(job) for job in jobs_of(made)]
+    changes = [NodeChange(100.0, left=("n1",)), NodeChange(300.0, joined=("n1",))] if losses else []
+    runs = [simulate_cluster(jobs, NODES, way.make(SuikaSettings()), name, changes, clock=no_clock) for _ in range(2)]
+    assert runs[0] == runs[1]
+    check_books(runs[0], jobs)
+    assert len(runs[0].ended) == len(jobs)
+
+
+@settings(max_examples=scaled(12, 60), deadline=None)
+@given(made=JOBS, name=st.sampled_from(["none", "suika"]))
+def test_a_twin_in_small_ticks_ends_its_jobs_at_the_same_times(made: list[tuple[float, float, int]], name: str) -> None:
+    """Where two events fall into one tick the policy may decide otherwise, so no two jobs come in one."""
+    times = sorted(round(at_s / 7.0) * 7.0 + number for number, (at_s, _, _) in enumerate(made))
+    jobs = [
+        POLICIES[name].job(job) for job in jobs_of((at_s, length_s, n) for at_s, (_, length_s, n) in zip(times, made))
+    ]
+    policy = Suika(SuikaSettings(horizon_s=math.inf))
+    run = simulate_cluster(jobs, NODES, policy)
+    twin = ticked(jobs, policy)
+    mean_s = sum(twin.values()) / len(twin)
+    found_s = sum(job.ended_s or 0.0 for job in run.ended) / len(run.ended)
+    assert found_s == pytest.approx(mean_s, rel=0.05, abs=3.0)
+
+
+def ticked(jobs: list[ClusterJob], policy: Suika, tick_s: float = 0.25) -> dict[str, float]:
+    """Returns when each job ends, in small ticks."""
+    coming = sorted(jobs, key=lambda job: job.state.submitted_s)
+    speeds = {job.state.name: job.speed for job in jobs}
+    states: dict[str, JobState] = {}
+    left = {job.state.name: job.samples for job in jobs}
+    stopped_until_s: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    now_s = 0.0
+    while len(ended) < len(jobs):
+        ask = False
+        while coming and coming[0].state.submitted_s <= now_s:
+            job = coming.pop(0)
+            states[job.state.name], ask = job.state, True
+        for name in [name for name in states if left[name] <= 0]:
+            ended[name], ask = now_s, True
+            del states[name]
+        for name, state in states.items():
+            if state.settling and stopped_until_s[name] <= now_s:
+                states[name], ask = replace(state, settling=False), True
+        if ask:
+            placements: Mapping[str, Placement] = policy.schedule(states.values(), NODES, speeds, now_s).placements
+            for name, placement in placements.items():
+                state = states[name]
+                before, after = dict(state.allocation) if state.running else {}, dict(placement.allocation)
+                if before == after:
+                    continue
+                stall_s = speeds[name].change_s(before, after) if before and after else 0.0
+                stopped_until_s[name] = now_s + stall_s
+                states[name] = replace(
+                    state,
+                    base=placement.base,
+                    growths=placement.growths,
+                    started_s=now_s if after else None,
+                    settling=stall_s > 0,
+                    changed_s=now_s,
+                )
+        for name, state in states.items():
+            if state.running and stopped_until_s.get(name, 0.0) <= now_s:
+                left[name] -= tick_s * speeds[name].rate(state.allocation)
+        now_s += tick_s
+    return ended
+
+
+def test_elasticity_helps_and_restarts_cost() -> None:
+    arrivals = philly_like(60, 4 * 3600.0, seed=2, sizes={1: 1.0, 2: 1.0, 4: 1.0})
+    found = {}
+    for name, way in POLICIES.items():
+        cost = MoveCost(1.0) if way.moves else RestartCost(120.0)
+        jobs = [way.job(job) for job in scaling_jobs(arrivals, 4, 4, 0.9, cost)]
+        found[name] = simulate_cluster(jobs, NODES, way.make(SuikaSettings()), name)
+        check_books(found[name], jobs)
+    assert found["suika"].jct_s < found["suika-restart"].jct_s < found["none"].jct_s
+    assert found["suika"].utilisation > found["none"].utilisation
+
+
+def test_jobs_grow_by_what_they_ask_for_up_to_what_they_can_use() -> None:
+    small, told = scaling_jobs([Arrival("a", 0.0, 10.0, 2), Arrival("b", 0.0, 10.0, 8, most=20)], 4, 4, 0.9, COST)
+    assert (small.state.unit, small.state.most) == (2, 8)
+    assert (told.state.unit, told.state.most) == (4, 20)
+    assert [small.speed.rate({"n0": n}) for n in (1, 2)] == [0.0, 1.0]
+    assert small.speed.rate({"n0": 4}) == pytest.approx(1.8)
+    assert devices_of({"n0": 4, "n1": 2}) == 6
