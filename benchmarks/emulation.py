@@ -4,7 +4,7 @@
 but much smaller than those of the model; the time is the profile's. A layer lasts as long as the profile says for its
 rows, its small real computation included: it sleeps the rest. What a sleep lasts too long (about a tenth of a
 millisecond as a rule) is taken off the next one, up to MOST_CARRIED_S; more than that is a machine that is too busy,
-and counts.
+and counts. Of the backward the profile's share for weight gradients is slept where those are computed.
 
     elaunch --standalone --nproc-per-node=8 benchmarks/emulation.py --profile P.json --plan P.plan --steps 5
 """
@@ -86,19 +86,41 @@ class _BackwardBegins(torch.autograd.Function):
         return dy, None
 
 
-class _Span:
-    """Something that lasts `seconds`; on the meta device no time passes."""
+class _WeightGradient(torch.autograd.Function):
+    """The identity of a parameter; its backward lasts as long as the gradients of the layer's parameters."""
 
-    def __init__(self, seconds: float, x: Tensor) -> None:
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, span: _Span) -> Tensor:
+        ctx.span = span
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.span.within()
+        return grad, None
+
+
+class _Span:
+    """Something that lasts `seconds`, and `within_s` more if a part of it is done meanwhile; on the meta device no time
+    passes.
+    """
+
+    def __init__(self, seconds: float, x: Tensor, within_s: float = 0.0) -> None:
         self._seconds = 0.0 if x.is_meta else seconds
-        self._began_s = 0.0
+        self._within_s = 0.0 if x.is_meta else within_s
+        self._began_s = self._added_s = 0.0
 
     def begin(self) -> None:
-        self._began_s = time.monotonic()
+        self._began_s, self._added_s = time.monotonic(), 0.0
+
+    def within(self) -> None:
+        if self._within_s:
+            _clock.sleep_until(time.monotonic() + self._within_s)
+            self._added_s = self._within_s
 
     def end(self) -> None:
-        if self._seconds:
-            _clock.sleep_until(self._began_s + self._seconds)
+        if self._seconds or self._added_s:
+            _clock.sleep_until(self._began_s + self._seconds + self._added_s)
 
 
 class EmulatedLayer(nn.Module):
@@ -121,12 +143,16 @@ class EmulatedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         slower = self.slowness()
-        here, back = (_Span(slower * price(rows), x) for price in (self.profile.forward_s, self.profile.backward_s))
+        here = _Span(slower * self.profile.forward_s(rows), x)
+        back_s, share = slower * self.profile.backward_s(rows), self.profile.weight_share
+        back = _Span((1 - share) * back_s, x, share * back_s)
         here.begin()
         if self.embedding is not None:
             x = self.embedding(x)
         x = _BackwardEnds.apply(x, back)  # type: ignore[no-untyped-call]
-        y: Tensor = self.mix(x) if self.last else x + torch.tanh(self.mix(x))
+        weight = _WeightGradient.apply(self.mix.weight, back)  # type: ignore[no-untyped-call]
+        y: Tensor = torch.func.functional_call(self.mix, {"weight": weight}, (x,))
+        y = y if self.last else x + torch.tanh(y)
         y = _BackwardBegins.apply(y, back)  # type: ignore[no-untyped-call]
         here.end()
         return y

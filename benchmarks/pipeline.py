@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, TimeLimit, Training, limit_time
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, share, stages
-from elaunch.plan.schedule import schedule, timeline
+from elaunch.plan.schedule import schedule
+from elaunch.plan.timeline import timeline
 from elaunch.policy.profile import Profile, action_s
 
 PROFILE = HERE / "profiles" / "llama2-34b.json"

@@ -27,7 +27,8 @@ import torch
 from benchmarks.report import Report, add_arguments, median_interval, spread
 from elaunch.plan import symmetric
 from elaunch.policy.cadence import EVERY
-from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
+from elaunch.policy.measure import RECENT, Measured, Recorder
+from elaunch.policy.sample import Sample
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.timing import Stopwatch

@@ -78,11 +78,17 @@ def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_P
     devices_flops_per_s = tensor_parallel * flops_per_s(raw)
     hidden_bytes = SEQUENCE * model.hidden * ACTIVATION_BYTES
 
-    def layer(flops: int, all_reduce_s: float, parameters: int, kept_bytes: float, output_bytes: int) -> LayerProfile:
+    def layer(
+        flops: int, all_reduce_s: float, parameters: int, kept_bytes: float, output_bytes: int, weights: int
+    ) -> LayerProfile:
         compute_s = flops / devices_flops_per_s
+        backward_s = BACKWARD * compute_s + all_reduce_s
+        # The gradients of matrices take as many operations as their products in the forward; attention has none.
+        weights_s = 2 * weights * SEQUENCE / devices_flops_per_s
         return LayerProfile(
             forward_s_per_row=round(compute_s + all_reduce_s, 9),
-            backward_s_per_row=round(BACKWARD * compute_s + all_reduce_s, 9),
+            backward_s_per_row=round(backward_s, 9),
+            weight_share=round(weights_s / backward_s, 4) if backward_s else 0.5,
             parameter_bytes=PARAMETER_BYTES * parameters,
             optimizer_bytes=OPTIMIZER_BYTES * parameters,
             activation_bytes_per_row=round(kept_bytes),
@@ -96,9 +102,10 @@ def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_P
         model.matrix_parameters + 2 * model.hidden,
         tensor_parallel * _kept_bytes(model, raw, tensor_parallel),
         hidden_bytes,
+        model.matrix_parameters,
     )
     table = VOCABULARY * model.hidden
-    embedding = layer(0, 0.0, table, tensor_parallel * hidden_bytes, hidden_bytes)
+    embedding = layer(0, 0.0, table, tensor_parallel * hidden_bytes, hidden_bytes, 0)
     logits = SEQUENCE * VOCABULARY
     head = layer(
         2 * table * SEQUENCE,
@@ -106,6 +113,7 @@ def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_P
         table + model.hidden,
         tensor_parallel * hidden_bytes + LOGIT_BYTES * logits,
         ACTIVATION_BYTES * logits,
+        table,
     )
     return Profile(
         model.name,

@@ -7,6 +7,14 @@ several tiles. Where stages take different times, a backward that never waits le
 faster to start forwards first, as long as they are few enough; so both are played, unless the plan asks for one, and
 the faster one counts. The executor follows this order and `timeline` prices it, so what is estimated is what runs.
 
+Where a plan defers weight gradients, the backward is split (ReCycle's decoupled backward, zero-bubble's B and W): the
+input gradient, which others wait for, comes as soon as it can, and the weight gradient when the worker has nothing else
+to do. What nobody waits for, the backward of the first layers, is done whole, and then too. A tile then has, at any
+moment, the activations of `in_flight_limits` micro-batches and those of `Plan.deferred` more, at most; what keeps these
+alive is an input activation and an output gradient for each of their operations. So is played as well what the plan
+would do without: each backward in its place, in two parts. The fastest counts, so no clock shows a plan to be slower
+for it.
+
 No order made here can deadlock. The run on simulated clocks puts all actions of all workers into one sequence in which
 each action comes after those it needs, and each worker's order is a part of that sequence. A worker that waits for a
 message therefore waits for an action that is earlier in the sequence, and the earliest unfinished action of all never
@@ -17,41 +25,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
 
 from elaunch.plan.components import components
-from elaunch.plan.tiling import Order, Plan
+from elaunch.plan.tiling import Order, Plan, Tile
+from elaunch.plan.timeline import Action, Kind, Schedule, by_workers, crews_of, timeline
 from elaunch.plan.views import once_per_plan, rows_of, sources, takers
-
-Kind = Literal["F", "B"]
-
-
-class Action(NamedTuple):
-    """One micro-batch of one tile, forward or backward; prints as F3.0: tile 3, micro-batch 0."""
-
-    kind: Kind
-    tile: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.tile}.{self.micro_batch}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The actions of each worker, in order, and the global sequence of which each of these orders is a part."""
-
-    sequence: tuple[Action, ...]
-    by_worker: Mapping[str, tuple[Action, ...]]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{worker} {' '.join(map(str, actions))}" for worker, actions in self.by_worker.items())
 
 
 @once_per_plan
@@ -75,12 +58,16 @@ def in_flight_limits(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _TileState:
-    """The actions that a tile can do now, as heaps, and how many inputs each micro-batch still waits for."""
+    """The actions that a tile can do now, as heaps, and how many inputs each micro-batch still waits for.
+
+    `deferred` are micro-batches whose weight gradients can be computed, in the order in which they came to that.
+    """
 
     forward: list[int]
     backward: list[int]
     missing: list[int]
     owed: list[int]
+    deferred: deque[int]
 
 
 class _Run:
@@ -89,17 +76,18 @@ class _Run:
     Workers are numbers here, in the order of the tiles.
     """
 
-    def __init__(self, plan: Plan, first: Kind, costs: Sequence[int] = ()) -> None:
-        self.plan, self.first = plan, first
+    def __init__(self, plan: Plan, first: Kind, costs: Sequence[int] = (), deferred: int = 0) -> None:
+        self.plan, self.first, self.most_deferred = plan, first, deferred
         numbers: dict[str, int] = {}
-        self.crews = [[numbers.setdefault(worker, len(numbers)) for worker in crew] for crew in _crews(plan)]
+        self.crews = [[numbers.setdefault(worker, len(numbers)) for worker in crew] for crew in crews_of(plan)]
         row_costs = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
         self.work = [[cost * n for n in rows] for cost, rows in row_costs]
-        self.in_crews = any(len(crew) > 1 for crew in self.crews)
+        self.increws_of = any(len(crew) > 1 for crew in self.crews)
         self.sources, self.takers = sources(plan), takers(plan)
         self.lane_of = _lanes(plan)
         lanes = range(max(self.lane_of, default=-1) + 1)
         self.in_flight = [0 for _ in lanes]
+        self.n_deferred = [0 for _ in lanes]
         self.lane_limit = [0 for _ in lanes]
         for lane, limit in zip(self.lane_of, in_flight_limits(plan), strict=True):
             self.lane_limit[lane] = max(self.lane_limit[lane], limit)
@@ -115,6 +103,7 @@ class _Run:
                 [],
                 [len(some) for some in given],
                 [len(some) for some in taken],
+                deque(),
             )
             for given, taken in zip(self.sources, self.takers, strict=True)
         ]
@@ -125,7 +114,8 @@ class _Run:
         """Returns when the last action ends, and all actions in the order in which they start."""
         now = 0
         self._start(range(len(self.tiles_of)), now)
-        total = 2 * sum(map(len, self.work))
+        # Of three parts where the backward is split, of two where it is not.
+        total = sum((2 if self._is_whole(tile) else 3) * len(tile.micro_batches) for tile in self.plan.tiles)
         while len(self.sequence) < total or self.under_way:
             if not self.under_way:
                 self._force(now)
@@ -146,26 +136,46 @@ class _Run:
 
     def _next(self, tile: int) -> Action | None:
         """Returns the tile's next action, preferring the first kind; None if it has none."""
-        if self.in_crews and not all(self.free[member] for member in self.crews[tile]):
+        if self.increws_of and not all(self.free[member] for member in self.crews[tile]):
             return None
         state, lane = self.states[tile], self.lane_of[tile]
-        can_forward = state.forward and self.in_flight[lane] < self.lane_limit[lane]
+        here, waiting, limit = self.in_flight[lane], self.n_deferred[lane], self.lane_limit[lane]
+        most = self.most_deferred
+        can_forward = state.forward and here < limit and here + waiting < limit + most
         if state.backward and not (can_forward and self.first == "F"):
-            return Action("B", tile, state.backward[0])
-        return Action("F", tile, state.forward[0]) if can_forward else None
+            if not most:
+                return Action("B", tile, state.backward[0])
+            if waiting < most:
+                return Action("I", tile, state.backward[0])
+            can_forward = False  # first one of those that wait, so that this one can
+        if can_forward:
+            return Action("F", tile, state.forward[0])
+        if state.deferred:
+            return Action("B" if self._is_whole(self.plan.tiles[tile]) else "W", tile, state.deferred[0])
+        return None
+
+    def _is_whole(self, tile: Tile) -> bool:
+        """Returns whether the backward of a tile is not split: nobody waits for the gradient of the first input."""
+        return not self.most_deferred or not tile.layers.start
 
     def _best(self, tiles: Sequence[int]) -> Action | None:
         """Returns the best next action of these tiles: first kind, then nearest to the end, then first sample."""
-        best: tuple[bool, int, int, Action] | None = None
+        best: tuple[int, int, int, Action] | None = None
         for tile in tiles:
             action = self._next(tile)
             if action is None:
                 continue
             here = self.plan.tiles[tile]
             first_sample = here.micro_batches[action.micro_batch][0].start
-            rank = (action.kind != self.first, -here.layers.start, first_sample, action)
+            rank = (self._rank(tile, action.kind), -here.layers.start, first_sample, action)
             best = rank if best is None else min(best, rank)
         return None if best is None else best[3]
+
+    def _rank(self, tile: int, kind: Kind) -> int:
+        """Returns 0 for what is preferred, 2 for what can wait."""
+        if kind == "W" or (kind == "B" and self.most_deferred):
+            return 2
+        return int((kind == "F") != (self.first == "F"))
 
     def _begin(self, action: Action, now: int) -> None:
         kind, tile, micro_batch = action
@@ -173,8 +183,11 @@ class _Run:
         if kind == "F":
             heapq.heappop(state.forward)
             self.in_flight[self.lane_of[tile]] += 1
-        else:
+        elif kind == "I" or not self.most_deferred:
             heapq.heappop(state.backward)
+        else:
+            state.deferred.popleft()
+        if kind == "B":
             work *= 2
         for worker in self.crews[tile]:
             self.free[worker] = False
@@ -187,23 +200,45 @@ class _Run:
         here = list(self.crews[tile])
         for worker in here:
             self.free[worker] = True
-        forward = kind == "F"
-        waiting = (self.takers if forward else self.sources)[tile][micro_batch]
-        if not forward:
-            self.in_flight[self.lane_of[tile]] -= 1
-        elif not waiting:
-            heapq.heappush(self.states[tile].backward, micro_batch)
+        lane = self.lane_of[tile]
+        if kind == "F":
+            waiting = self.takers[tile][micro_batch]
+            if not waiting:
+                self._is_ready(tile, micro_batch)
+        elif kind == "W" or (kind == "B" and self.most_deferred):
+            waiting = ()
+            self.n_deferred[lane] -= 1
+        else:
+            waiting = self.sources[tile][micro_batch]
+            self.in_flight[lane] -= 1
+            if kind == "I":
+                self._defer(tile, micro_batch)
         for other, number, _ in waiting:
             state = self.states[other]
-            left, ready = (state.missing, state.forward) if forward else (state.owed, state.backward)
+            left = state.missing if kind == "F" else state.owed
             left[number] -= 1
             if not left[number]:
-                heapq.heappush(ready, number)
+                if kind == "F":
+                    heapq.heappush(state.forward, number)
+                else:
+                    self._is_ready(other, number)
                 here += self.crews[other]
-        if self.in_crews:
+        if self.increws_of:
             # Somebody else's tensor-parallel partner may have waited for this worker.
             here += [member for worker in here for other in self.tiles_of[worker] for member in self.crews[other]]
         touched |= dict.fromkeys(here)
+
+    def _is_ready(self, tile: int, micro_batch: int) -> None:
+        """Takes note that a backward has all it needs."""
+        if self.most_deferred and self._is_whole(self.plan.tiles[tile]):
+            self.in_flight[self.lane_of[tile]] -= 1
+            self._defer(tile, micro_batch)
+        else:
+            heapq.heappush(self.states[tile].backward, micro_batch)
+
+    def _defer(self, tile: int, micro_batch: int) -> None:
+        self.states[tile].deferred.append(micro_batch)
+        self.n_deferred[self.lane_of[tile]] += 1
 
     def _force(self, now: int) -> None:
         """Lifts one limit once, for the action nearest to the end: nothing runs, so limits hold all of it back."""
@@ -211,17 +246,6 @@ class _Run:
         assert ready, "an unfinished step in which nothing is ready: the tiles feed each other in a circle"
         tile = max(ready, key=lambda index: (self.plan.tiles[index].layers.start, -index))
         self._begin(Action("F", tile, self.states[tile].forward[0]), now)
-
-
-@once_per_plan
-def _crews(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each tile, the workers whose clocks matter: one per TP group, if every worker is in one only."""
-    tp_groups: dict[str, set[tuple[str, ...]]] = {}
-    for tile in plan.tiles:
-        for worker in tile.workers:
-            tp_groups.setdefault(worker, set()).add(tile.workers)
-    apart = any(len(some) > 1 for some in tp_groups.values())
-    return tuple(tile.workers if apart else tile.workers[:1] for tile in plan.tiles)
 
 
 def _lanes(plan: Plan) -> list[int]:
@@ -265,52 +289,75 @@ def schedule(plan: Plan) -> Schedule:
     return by_workers(plan, sequence)
 
 
-def by_workers(plan: Plan, sequence: Sequence[Action]) -> Schedule:
-    """Returns the schedule that follows from a sequence of all actions of a step."""
-    crews = _crews(plan)
-    found: dict[str, list[Action]] = {}
+def sequences(component: Plan, costs: Sequence[int], deferred: int = 0) -> dict[Order, tuple[Action, ...]]:
+    """Returns, for each order, the actions of a component of a plan, on clocks with these costs.
+
+    Args:
+        component: of a plan.
+        costs: of a row in each layer.
+        deferred: see `Plan.deferred`.
+    """
+    end, backward = _played(component, "B", costs, deferred)
+    other_end, forward = (end, backward)
+    if _differ(component, costs):
+        other_end, forward = _played(component, "F", costs, deferred)
+    auto = forward if other_end < end else backward
+    if deferred:
+        whole = in_parts(component, sequences(component, costs)["auto"])
+        if _end(component, whole, costs) <= min(end, other_end):
+            auto = whole
+    return {"auto": auto, "backward": backward, "forward": forward}
+
+
+def in_parts(component: Plan, sequence: Sequence[Action]) -> tuple[Action, ...]:
+    """Returns a sequence with each whole backward in two parts, one right after the other.
+
+    Whatever actions cost, nothing ends later than it did.
+    """
+    found: list[Action] = []
     for action in sequence:
-        for worker in crews[action.tile]:
-            found.setdefault(worker, []).append(action)
-    orders = {worker: tuple(actions) for worker, actions in found.items()}
-    by_worker = dict.fromkeys(plan.workers, tuple[Action, ...]())
-    for tile, crew in zip(plan.tiles, crews, strict=True):
-        by_worker |= {worker: orders[worker if worker in crew else crew[0]] for worker in tile.workers}
-    return Schedule(tuple(sequence), by_worker)
+        if action.kind == "B" and component.tiles[action.tile].layers.start:
+            found += [action._replace(kind="I"), action._replace(kind="W")]
+        else:
+            found.append(action)
+    return tuple(found)
 
 
-def sequences(component: Plan, costs: Sequence[int]) -> dict[Order, tuple[Action, ...]]:
-    """Returns, for each order, the actions of a component of a plan, on clocks with these costs."""
-    backward_end, backward = _played(component, "B", costs)
-    forward_end, forward = _played(component, "F", costs) if _differ(component, costs) else (backward_end, backward)
-    return {"auto": forward if forward_end < backward_end else backward, "backward": backward, "forward": forward}
+def _end(component: Plan, sequence: Sequence[Action], costs: Sequence[int]) -> float:
+    """Returns when the last action of a sequence ends on the clocks."""
+    per_row = _row_costs(component, costs)
+
+    def clock(kind: Kind, tile: int, rows: int) -> float:
+        return (2 if kind == "B" else 1) * per_row[tile] * rows
+
+    return timeline(component, by_workers(component, sequence), clock).step_s
 
 
 def _sequence(component: Plan) -> tuple[Action, ...]:
     """Returns the actions of a component in the order that the plan asks for; no other order is played then."""
     if component.order == "auto" or not _differ(component, component.costs):
-        return sequences(component, component.costs)[component.order]
-    return _played(component, "F" if component.order == "forward" else "B", component.costs)[1]
+        return sequences(component, component.costs, component.deferred)[component.order]
+    return _played(component, "F" if component.order == "forward" else "B", component.costs, component.deferred)[1]
 
 
-def _played(component: Plan, first: Kind, costs: Sequence[int]) -> tuple[int, tuple[Action, ...]]:
+def _played(component: Plan, first: Kind, costs: Sequence[int], deferred: int) -> tuple[int, tuple[Action, ...]]:
     """Returns what `_Run.play` does, played once for each component."""
     known = _known_runs(component)
-    key = first, tuple(costs)
+    key = first, tuple(costs), deferred
     if key not in known:
-        known[key] = _Run(component, first, costs).play()
+        known[key] = _Run(component, first, costs, deferred).play()
     return known[key]
 
 
 @once_per_plan
-def _known_runs(component: Plan) -> dict[tuple[Kind, tuple[int, ...]], tuple[int, tuple[Action, ...]]]:
-    """Returns the runs of a component that were played so far, by first kind and costs."""
+def _known_runs(component: Plan) -> dict[tuple[Kind, tuple[int, ...], int], tuple[int, tuple[Action, ...]]]:
+    """Returns the runs of a component that were played so far, by first kind, costs and deferral."""
     return {}
 
 
 def _differ(plan: Plan, costs: Sequence[int]) -> bool:
     """Returns whether orders can differ: where actions of a kind take unequally long, or a worker has several tiles."""
-    tiles_of = Counter(worker for crew in _crews(plan) for worker in crew)
+    tiles_of = Counter(worker for crew in crews_of(plan) for worker in crew)
     if any(count > 1 for count in tiles_of.values()):
         return True
     rows = zip(_row_costs(plan, costs), rows_of(plan), strict=True)
@@ -321,87 +368,3 @@ def _row_costs(plan: Plan, costs: Sequence[int]) -> list[int]:
     """Returns the cost of a row in each tile."""
     before = list(accumulate(costs or [1] * plan.n_layers, initial=0))
     return [before[tile.layers.stop] - before[tile.layers.start] for tile in plan.tiles]
-
-
-ActionPrice = Callable[[Kind, int, int], float]
-"""Seconds of an action on its workers, by kind, tile and rows."""
-
-TransferPrice = Callable[[int, int, int], float]
-"""Seconds from the end of an action to the moment at which one that needs it may start: from this tile to that one, for
-so many rows."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When the actions of a schedule's sequence start and end, in seconds from the start of the step."""
-
-    sequence: Sequence[Action]
-    starts: Sequence[float]
-    ends: Sequence[float]
-    step_s: float
-    busy_s: Mapping[str, float]
-
-    @cached_property
-    def starts_s(self) -> Mapping[Action, float]:
-        """Returns the start of each action, in seconds."""
-        return dict(zip(self.sequence, self.starts, strict=True))
-
-    @cached_property
-    def ends_s(self) -> Mapping[Action, float]:
-        """Returns the end of each action, in seconds."""
-        return dict(zip(self.sequence, self.ends, strict=True))
-
-    @property
-    def bubble(self) -> float:
-        """Returns the part of all workers' time in which they wait, 0..1."""
-        if not self.busy_s or not self.step_s:
-            return 0.0
-        return 1 - sum(self.busy_s.values()) / (len(self.busy_s) * self.step_s)
-
-
-def timeline(
-    plan: Plan,
-    order: Schedule,
-    action_s: ActionPrice,
-    transfer_s: TransferPrice = lambda source, target, rows: 0.0,
-) -> Timeline:
-    """Prices a schedule: plays its critical path through computation and transfers (Chameleon eq. 11).
-
-    Args:
-        plan: whose tiles the actions name.
-        order: of the actions.
-        action_s: asked once for each kind, tile and number of rows.
-        transfer_s: asked once for each pair of tiles and number of rows.
-    """
-    needs_of = {"F": sources(plan), "B": takers(plan)}
-    done_of = {kind: [[0.0] * len(tile.micro_batches) for tile in plan.tiles] for kind in needs_of}
-    rows, crews = rows_of(plan), _crews(plan)
-    taken_s: dict[tuple[Kind, int, int], float] = {}
-    told_s: dict[tuple[int, int, int], float] = {}
-    free_s = dict.fromkeys(order.by_worker, 0.0)
-    busy_s = dict.fromkeys(order.by_worker, 0.0)
-    starts: list[float] = []
-    ends: list[float] = []
-    for kind, tile, micro_batch in order.sequence:
-        done, start_s = done_of[kind], 0.0
-        for source, number, n in needs_of[kind][tile][micro_batch]:
-            way = source, tile, n
-            if way not in told_s:
-                told_s[way] = transfer_s(*way)
-            start_s = max(start_s, done[source][number] + told_s[way])
-        what = kind, tile, rows[tile][micro_batch]
-        if what not in taken_s:
-            taken_s[what] = action_s(*what)
-        seconds = taken_s[what]
-        for worker in crews[tile]:
-            start_s = max(start_s, free_s[worker])
-        end_s = start_s + seconds
-        for worker in crews[tile]:
-            free_s[worker] = end_s
-            busy_s[worker] += seconds
-        done[tile][micro_batch] = end_s
-        starts.append(start_s)
-        ends.append(end_s)
-    for here, crew in zip(plan.tiles, crews, strict=True):
-        busy_s |= {worker: busy_s[crew[0]] for worker in here.workers if worker not in crew}
-    return Timeline(order.sequence, starts, ends, max(ends, default=0.0), busy_s)

@@ -6,7 +6,7 @@ depend on the plan; a plan may cut units or join them.
 
 The text form is one line each for the sizes, the costs, the tiles and the members without a tile:
 
-    plan layers 8 batch 16 micro-batch 2 zero interleaved order forward
+    plan layers 8 batch 16 micro-batch 2 zero interleaved order forward deferred 4
     costs 0 6*8 3
     layers 0:4 samples 0:8/2 workers n0/0#0,n0/1#0
     layers 0:4 samples 8:10+14:15 10:12+15:16 12:14 workers n0/2#0
@@ -14,7 +14,8 @@ The text form is one line each for the sizes, the costs, the tiles and the membe
     idle n1/1#0
 
 A blank separates micro-batches, '+' the runs of one, and 0:8/2 stands for 0:2 2:4 4:6 6:8. 6*8 stands for six layers
-of cost 8. What is as usual is left unsaid: the order, if it is auto, and the costs, if there are none.
+of cost 8. What is as usual is left unsaid: the order, if it is auto, the costs, if there are none, and how many weight
+gradients are deferred, if that is 0.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ MicroBatch = tuple[range, ...]
 _MOST_FINDINGS = 12
 _HEADER = re.compile(
     r"plan layers (\d+) batch (\d+) micro-batch (\d+) zero (interleaved|contiguous)(?: order (backward|forward))?"
+    r"(?: deferred ([1-9]\d{0,8}))?"
 )
 _COSTS = re.compile(r"costs((?: (?:[1-9]\d*\*)?\d+)+)")
 _TILE = re.compile(r"layers (\d+):(\d+) samples((?: \S+)*) workers (\S+)")
@@ -88,6 +90,8 @@ class Plan:
         idle: members of the job without a tile.
         order: of what each worker does; see `elaunch.plan.schedule`.
         costs: of a row in each layer, relative to each other, for the clocks that make the order; none: all are alike.
+        deferred: how many micro-batches of a tile may have their weight gradients left for later, each of which keeps
+            its activations until then; 0: no backward is split into input and weight gradients.
     """
 
     n_layers: int
@@ -98,6 +102,7 @@ class Plan:
     idle: tuple[str, ...] = ()
     order: Order = "auto"
     costs: tuple[int, ...] = ()
+    deferred: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -110,7 +115,8 @@ class Plan:
         number, first = lines[0] if lines else (1, "")
         header = _HEADER.fullmatch(first)
         if header is None:
-            expected = "'plan layers L batch B micro-batch b zero interleaved|contiguous [order backward|forward]'"
+            optional = "[order backward|forward] [deferred N]"
+            expected = f"'plan layers L batch B micro-batch b zero interleaved|contiguous {optional}'"
             raise _unreadable(number, first, expected)
         tiles: list[Tile] = []
         idle: list[str] = []
@@ -132,12 +138,13 @@ class Plan:
         zero: OptimizerLayout = "interleaved" if header[4] == "interleaved" else "contiguous"
         order = next(one for one in ORDERS if one == (header[5] or "auto"))
         sizes = int(header[1]), int(header[2]), int(header[3])
-        return cls(*sizes, tuple(tiles), zero, tuple(idle), order, tuple(costs))
+        return cls(*sizes, tuple(tiles), zero, tuple(idle), order, tuple(costs), int(header[6] or 0))
 
     def __str__(self) -> str:
         header = (
             f"plan layers {self.n_layers} batch {self.global_batch_size} micro-batch {self.micro_batch_size} "
             f"zero {self.zero}{'' if self.order == 'auto' else f' order {self.order}'}"
+            f"{f' deferred {self.deferred}' if self.deferred else ''}"
         )
         costs = [f"costs {_costs_text(self.costs)}"] if self.costs else []
         idle = [f"idle {','.join(self.idle)}"] if self.idle else []
@@ -206,6 +213,8 @@ class Plan:
     def _bad_order(self) -> Iterator[str]:
         if self.order not in ORDERS:
             yield f"order must be {_either(ORDERS)}, got {self.order!r}"
+        if self.deferred < 0:
+            yield f"deferred must be 0 or more, got {self.deferred}"
         if self.costs and (len(self.costs) != self.n_layers or min(self.costs) < 0):
             yield f"costs must be {self.n_layers} numbers of 0 or more, one per layer, got {_costs_text(self.costs)}"
 

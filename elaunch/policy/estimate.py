@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise, product
 from typing import TypeVar
 
 from elaunch.plan.components import Component, components
-from elaunch.plan.schedule import Action, Schedule, by_workers, schedule, sequences, timeline
+from elaunch.plan.schedule import schedule, sequences
 from elaunch.plan.tiling import ORDERS, Plan
+from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
 from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
@@ -57,10 +58,11 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
     return _joined(_each(plan, profile, play), _Rest(plan, profile))
 
 
-def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
+def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = (0,)) -> tuple[Plan, StepEstimate]:
     """Returns the plan with the order and the costs under which its step is fastest, and the estimate of that step.
 
-    Costs are those of the profile, or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
+    As many weight gradients are deferred as of `deferred` is best, the first of equals. Costs are those of the profile,
+    or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
     What does not fit in memory comes after what does; of equal ones that with the shorter text is taken.
 
     Raises:
@@ -68,11 +70,11 @@ def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
     """
     profile.check(plan)
     clocks = list(dict.fromkeys([(), profile.costs]))
-    ways = list(product(clocks, ORDERS))
+    ways = list(product(deferred, clocks, ORDERS))
 
     def play(component: Plan) -> list[_Played]:
         known: dict[tuple[Action, ...], _Played] = {}
-        found = [by_order[order] for costs in clocks for by_order in [sequences(component, costs)] for order in ORDERS]
+        found = [sequences(component, costs, most)[order] for most, costs, order in ways]
         for sequence in found:
             if sequence not in known:
                 known[sequence] = _play(component, by_workers(component, sequence), profile)
@@ -86,9 +88,9 @@ def ordered(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
         if same not in estimates:
             estimates[same] = number, _joined(parts, rest)
     number, step = min(estimates.values(), key=lambda one: (bool(one[1].over(profile)), round(one[1].step_s, 9)))
-    costs, order = ways[number]
-    if (costs, order) != (plan.costs, plan.order):
-        plan = replace(plan, costs=costs, order=order)
+    most, costs, order = ways[number]
+    if (costs, order, most) != (plan.costs, plan.order, plan.deferred):
+        plan = replace(plan, costs=costs, order=order, deferred=most)
     return plan, step
 
 
@@ -238,10 +240,8 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
     workers, rows = component.workers, rows_of(component)
     price = action_s(profile, component)
     played = timeline(component, order, price, transfer_s(profile, component))
-    activations = list(accumulate((layer.activation_bytes_per_row for layer in profile.layers), initial=0))
-    per_row = [
-        (activations[tile.layers.stop] - activations[tile.layers.start]) / len(tile.workers) for tile in component.tiles
-    ]
+    activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
+    gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
         # The members of a TP group have one order.
@@ -249,8 +249,13 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
         if id(actions) not in known:
             kept = most = 0.0
             for kind, tile, micro_batch in actions:
-                n_bytes = rows[tile][micro_batch] * per_row[tile]
-                kept += n_bytes if kind == "F" else -n_bytes
+                if kind == "F":
+                    per_row = activations[tile]
+                elif kind == "I":
+                    per_row = gradients[tile]
+                else:
+                    per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
+                kept += rows[tile][micro_batch] * per_row
                 most = max(most, kept)
             last = actions[-1]
             last_s = price(last.kind, last.tile, rows[last.tile][last.micro_batch])
@@ -262,6 +267,12 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
         tuple(played.busy_s[worker] for worker in workers),
         tuple(most for _, _, most in found),
     )
+
+
+def _bytes_per_row(component: Plan, by_layer: Sequence[int]) -> list[float]:
+    """Returns what each tile's workers keep of a row, each of them, by what all keep of it in each layer."""
+    before = list(accumulate(by_layer, initial=0))
+    return [(before[tile.layers.stop] - before[tile.layers.start]) / len(tile.workers) for tile in component.tiles]
 
 
 # -- after the last backward --------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
 
 from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, median_link
+from elaunch.policy.sample import SAME, MeasuredTurn, Point, Sample, moved
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LinkDetector, Slower
 from elaunch.policy.stragglers.track import Change
@@ -30,9 +30,6 @@ RECENT = 3
 SURE = 2
 """What was seen in fewer steps is not told."""
 
-SAME = 0.05
-"""Figures that differ by less are the same: they are not told again, and count as stable."""
-
 QUIET = 12
 """A figure that nobody has told anew for so many steps is stable."""
 
@@ -43,109 +40,6 @@ take longer."""
 LINK = LinkProfile(1e9, 1e-4)
 """Where none was measured."""
 
-Point = tuple[int, int, int]
-"""A layer, a number of rows, and the workers of the tensor-parallel group that does them."""
-
-
-class MeasuredTurn(Protocol):
-    """See `elaunch.workers.layers.timing.Turn`."""
-
-    @property
-    def layer(self) -> int:
-        """Returns the index of the layer."""
-
-    @property
-    def rows(self) -> int:
-        """Returns how many samples the micro-batch has."""
-
-    @property
-    def width(self) -> int:
-        """Returns how many workers shared the layer as one tensor-parallel group."""
-
-    @property
-    def forward_s(self) -> float:
-        """Returns the seconds of its forward, with those in which the tensor-parallel group was waited for."""
-
-    @property
-    def backward_s(self) -> float:
-        """Returns the seconds of its backward, likewise."""
-
-    @property
-    def waited_s(self) -> float:
-        """Returns the seconds of both in which the tensor-parallel group was waited for."""
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A turn of a model that is treated as a single layer."""
-
-    layer: int
-    rows: int
-    width: int
-    forward_s: float
-    backward_s: float
-    waited_s: float
-
-    @classmethod
-    def of(cls, seconds: float, rows: int) -> MeasuredStep:
-        """Returns a step from its seconds, forward and backward together."""
-        return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The figures that one worker has measured.
-
-    Attributes:
-        turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
-            others of its tensor-parallel group.
-        kept_bytes: by layer, for backward, of a row.
-        update_s: of the optimizer, per element that this worker owns.
-        links: by the slot of the receiver: bytes per second, seconds.
-        memory_bytes: of its device; None: of a host.
-        clocks: of its device, if they may be set.
-    """
-
-    turns: Mapping[Point, tuple[float, float, float]] = field(default_factory=dict)
-    kept_bytes: Mapping[int, float] = field(default_factory=dict)
-    update_s: float = 0.0
-    links: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    memory_bytes: int | None = None
-    clocks: ClockRange | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values, kept short because they go to all members."""
-        return {
-            "turns": [[*point, *(_short(seconds) for seconds in spent)] for point, spent in self.turns.items()],
-            "kept": {str(layer): round(n) for layer, n in self.kept_bytes.items()},
-            "update": _short(self.update_s),
-            "links": {slot: [round(rate), _short(latency_s)] for slot, (rate, latency_s) in self.links.items()},
-            "memory": self.memory_bytes,
-            "clocks": None if self.clocks is None else astuple(self.clocks),
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Sample:
-        """Reverses `to_json`, up to rounding."""
-        return cls(
-            {
-                (layer, rows, width): (forward_s, backward_s, wait_s)
-                for layer, rows, width, forward_s, backward_s, wait_s in fields["turns"]
-            },
-            {int(layer): n for layer, n in fields["kept"].items()},
-            fields["update"],
-            {slot: (rate, latency_s) for slot, (rate, latency_s) in fields["links"].items()},
-            fields["memory"],
-            None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
-        )
-
-    def differs(self, other: Sample | None) -> bool:
-        """Returns whether any figure differs."""
-        if other is None or self.turns.keys() != other.turns.keys() or self.kept_bytes != other.kept_bytes:
-            return True
-        pairs = [(sum(self.turns[point][:2]), sum(other.turns[point][:2])) for point in self.turns]
-        return any(_moved(*pair) for pair in pairs)
-
 
 class Recorder:
     """One worker's own figures."""
@@ -153,6 +47,7 @@ class Recorder:
     def __init__(self) -> None:
         self._turns: dict[Point, deque[tuple[float, float, float]]] = {}
         self._kept: dict[int, float] = {}
+        self._weights: dict[int, tuple[float, float]] = {}
         self._update_s: deque[float] = deque(maxlen=RECENT)
         self._told: Sample | None = None
         self._n_told = 0
@@ -160,7 +55,12 @@ class Recorder:
         self._looked = True
 
     def add(
-        self, turns: Iterable[MeasuredTurn], kept_bytes: Mapping[int, float], update_s: float, elements: int
+        self,
+        turns: Iterable[MeasuredTurn],
+        kept_bytes: Mapping[int, float],
+        update_s: float,
+        elements: int,
+        weights: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         """Takes in what a step has shown.
 
@@ -169,6 +69,7 @@ class Recorder:
             kept_bytes: by layer, of a row, if counted.
             update_s: of the optimizer's step.
             elements: of parameters on which it was done.
+            weights: see `Sample`, if weight gradients were deferred.
         """
         now: dict[Point, deque[tuple[float, float, float]]] = {}
         for one in turns:
@@ -178,6 +79,7 @@ class Recorder:
         self._fresh, self._looked = True, False
         self._turns = now  # of layers that have gone elsewhere others tell
         self._kept |= kept_bytes
+        self._weights |= weights or {}
         if elements:
             self._update_s.append(update_s / elements)
 
@@ -210,6 +112,7 @@ class Recorder:
             {},
             memory_bytes,
             clocks,
+            dict(self._weights),
         )
         known = self._n_told >= RECENT and not anew
         if not sample.turns or (known and not sample.differs(self._told)):
@@ -309,7 +212,7 @@ class Measured:
         """Takes in what the worker of a slot has measured."""
         before = self._samples.get(slot, Sample())
         for point, spent in sample.turns.items():
-            if _moved(sum(spent[:2]), sum(before.turns.get(point, ())[:2])):
+            if moved(sum(spent[:2]), sum(before.turns.get(point, ())[:2])):
                 self._moved[point[0]] = self._steps
         self._samples[slot] = sample
         self._detector.told(slot, {point: _own_s(spent) for point, spent in sample.turns.items()})
@@ -421,6 +324,7 @@ class Measured:
             if layer == index:
                 points[of][rows] = spent
         kept = [sample.kept_bytes[index] for sample in self._samples.values() if index in sample.kept_bytes]
+        weights = [sample.weights[index] for sample in self._samples.values() if index in sample.weights]
         updates = [sample.update_s for sample in self._samples.values() if sample.update_s]
         if not points:
             return self._unmeasured(index, known, width)
@@ -438,6 +342,8 @@ class Measured:
             found.on_width(of, width, rate),
             activation_bytes_per_row=round(max(kept)) if kept else known.activation_bytes_per_row,
             update_s=statistics.median(updates) * self._elements[index] if updates else 0.0,
+            weight_share=statistics.median(part for part, _ in weights) if weights else known.weight_share,
+            weight_bytes_per_row=round(max(n for _, n in weights)) if weights else known.weight_bytes_per_row,
         )
 
     def _unmeasured(self, index: int, known: LayerProfile, width: int) -> LayerProfile:
@@ -467,18 +373,6 @@ class Measured:
         spread = max(self._step_s, default=0.0) - min(self._step_s, default=0.0)
         still = len(self._step_s) == RECENT and spread <= SAME * max(self._step_s)
         return (*moving, *(() if still else ("step_s",)))
-
-
-def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int) -> ClockRange:
-    return ClockRange(base_mhz, tuple(supported_mhz), measured_mhz)
-
-
-def _moved(now: float, before: float) -> bool:
-    return abs(now - before) > SAME * before
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.4g}")
 
 
 def _own_s(spent: Sequence[float]) -> float:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.errors import ProtocolError
-from elaunch.plan.schedule import ActionPrice, Kind, TransferPrice
 from elaunch.plan.tiling import Plan, PlanError, Tile
+from elaunch.plan.timeline import ActionPrice, Kind, TransferPrice
 from elaunch.policy.profile_fields import DOCUMENT, LAYER, LINK, VERSION, WORKER, checked
 from elaunch.rendezvous.membership import node_of, slot_of
 
@@ -37,7 +37,7 @@ class LayerProfile:
 
     Attributes:
         forward_s_per_row: includes what the devices of the TP group tell each other.
-        backward_s_per_row: likewise; gradients of input and parameters.
+        backward_s_per_row: likewise; gradients of input and parameters, `weight_share` of it for the parameters.
         parameter_bytes: as they are kept for computing.
         optimizer_bytes: masters and states, before they are sharded over replicas.
         activation_bytes_per_row: kept from forward to backward.
@@ -45,6 +45,11 @@ class LayerProfile:
         fixed_forward_s: of an action, whatever its rows.
         fixed_backward_s: likewise.
         update_s: of the optimizer's step on the whole layer, by one owner.
+        weight_share: of the backward, what the gradients of the parameters take, 0..1; half, until a step has been
+            measured in which they were deferred.
+        weight_bytes_per_row: kept beside the activations from the input gradient to the weight gradients: gradients of
+            outputs of the layer's operations. None: not measured; as much as the activations is assumed, which is more
+            than it is where every output is an activation that is kept.
     """
 
     forward_s_per_row: float
@@ -56,6 +61,8 @@ class LayerProfile:
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
     update_s: float = 0.0
+    weight_share: float = 0.5
+    weight_bytes_per_row: int | None = None
 
     def forward_s(self, rows: int) -> float:
         """Returns the seconds of the forward of `rows` rows."""
@@ -64,6 +71,12 @@ class LayerProfile:
     def backward_s(self, rows: int) -> float:
         """Returns the seconds of the backward of `rows` rows."""
         return self.fixed_backward_s + rows * self.backward_s_per_row
+
+    @property
+    def deferred_bytes_per_row(self) -> int:
+        """Returns what is kept beside the activations while weight gradients wait."""
+        found = self.weight_bytes_per_row
+        return self.activation_bytes_per_row if found is None else found
 
     def on_width(self, of: int, width: int, bandwidth_bytes_per_s: float) -> LayerProfile:
         """Returns the same layer on a tensor-parallel group of `width` workers, if these are its seconds on one of
@@ -260,6 +273,14 @@ class Profile:
         """
         return self._seconds(self._backward, layers, rows, width)
 
+    def weights_s(self, layers: range, rows: float, width: int = 0) -> float:
+        """Returns the part of `backward_s` that can wait: the gradients of the parameters."""
+        fixed, per_row = self._weights
+        seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])
+        # The members of a TP group tell each other nothing in it.
+        seconds *= self.width / (width or self.width)
+        return min(seconds, self.backward_s(layers, rows, width))
+
     def turn_s(self, layers: range, rows: float, width: int = 0) -> float:
         """Returns the seconds of the forward and the backward of some layers."""
         return self.forward_s(layers, rows, width) + self.backward_s(layers, rows, width)
@@ -319,6 +340,15 @@ class Profile:
     @cached_property
     def _backward(self) -> _Sums:
         return _sums([(layer.fixed_backward_s, layer.backward_s_per_row) for layer in self.layers])
+
+    @cached_property
+    def _weights(self) -> _Sums:
+        return _sums(
+            [
+                (layer.weight_share * layer.fixed_backward_s, layer.weight_share * layer.backward_s_per_row)
+                for layer in self.layers
+            ]
+        )
 
     def scaled(self, factor: float) -> Profile:
         """Returns the same model on devices that take `factor` times as long to compute; links stay as they are."""
@@ -407,8 +437,14 @@ def action_s(profile: Profile, plan: Plan) -> ActionPrice:
 
     def seconds(kind: Kind, tile: int, rows: int) -> float:
         here = plan.tiles[tile]
-        price = profile.forward_s if kind == "F" else profile.backward_s
-        return price(here.layers, rows, len(here.workers)) / profile.tile_speed(here)
+        what = here.layers, rows, len(here.workers)
+        if kind == "F":
+            found = profile.forward_s(*what)
+        elif kind == "W":
+            found = profile.weights_s(*what)
+        else:
+            found = profile.backward_s(*what) - (profile.weights_s(*what) if kind == "I" else 0.0)
+        return found / profile.tile_speed(here)
 
     return seconds
 

@@ -56,6 +56,7 @@ _LAYERS = Expected("a number of layers, 1 to 100000", lambda value: _is_whole(va
 _COUNT = Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
 _SPEED = Expected("a number above 0", lambda value: _is_number(value) and value > 0)
 _MEMORY = Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
+_PART = Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True)
 _TEXT = Expected("a text", lambda value: isinstance(value, str))
 _TEXTS = Expected(
     "a list of texts",
@@ -73,7 +74,7 @@ DOCUMENT = {
     "width": dataclasses.replace(_COUNT, optional=True),
     "memory_bytes": _MEMORY,
     "overlap": Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
-    "memory_bound": Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True),
+    "memory_bound": _PART,
     "step_s": _FIXED_SECONDS,
     "change_s": _FIXED_SECONDS,
     "workers": Expected("an object", lambda value: isinstance(value, dict), optional=True),
@@ -93,4 +94,6 @@ LAYER = {
     "fixed_forward_s": _FIXED_SECONDS,
     "fixed_backward_s": _FIXED_SECONDS,
     "update_s": _FIXED_SECONDS,
+    "weight_share": _PART,
+    "weight_bytes_per_row": dataclasses.replace(_BYTES, optional=True),
 }

@@ -24,7 +24,7 @@ from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.policy.candidates.expand import expanded
 from elaunch.policy.candidates.reparallelize import Degrees, reparallelized
-from elaunch.policy.candidates.reroute import rerouted
+from elaunch.policy.candidates.reroute import deferrals, rerouted
 from elaunch.policy.candidates.resize import resized
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import StepEstimate, ordered
@@ -336,7 +336,9 @@ def _candidate(
         return Candidate(policy, rejected=f"it made no plan: {error}")
     if settings.consistency == "bitwise" and (why := _other_sums(plan, now)):
         return Candidate(policy, rejected=f"{why}, and the consistency is bitwise")
-    plan, step = ordered(plan, profile)
+    # A plan that defers weight gradients may go on doing so.
+    most = deferrals(plan) if policy == "reroute" else tuple(dict.fromkeys([0, plan.deferred]))
+    plan, step = ordered(plan, profile, most)
     # The first half of the step is done under the plan before.
     way = estimate_transition(now, plan, profile, lost, step.step_s / 2)
     over = step.over(profile)

@@ -27,8 +27,9 @@ from elaunch.policy.candidates.reparallelize import Degrees
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import History
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
-from elaunch.policy.measure import Measured, MeasuredTurn, Recorder, Sample
+from elaunch.policy.measure import Measured, Recorder
 from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.sample import MeasuredTurn, Sample
 from elaunch.policy.select import Candidate, Choice, SelectorSettings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
 from elaunch.policy.stragglers.remedies import Eviction, Remedies
@@ -100,11 +101,16 @@ class Selector:
         return not self._cadence.metered
 
     def add(
-        self, turns: Iterable[MeasuredTurn], kept_bytes: Mapping[int, float], update_s: float, elements: int
+        self,
+        turns: Iterable[MeasuredTurn],
+        kept_bytes: Mapping[int, float],
+        update_s: float,
+        elements: int,
+        weights: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         """Takes in what this worker has measured in a step; see `Recorder.add`."""
         self._cadence.metered = self._cadence.metered or bool(kept_bytes)
-        self._recorder.add(turns, kept_bytes, update_s, elements)
+        self._recorder.add(turns, kept_bytes, update_s, elements, weights)
 
     def note(
         self,

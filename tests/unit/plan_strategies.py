@@ -59,7 +59,7 @@ def valid_plans(
 ) -> SearchStrategy[Plan]:
     """Valid plans of every kind: symmetric ones, pipelines of different depth, stages with different numbers of
     replicas, and tilings that nobody would choose: uneven rows, micro-batches of several runs in any order, workers
-    with several tiles, idle workers. They ask for any order, and may say what layers cost.
+    with several tiles, idle workers. They ask for any order, may say what layers cost, and may defer weight gradients.
 
     `tp` holds the degrees of tensor parallelism that a tile may have; only the last kind mixes them in a plan, and then
     a worker may also have a tile of its own beside its group's. With `exact` all have as many layers, units and
@@ -78,12 +78,16 @@ def well_formed_plans() -> SearchStrategy[Plan]:
     tile = st.builds(Tile, run, st.lists(micro_batch, max_size=9).map(tuple), workers.filter(bool))
     size = st.integers(0, 9)
     tiles, costs = st.lists(tile, max_size=4).map(tuple), st.lists(size, max_size=9).map(tuple)
-    return st.builds(Plan, size, size, size, tiles, st.sampled_from(LAYOUTS), workers, st.sampled_from(ORDERS), costs)
+    orders = st.sampled_from(ORDERS)
+    return st.builds(Plan, size, size, size, tiles, st.sampled_from(LAYOUTS), workers, orders, costs, size)
 
 
 def _with_any_order(plan: Plan) -> SearchStrategy[Plan]:
     costs = st.lists(st.integers(0, 3), min_size=plan.n_layers, max_size=plan.n_layers).map(tuple)
-    return st.builds(replace, st.just(plan), order=st.sampled_from(ORDERS), costs=st.just(()) | costs)
+    deferred = st.sampled_from([0, 0, 1, 3])
+    return st.builds(
+        replace, st.just(plan), order=st.sampled_from(ORDERS), costs=st.just(()) | costs, deferred=deferred
+    )
 
 
 @st.composite

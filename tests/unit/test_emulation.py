@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from benchmarks.emulation import (
 from benchmarks.pipeline import cases, cut
 from elaunch.plan import Stage, stages, symmetric
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.workers.layers.model import describe
+from elaunch.workers.layers.chain.chain import Chain
+from elaunch.workers.layers.model import Draw, build, describe
+from elaunch.workers.layers.tensor_parallel import TPRank
 from tests.unit.engine_crew import train
 
 LAYER = LayerProfile(0.25, 0.5, 0, 0, 0, 0, fixed_forward_s=1.0, fixed_backward_s=2.0)
@@ -120,6 +124,26 @@ def test_activations_computed_again_take_the_time_of_a_forward_again(clock: Time
     plan = symmetric(["w0"], 3, 2, 2)
     train(plan, 1, layers=emulated_layers(PROFILE), dataset=Words(256), recompute=True)
     assert clock.now_s == 3 * (2 * LAYER.forward_s(2) + LAYER.backward_s(2))
+
+
+def test_weight_gradients_take_their_share_of_the_backward_whenever_they_come(clock: Time) -> None:
+    profile = Profile("three", (replace(LAYER, weight_share=0.25),) * 3, 1, 1e9, 0.0)
+    (spec,) = describe(emulated_layers(profile)[1:2], torch.zeros(1, 2, 32), 4, None)
+    layer = build(spec, emulated_layers(profile)[1], 3, torch.device("cpu"), None, TPRank())
+    chain, draw = Chain([layer]), Draw(3, 0, ((0, range(4), 0),), 4)
+    x = torch.randn(4, 2, 32)
+    for first in (True, False):
+        _, saved = chain.forward(x, draw)
+        began_s = clock.now_s
+        _, left = chain.input_gradient(saved, x, draw, lambda layer, grads: None)
+        took_s = clock.now_s - began_s
+        if first:
+            assert took_s == 2 * LAYER.backward_s(4), "a whole one, and one in two parts to compare with it"
+            continue
+        assert took_s == 0.75 * LAYER.backward_s(4)
+        for one in left:
+            list(one.layers())
+        assert clock.now_s - began_s == LAYER.backward_s(4)
 
 
 def test_emulated_layers_learn_and_do_not_depend_on_the_plan() -> None:

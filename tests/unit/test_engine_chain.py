@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaunch.workers.layers.model import Chain, Draw, Layer, build, describe
+from elaunch.workers.layers.chain.chain import Chain
+from elaunch.workers.layers.model import Draw, Layer, build, describe
 from elaunch.workers.layers.tensor_parallel import TPRank
 
 ROWS, WIDTH = 4, 6

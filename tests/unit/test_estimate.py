@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.plan import Plan, PlanError, Stage, stages, symmetric
-from elaunch.plan.schedule import Schedule, schedule, timeline
+from elaunch.plan.schedule import schedule
 from elaunch.plan.tiling import ORDERS
+from elaunch.plan.timeline import Schedule, timeline
 from elaunch.plan.views import holders
 from elaunch.policy import estimate
 from elaunch.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
@@ -119,16 +121,17 @@ def test_an_ordered_plan_is_as_fast_as_with_any_order(plan: Plan, profile: Profi
     layers = [layer.scaled(data.draw(st.sampled_from([0.0, 0.4, 1.0]))) for layer in profile.layers[: plan.n_layers]]
     profile = replace(profile, layers=tuple(layers))
     plan = plan.renamed({worker: f"w{number}#0" for number, worker in enumerate(plan.workers)})
-    found, step = ordered(plan, profile)
+    deferred = tuple(dict.fromkeys([0, plan.deferred]))
+    found, step = ordered(plan, profile, deferred)
     found.validate(plan.workers)
     assert found.tiles == plan.tiles
     assert estimate_step(found, profile) == step
-    for order in ORDERS:
-        for costs in ((), profile.costs):
-            other_s = estimate_step(replace(plan, order=order, costs=costs), profile).step_s
-            assert step.step_s <= other_s + 1e-9
-            if (order, costs) == ("auto", ()) and round(other_s, 9) == round(step.step_s, 9):
-                assert (found.order, found.costs) == ("auto", ()), "what is unsaid is enough"
+    assert step.step_s <= ordered(plan, profile)[1].step_s + 1e-9, "never slower than without deferral"
+    for most, order, costs in product(deferred, ORDERS, ((), profile.costs)):
+        other_s = estimate_step(replace(plan, order=order, costs=costs, deferred=most), profile).step_s
+        assert step.step_s <= other_s + 1e-9
+        if (most, order, costs) == (0, "auto", ()) and round(other_s, 9) == round(step.step_s, 9):
+            assert (found.deferred, found.order, found.costs) == (0, "auto", ()), "what is unsaid is enough"
 
 
 def test_an_order_that_fits_in_memory_comes_before_a_faster_one() -> None:
@@ -143,6 +146,31 @@ def test_an_order_that_fits_in_memory_comes_before_a_faster_one() -> None:
     found, slower = ordered(fast, replace(profile, memory_bytes=cap))
     assert found.order == "backward"
     assert slower == backward
+
+
+def test_deferred_weight_gradients_keep_activations_and_output_gradients() -> None:
+    """The last stage of two, by hand: F I F I F W ..., so two of three micro-batches wait for weight gradients."""
+    profile = replace(FREE, layers=(replace(LAYER, weight_bytes_per_row=3),) * 8)
+    plan = replace(symmetric(names(2), 8, 8, 2, pp=2), deferred=2)
+    step = estimate_step(plan, profile)
+    static = 4 * (2 * 100 + 1200)
+    assert step.step_s == 2 * 4 * (3 * 4 + 1)
+    assert step.peak_bytes["n1/0#0"] == static + 2 * 4 * (3 * 10 + 2 * 3)
+    untold = replace(FREE, layers=(LAYER,) * 8)
+    assert estimate_step(plan, untold).peak_bytes["n1/0#0"] == static + 2 * 4 * (3 * 10 + 2 * 10)
+    # A bound that forbids it: the same plan, whole backwards.
+    tight = replace(profile, memory_bytes=static + 2 * 4 * 2 * 10)
+    found, whole = ordered(plan, tight, (0, 2))
+    assert (found.deferred, whole.step_s) == (0, 2 * 4 * 3 * 5)
+    assert ordered(plan, profile, (0, 2))[0].deferred == 2
+
+
+def test_a_layer_whose_backward_is_not_split_gains_nothing_by_deferral() -> None:
+    whole = replace(FREE, layers=(replace(LAYER, weight_share=0.0),) * 8)
+    plan = symmetric(names(4), 8, 16, 2, pp=4)
+    found, step = ordered(plan, whole, (0, 4))
+    assert (found.deferred, step) == (0, estimate_step(plan, whole))
+    assert ordered(plan, FREE, (0, 4))[1].step_s < step.step_s
 
 
 def test_the_costs_of_layers_are_coarse() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from elaunch.plan import Stage, stages, symmetric
 from elaunch.policy.estimate import estimate_step
-from elaunch.policy.measure import RECENT, Measured, Recorder, Sample
+from elaunch.policy.measure import RECENT, Measured, Recorder
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
+from elaunch.policy.sample import Sample
 
 KNOWN = LayerProfile(0.0, 0.0, 400, 1200, 10, 50)
 W = ["a/0#0", "a/1#0", "b/0#0", "b/1#0"]

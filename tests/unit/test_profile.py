@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.profiles.derive import HERE, MODELS, Model, derive, flops_per_s, measured
 from elaunch.errors import ProtocolError
 from elaunch.plan import Plan, PlanError, Stage, n_rows, stages, symmetric
-from elaunch.plan.schedule import schedule, timeline
+from elaunch.plan.schedule import schedule
+from elaunch.plan.timeline import timeline
 from elaunch.policy.profile import LayerProfile, Profile, action_s, transfer_s
 
 seconds = st.floats(0, 1e3)

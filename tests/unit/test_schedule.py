@@ -7,20 +7,13 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from elaunch.plan import Pipeline, Plan, Stage, Tile, pipelines, stages, symmetric
 from elaunch.plan.components import components
-from elaunch.plan.schedule import (
-    Action,
-    ActionPrice,
-    Kind,
-    _row_costs,
-    _Run,
-    in_flight_limits,
-    schedule,
-    timeline,
-)
+from elaunch.plan.schedule import _row_costs, _Run, in_flight_limits, in_parts, schedule
 from elaunch.plan.tiling import Order
+from elaunch.plan.timeline import Action, ActionPrice, Kind, by_workers, timeline
 from elaunch.plan.views import inputs, outputs
 from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
@@ -80,13 +73,24 @@ def test_a_tensor_parallel_pair_has_one_order() -> None:
 def test_every_action_comes_once_and_after_those_that_it_needs(plan: Plan) -> None:
     order = schedule(plan)
     place = {action: number for number, action in enumerate(order.sequence)}
-    assert len(place) == len(order.sequence) == 2 * sum(len(tile.micro_batches) for tile in plan.tiles)
+    kinds = ["FIW" if plan.deferred and tile.layers.start else "FB" for tile in plan.tiles]
+    expected = {
+        Action(kind, number, micro_batch)  # type: ignore[arg-type]
+        for number, tile in enumerate(plan.tiles)
+        for kind in kinds[number]
+        for micro_batch in range(len(tile.micro_batches))
+    }
+    assert len(place) == len(order.sequence)
+    assert place.keys() == expected
     for action in order.sequence:
         tile, micro_batch = action.tile, action.micro_batch
         if action.kind == "F":
             needs = [Action("F", feed.tile, feed.micro_batch) for feed in inputs(plan)[tile][micro_batch]]
+        elif action.kind == "W":
+            needs = [Action("I", tile, micro_batch)]
         else:
-            needs = [Action("B", feed.tile, feed.micro_batch) for feed in outputs(plan)[tile][micro_batch]]
+            feeds = outputs(plan)[tile][micro_batch]
+            needs = [Action("I" if "I" in kinds[feed.tile] else "B", feed.tile, feed.micro_batch) for feed in feeds]
             needs.append(Action("F", tile, micro_batch))
         assert all(place[need] < place[action] for need in needs)
     for worker, actions in order.by_worker.items():
@@ -132,11 +136,12 @@ def test_a_timeline_starts_each_action_when_its_workers_and_its_rows_are_there(p
     found = timeline(plan, order, seconds, told)
     ends: dict[Action, float] = {}
     busy = dict.fromkeys(plan.workers, 0.0)
+    gives: dict[object, Action] = {(one.passes, one.tile, one.micro_batch): one for one in order.sequence}
     for action in order.sequence:
         kind, tile, number = action
-        feeds = (inputs if kind == "F" else outputs)(plan)[tile][number]
+        feeds = () if kind == "W" else (inputs if kind == "F" else outputs)(plan)[tile][number]
         ready = [
-            ends[Action(kind, feed.tile, feed.micro_batch)] + told(feed.tile, tile, sum(run[2] for run in feed.runs))
+            ends[gives[action.passes, feed.tile, feed.micro_batch]] + told(feed.tile, tile, feed.n_rows)
             for feed in feeds
         ]
         before = [
@@ -194,13 +199,13 @@ def price(plan: Plan) -> ActionPrice:
     costs = _row_costs(plan, plan.costs)
 
     def seconds(kind: Kind, tile: int, rows: int) -> float:
-        return (1 if kind == "F" else 2) * costs[tile] * rows
+        return (2 if kind == "B" else 1) * costs[tile] * rows
 
     return seconds
 
 
 def on_one_order(plan: Plan, first: Kind) -> int:
-    return _Run(plan, first, plan.costs).play()[0]
+    return _Run(plan, first, plan.costs, plan.deferred).play()[0]
 
 
 # All actions of a kind take equally long, but one worker has several tiles, and its order matters.
@@ -226,6 +231,107 @@ def test_the_order_that_is_asked_for_or_the_faster_one_is_taken_in_each_part(pla
     assert found.step_s <= max(
         min(on_one_order(component.plan, first) for first in firsts[plan.order]) for component in components(plan)
     )
+
+
+# -- deferred weight gradients --------------------------------------------------------------------------------------
+
+
+def pipeline(depth: int, units: int, deferred: int) -> Plan:
+    return replace(symmetric([f"w{i}" for i in range(depth)], depth, units, 1, pp=depth), deferred=deferred)
+
+
+def test_a_plan_that_defers_weight_gradients_fills_its_bubble_with_them() -> None:
+    """Two stages, by hand: of the bubble of 3, that of the last stage's first forward stays."""
+    plan = pipeline(2, 4, 2)
+    assert str(schedule(plan)).splitlines() == [
+        "w0 F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "w1 F1.0 I1.0 F1.1 I1.1 F1.2 W1.0 I1.2 F1.3 W1.1 I1.3 W1.2 W1.3",
+    ]
+    assert timeline(plan, schedule(plan), price(plan)).step_s == 3 * 4 + 1
+
+
+@pytest.mark.parametrize(("depth", "units"), [(2, 4), (4, 8), (4, 16), (8, 24)])
+def test_a_third_of_the_bubble_of_1f1b_is_left_as_in_zero_bubble_h1(depth: int, units: int) -> None:
+    """Zero Bubble, table 2, ZB-H1: (p - 1)(F + B - W), where 1F1B has (p - 1)(F + B + W)."""
+    plan = pipeline(depth, units, depth)
+    assert timeline(plan, schedule(plan), price(plan)).step_s == 3 * units + depth - 1
+
+
+def test_micro_batches_of_a_lost_replica_go_into_the_bubbles() -> None:
+    """ReCycle: the second of three stages has lost a replica, and its peer does 8 micro-batches instead of 4."""
+    text = """plan layers 3 batch 8 micro-batch 1 zero interleaved
+        layers 0:1 samples 0:4/1 workers a0
+        layers 0:1 samples 4:8/1 workers b0
+        layers 1:2 samples 0:8/1 workers a1
+        layers 2:3 samples 0:4/1 workers a2
+        layers 2:3 samples 4:8/1 workers b2"""
+    plan = Plan.parse(text)
+    coupled_s, deferred_s = (
+        timeline(one, schedule(one), price(one)).step_s for one in (plan, replace(plan, deferred=8))
+    )
+    # The least that can be: its own 24, after the first forward of the stage before it and before that one's backward.
+    assert deferred_s == 1 + 24
+    assert coupled_s >= 28
+
+
+@settings(max_examples=scaled(60, 300), deadline=None)
+@given(valid_plans(tp=(1, 2)))
+def test_deferring_makes_no_step_slower_on_its_clocks(plan: Plan) -> None:
+    plan = replace(plan, order="auto")
+    coupled = replace(plan, deferred=0)
+    before = timeline(coupled, schedule(coupled), price(coupled))
+    most = max(len(tile.micro_batches) for tile in plan.tiles)
+    for deferred in (1, 2, most):
+        found = replace(plan, deferred=deferred)
+        took = timeline(found, schedule(found), price(found))
+        assert took.step_s <= before.step_s
+        assert took.busy_s == before.busy_s
+
+
+FIRST: tuple[Kind, ...] = ("B", "F")
+
+
+@settings(max_examples=scaled(40, 200), deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 6))
+def test_a_tile_keeps_as_few_micro_batches_as_its_limits_say(depth: int, units: int, deferred: int) -> None:
+    plan = pipeline(depth, units, deferred)
+    for first in FIRST:
+        order = _Run(plan, first, (), deferred).play()[1]
+        for tile, limit in enumerate(in_flight_limits(plan)):
+            here = [action.kind for action in order if action.tile == tile]
+            for place in range(len(here) + 1):
+                so_far = here[:place]
+                gone = so_far.count("W") + so_far.count("B")
+                assert so_far.count("F") - gone <= limit + deferred
+                if tile:
+                    assert so_far.count("F") - so_far.count("I") <= limit
+                    assert so_far.count("I") - so_far.count("W") <= deferred
+
+
+@settings(max_examples=scaled(40, 100), deadline=None)
+@given(valid_plans(tp=(1, 2)), st.data())
+def test_in_two_parts_and_in_place_no_action_ends_later_whatever_it_costs(plan: Plan, data: st.DataObject) -> None:
+    plan = replace(plan, deferred=0)
+    seconds = st.floats(0, 5)
+    costs = {tile: [data.draw(seconds) for _ in range(3)] for tile in range(len(plan.tiles))}
+
+    def action_s(kind: Kind, tile: int, rows: int) -> float:
+        forward_s, input_s, weights_s = costs[tile]
+        return rows * {"F": forward_s, "B": input_s + weights_s, "I": input_s, "W": weights_s}[kind]
+
+    def told_s(source: int, target: int, rows: int) -> float:
+        return 0.5 * rows
+
+    order = schedule(plan)
+    before = timeline(plan, order, action_s, told_s)
+    split = by_workers(plan, in_parts(plan, order.sequence))
+    after = timeline(plan, split, action_s, told_s)
+    for action, end_s in before.ends_s.items():
+        now = action._replace(kind="W") if action._replace(kind="W") in after.ends_s else action
+        assert after.ends_s[now if action.kind == "B" else action] <= end_s + 1e-9
+
+
+# -- parts of a plan --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=scaled(40, 100), deadline=None)

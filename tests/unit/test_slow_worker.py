@@ -9,8 +9,9 @@ import pytest
 
 from elaunch.plan import Plan, symmetric
 from elaunch.policy.ahead import Ahead
-from elaunch.policy.measure import Measured, MeasuredStep
+from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.policy.sample import MeasuredStep
 from elaunch.policy.select import SelectorSettings
 from elaunch.policy.selector import Selector
 

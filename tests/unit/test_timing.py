@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elaunch.workers.layers.model import Chain, Draw, build, describe
+from elaunch.workers.layers.chain.chain import Chain
+from elaunch.workers.layers.model import Draw, build, describe
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.timing import Stopwatch, Turn
 

@@ -11,7 +11,7 @@ of a greedy colouring (Chameleon IV-B): of one round no worker has two.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
-from elaunch.plan.schedule import Action, schedule
+from elaunch.plan.schedule import schedule
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
+from elaunch.plan.timeline import Action
 from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
 from elaunch.workers.layers.carry.carrier import Carrier
 from elaunch.workers.layers.carry.tp_sums import TPGroupSum, added
+from elaunch.workers.layers.chain.chain import Chain, SavedActivations
+from elaunch.workers.layers.chain.split import DeferredWeights
 from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
-from elaunch.workers.layers.model import Chain, Draw, Layer, SavedActivations
+from elaunch.workers.layers.model import Draw, Layer
 from elaunch.workers.layers.samples import Load
 from elaunch.workers.layers.sums import Node, TreeSum
 from elaunch.workers.layers.timing import Stopwatch
@@ -102,7 +105,7 @@ class Executor:
         self._device = next((one.device for one in parameters), torch.device("cpu"))
         self._replica = {tile: self._replicas_of(tile) for tile in plan.tiles_of(worker)}
         self._chains = {
-            tile: Chain([layers[key] for key in replicas.items()]) for tile, replicas in self._replica.items()
+            tile: Chain([layers[key] for key in replicas.items()], bitwise) for tile, replicas in self._replica.items()
         }
         groups = gradient_groups(plan)
         self._round = dict.fromkeys(range(plan.n_layers), 0)
@@ -153,6 +156,8 @@ class Executor:
         found: dict[int, Action] = {}
         for action in self.order:
             peers = self._exchanges[action.tile, action.micro_batch]
+            if action.passes is None:
+                continue
             kind, rows = (Kind.ACTIVATION, peers.x_from) if action.kind == "F" else (Kind.INPUT_GRADIENT, peers.dy_from)
             found |= {tag(kind, one.number): action for one in rows if one.peer != self._worker}
         return found
@@ -181,6 +186,7 @@ class _Step:
         # In the order in which backward comes to them.
         self._unsummed = deque(sorted(executor._owned, key=lambda shard: -shard.layer))
         self._saved: dict[tuple[int, int], list[SavedActivations]] = {}
+        self._left: dict[tuple[int, int], list[DeferredWeights]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
         self._local: dict[int, Tensor] = {}
         self._posted: dict[int, Tensor] = {}
@@ -197,10 +203,11 @@ class _Step:
     def run(self) -> Outcome:
         self._post_gradients()
         order = self._of.order
+        do = {"F": self._forward, "B": self._backward, "I": self._input_gradient, "W": self._weight_gradients}
         for place, action in enumerate(order):
             for coming in order[place : place + LOOK_AHEAD + 1]:
                 self._post(coming)
-            (self._forward if action.kind == "F" else self._backward)(action)
+            do[action.kind](action)
         while self._unsummed:
             self._sum(self._unsummed.popleft())
         gradients = {shard: self._gradients[shard] for shard in self._of._owned}
@@ -267,6 +274,45 @@ class _Step:
             assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
             self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to)
             add(tile.layers.start, *held)
+        self._send_later(later)
+
+    def _input_gradient(self, action: Action) -> None:
+        """Does the part of a backward for which others wait."""
+        key = (action.tile, action.micro_batch)
+        tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
+        dy: Tensor | None = self._dy.pop(key, None)
+        if dy is None:
+            dy = self._collect(Kind.INPUT_GRADIENT, peers.dy_from)
+        whole: list[tuple[Layer, list[Tensor]]] = []
+
+        def done(layer: Layer, grads: list[Tensor]) -> None:
+            whole.append((layer, grads))
+
+        draw = self._draw(tile.micro_batches[action.micro_batch])
+        dx, left = self._of._chains[action.tile].input_gradient(self._saved.pop(key), dy, draw, done)
+        assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
+        self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to)
+        self._left[key] = left
+        self._add_all_of(action, whole)
+
+    def _weight_gradients(self, action: Action) -> None:
+        """Does the rest of a backward."""
+        for one in self._left.pop((action.tile, action.micro_batch)):
+            self._add_all_of(action, one.layers())
+
+    def _add_all_of(self, action: Action, given: Iterable[tuple[Layer, list[Tensor]]]) -> None:
+        """Adds gradients of layers, and sends those that are complete."""
+        tile = self._plan.tiles[action.tile]
+        unit = unit_of(self._plan, tile.micro_batches[action.micro_batch]) if self._of._bitwise else None
+        later: list[LayerKey] = []
+        for layer, grads in given:
+            key = (layer.spec.index, self._of._replica[action.tile][layer.spec.index])
+            if self._add(key, unit, grads):
+                (later.append if self._of._round[layer.spec.index] else self._send_gradient)(key)
+        self._send_later(later)
+
+    def _send_later(self, later: Sequence[LayerKey]) -> None:
+        """Sends the gradients of later rounds than the first, in the order of the rounds."""
         for key in sorted(later, key=lambda key: (self._of._round[key[0]], -key[0])):
             self._send_gradient(key)
         self._sum_what_came()
@@ -280,6 +326,8 @@ class _Step:
     def _post(self, action: Action) -> None:
         """Has what this action needs received in the background."""
         peers = self._of._exchanges[action.tile, action.micro_batch]
+        if action.passes is None:
+            return
         if action.kind == "F":
             kind, rows, layer = Kind.ACTIVATION, peers.x_from, self._plan.tiles[action.tile].layers.start - 1
         else:

@@ -230,7 +230,7 @@ class HybridJob(BaseJob):
             watch = Stopwatch(self.device, selector.meters())
         engine.train_step(self._member.pass_barrier, watch)
         if selector is not None and watch is not None:
-            selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned)
+            selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned, watch.weights())
 
     def _compare(self, group: Group, saving: bool) -> None:
         """Compares the replicas of layers where that is due; never while layers move."""

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import memory
 from elaunch.workers.layers import tensor_parallel
-from elaunch.workers.layers.timing import Span, Stopwatch
 from elaunch.workers.random.rng import layer_randomness, mix
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import GENERATORS, trace_random
@@ -304,107 +303,6 @@ class Layer:
             done([grads[place] for place in range(len(self.parameters))])
 
 
-@dataclass(eq=False)
-class SavedActivations:
-    """What the backward of one piece of a chain on one micro-batch needs."""
-
-    x: Tensor
-    y: Tensor | None
-    spans: Sequence[Span] = ()
-
-
-class Chain:
-    """Consecutive layers of one tile. Those that keep their activations are differentiated at once, piece by piece.
-
-    A single backward for several layers costs less than one for each, and still each layer's gradients are handed on as
-    soon as they are complete.
-    """
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._pieces: list[list[Layer]] = []
-        for layer in layers:
-            if layer.recompute or not self._pieces or self._pieces[-1][0].recompute:
-                self._pieces.append([])
-            self._pieces[-1].append(layer)
-
-    def forward(self, x: Tensor, draw: Draw, watch: Stopwatch | None = None) -> tuple[Tensor, list[SavedActivations]]:
-        """Returns the output for `x` (rows, …), detached, and what `backward` needs.
-
-        Args:
-            x: the input.
-            draw: of the step.
-            watch: measures each layer, and its backward to come.
-        """
-        kept = []
-        for piece in self._pieces:
-            spans = []
-            if watch is not None:
-                spans = [watch.span(layer.spec.index, x.shape[0], layer.tp_rank.size) for layer in piece]
-            if piece[0].recompute:
-                with torch.no_grad():
-                    y = _run(piece, x, draw, spans)
-                kept.append(SavedActivations(x, None, spans))
-            else:
-                leaf = _leaf(x)
-                y = _run(piece, leaf, draw, spans)
-                kept.append(SavedActivations(leaf, y, spans))
-            x = y.detach()
-        return x, kept
-
-    def backward(
-        self, saved: list[SavedActivations], dy: Tensor, draw: Draw, done: Callable[[Layer, list[Tensor]], None]
-    ) -> Tensor | None:
-        """Returns the gradient of the input; None for one that has none. `saved` is used up.
-
-        Args:
-            saved: from `forward`.
-            dy: gradient of the output.
-            draw: that of `forward`.
-            done: gets each layer with the gradients of its `parameters`, in their order, last layer first as a rule.
-        """
-        dx: Tensor | None = dy
-        for piece in reversed(self._pieces):
-            assert dx is not None, f"{piece[-1].spec.name}: the layer after it gives no gradient"
-            here = saved.pop()
-            leaf, y = here.x, here.y
-            if here.spans:
-                here.spans[-1].begin("B")
-            if y is None:
-                leaf = _leaf(leaf)
-                y = _run(piece, leaf, draw)
-            for layer in piece:
-                layer.expect(partial(done, layer))
-            if y.requires_grad:
-                with tensor_parallel.placed(piece[0].tp_rank):
-                    torch.autograd.backward(y, dx)
-            if here.spans:
-                here.spans[0].end("B")
-            dx = leaf.grad
-            if dx is None and leaf.requires_grad:
-                dx = torch.zeros_like(leaf)
-            for layer in reversed(piece):
-                layer.settle()
-        return dx
-
-
-def _run(piece: Sequence[Layer], x: Tensor, draw: Draw, spans: Sequence[Span] = ()) -> Tensor:
-    if not spans:
-        for layer in piece:
-            x = layer.run(x, draw)
-        return x
-    for place, (layer, span) in enumerate(zip(piece, spans, strict=True)):
-        x = span.forward(partial(layer.run, x, draw), layer.parameters.values())
-        if x.requires_grad and place < len(piece) - 1:
-            x.register_hook(partial(_backward_passes, spans[place + 1], span))
-    return x
-
-
-def _backward_passes(later: Span, earlier: Span, grad: Tensor) -> None:
-    """The gradient between two layers is there."""
-    later.end("B")
-    earlier.begin("B")
-
-
 @dataclass(frozen=True)
 class Draw:
     """Whose random numbers a layer uses: those of some rows of a step."""
@@ -479,8 +377,3 @@ class _NoValues(TorchFunctionMode):
         if func in self._DRAWING and isinstance(args[0], nn.Parameter):
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _leaf(x: Tensor) -> Tensor:
-    x = x.detach()
-    return x.requires_grad_() if x.is_floating_point() or x.is_complex() else x

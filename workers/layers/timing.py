@@ -90,7 +90,7 @@ class Turn:
         rows: of a micro-batch.
         width: workers of the tensor-parallel group that has the layer.
         forward_s: seconds, those in which its tensor-parallel group was waited for included.
-        backward_s: likewise.
+        backward_s: likewise, of both parts where it was split.
         waited_s: of both, in which the TP group was waited for.
         count: micro-batches.
     """
@@ -113,6 +113,7 @@ class Stopwatch:
 
     Attributes:
         kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its TP group.
+        weight_bytes: likewise, from the input gradient to the weight gradients where these came later.
         waited_s: so long this worker has waited for members of a tensor-parallel group; whoever waits adds to it.
     """
 
@@ -120,6 +121,7 @@ class Stopwatch:
         self._device, self._meter = device, meter
         self._spans: list[Span] = []
         self.kept_bytes: dict[int, float] = {}
+        self.weight_bytes: dict[int, float] = {}
         self.waited_s = 0.0
 
     def counts(self, layer: int) -> bool:
@@ -143,18 +145,33 @@ class Stopwatch:
         """Returns all turns of the step, whose actions are over."""
         found: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
         for span in self._spans:
-            if len(span.ends) == 2:
+            if {"F", "B"} <= span.ends.keys():
                 found[span.layer, span.rows, span.width].append(span)
         return [
             Turn(
                 *point,
                 statistics.median(self._seconds(one, "F") for one in spans),
-                statistics.median(self._seconds(one, "B") for one in spans),
+                statistics.median(self._seconds(one, "B") + self._weights_s(one) for one in spans),
                 statistics.median(sum(one.waited_s.values()) for one in spans),
                 len(spans),
             )
             for point, spans in found.items()
         ]
+
+    def weights(self) -> dict[int, tuple[float, float]]:
+        """Returns, by layer whose weight gradients came later, the part of the backward that they took, and the
+        bytes of a row that waited for them.
+        """
+        found: dict[int, list[float]] = defaultdict(list)
+        for span in self._spans:
+            if "W" in span.ends and "B" in span.ends:
+                seconds = self._weights_s(span)
+                whole_s = self._seconds(span, "B") + seconds
+                found[span.layer].append(seconds / whole_s if whole_s else 0.0)
+        return {layer: (statistics.median(parts), self.weight_bytes.get(layer, 0.0)) for layer, parts in found.items()}
+
+    def _weights_s(self, span: Span) -> float:
+        return self._seconds(span, "W") if "W" in span.ends else 0.0
 
     def _seconds(self, span: Span, kind: str) -> float:
         begin, end = span.begins[kind], span.ends[kind]
@@ -166,7 +183,9 @@ class Stopwatch:
 
 @dataclass(eq=False)
 class Span:
-    """A layer on a micro-batch: when its forward ("F") and its backward ("B") begin and end."""
+    """A layer on a micro-batch: when its forward ("F"), its backward ("B") and its weight gradients ("W"), if they come
+    later, begin and end.
+    """
 
     watch: Stopwatch
     layer: int
@@ -176,16 +195,22 @@ class Span:
     ends: dict[str, Any] = field(default_factory=dict)
     waited_s: dict[str, float] = field(default_factory=dict)
 
-    def begin(self, kind: Literal["F", "B"]) -> None:
-        """Notes that the forward or the backward begins now."""
+    def begin(self, kind: Literal["F", "B", "W"]) -> None:
+        """Notes that a part begins now, if it has not begun: a hook may run again when the backward is split."""
+        if kind in self.begins:
+            return
         self.waited_s[kind] = -self.watch.waited_s
         self.begins[kind] = self.watch.moment()
 
-    def end(self, kind: Literal["F", "B"]) -> None:
-        """Notes that the forward or the backward ends now, if it has begun."""
+    def end(self, kind: Literal["F", "B", "W"]) -> None:
+        """Notes that a part ends now, if it has begun."""
         if kind in self.begins and kind not in self.ends:
             self.ends[kind] = self.watch.moment()
             self.waited_s[kind] += self.watch.waited_s
+
+    def kept_for_weights(self, n_bytes: int) -> None:
+        """Notes how many bytes this member kept for the weight gradients, beside the activations."""
+        self.watch.weight_bytes[self.layer] = self.width * n_bytes / self.rows
 
     def forward(self, run: Callable[[], Tensor], parameters: Collection[Tensor]) -> Tensor:
         """Returns the output of `run`, the layer's forward, and measures it."""

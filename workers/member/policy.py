@@ -15,8 +15,8 @@ from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.measure import MeasuredStep
 from elaunch.policy.profile import LayerProfile
+from elaunch.policy.sample import MeasuredStep
 from elaunch.policy.selector import Selector, make_selector
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Evict, Message, Profiled, Report

@@ -1,7 +1,12 @@
-"""Reroute: the micro-batches of lost workers go whole to their peers (ReCycle; Chameleon 4.A). No parameters move."""
+"""Reroute: the micro-batches of lost workers go whole to their peers (ReCycle; Chameleon 4.A). No parameters move.
+
+Of the orders that are tried for it, some defer weight gradients, so that the micro-batches that have come go into the
+bubbles (ReCycle's decoupled backward).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -62,6 +67,17 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
     found = replace(plan, tiles=tiles, idle=tuple(member for member in members if member not in busy))
     found.validate(members)
     return found
+
+
+def deferrals(plan: Plan) -> tuple[int, ...]:
+    """Returns how many weight gradients a rerouted plan may defer, for `elaunch.policy.estimate.ordered`: none, one, as
+    many as there are stages (what fills the bubble of 1F1B), all. More fill more of the bubbles and need more memory.
+    """
+    stages = len({tile.layers.start for tile in plan.tiles})
+    by_worker: Counter[str] = Counter()
+    for tile in plan.tiles:
+        by_worker[tile.workers[0]] += len(tile.micro_batches)
+    return tuple(sorted({0, 1, stages, max(by_worker.values())})) if stages > 1 else (0,)
 
 
 def _ordered(micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:

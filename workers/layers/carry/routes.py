@@ -73,6 +73,8 @@ class NativeRoutes:
                 continue
             parts = []
             for action in order[peer]:
+                if action.passes is None:
+                    continue
                 one = self._of(peer)[action.tile, action.micro_batch]
                 kind, told = (Kind.ACTIVATION, one.y_to) if action.kind == "F" else (Kind.INPUT_GRADIENT, one.dx_to)
                 parts += [tag(kind, rows.number) for rows in told if rows.peer == self.worker]

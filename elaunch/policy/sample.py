@@ -1,0 +1,135 @@
+"""What one worker has measured of its layers, as it is told to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol
+
+from elaunch.policy.dvfs import ClockRange
+
+SAME = 0.05
+"""Figures that differ by less are the same: they are not told again, and count as stable."""
+
+Point = tuple[int, int, int]
+"""A layer, a number of rows, and the workers of the tensor-parallel group that does them."""
+
+
+class MeasuredTurn(Protocol):
+    """See `elaunch.workers.layers.timing.Turn`."""
+
+    @property
+    def layer(self) -> int:
+        """Returns the index of the layer."""
+
+    @property
+    def rows(self) -> int:
+        """Returns how many samples the micro-batch has."""
+
+    @property
+    def width(self) -> int:
+        """Returns how many workers shared the layer as one tensor-parallel group."""
+
+    @property
+    def forward_s(self) -> float:
+        """Returns the seconds of its forward, with those in which the tensor-parallel group was waited for."""
+
+    @property
+    def backward_s(self) -> float:
+        """Returns the seconds of its backward, likewise."""
+
+    @property
+    def waited_s(self) -> float:
+        """Returns the seconds of both in which the tensor-parallel group was waited for."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A turn of a model that is treated as a single layer."""
+
+    layer: int
+    rows: int
+    width: int
+    forward_s: float
+    backward_s: float
+    waited_s: float
+
+    @classmethod
+    def of(cls, seconds: float, rows: int) -> MeasuredStep:
+        """Returns a step from its seconds, forward and backward together."""
+        return cls(0, rows, 1, seconds / 3, 2 * seconds / 3, 0.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The figures that one worker has measured.
+
+    Attributes:
+        turns: by layer, rows and width: seconds of forward and backward, and those of both in which it waited for
+            others of its tensor-parallel group.
+        kept_bytes: by layer, for backward, of a row.
+        weights: by layer whose weight gradients were deferred: their part of the backward, and the bytes of a row that
+            are kept for them beside the activations.
+        update_s: of the optimizer, per element that this worker owns.
+        links: by the slot of the receiver: bytes per second, seconds.
+        memory_bytes: of its device; None: of a host.
+        clocks: of its device, if they may be set.
+    """
+
+    turns: Mapping[Point, tuple[float, float, float]] = field(default_factory=dict)
+    kept_bytes: Mapping[int, float] = field(default_factory=dict)
+    update_s: float = 0.0
+    links: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    clocks: ClockRange | None = None
+    weights: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values, kept short because they go to all members."""
+        return {
+            "turns": [[*point, *(_short(seconds) for seconds in spent)] for point, spent in self.turns.items()],
+            "kept": {str(layer): round(n) for layer, n in self.kept_bytes.items()},
+            "update": _short(self.update_s),
+            "links": {slot: [round(rate), _short(latency_s)] for slot, (rate, latency_s) in self.links.items()},
+            "memory": self.memory_bytes,
+            "clocks": None if self.clocks is None else astuple(self.clocks),
+            "weights": {str(layer): [_short(part), round(n)] for layer, (part, n) in self.weights.items()},
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Sample:
+        """Reverses `to_json`, up to rounding."""
+        return cls(
+            {
+                (layer, rows, width): (forward_s, backward_s, wait_s)
+                for layer, rows, width, forward_s, backward_s, wait_s in fields["turns"]
+            },
+            {int(layer): n for layer, n in fields["kept"].items()},
+            fields["update"],
+            {slot: (rate, latency_s) for slot, (rate, latency_s) in fields["links"].items()},
+            fields["memory"],
+            None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
+            {int(layer): (part, n) for layer, (part, n) in fields["weights"].items()},
+        )
+
+    def differs(self, other: Sample | None) -> bool:
+        """Returns whether any figure differs."""
+        if other is None or self.turns.keys() != other.turns.keys() or self.kept_bytes != other.kept_bytes:
+            return True
+        if self.weights.keys() != other.weights.keys():
+            return True
+        pairs = [(sum(self.turns[point][:2]), sum(other.turns[point][:2])) for point in self.turns]
+        return any(moved(*pair) for pair in pairs)
+
+
+def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int) -> ClockRange:
+    return ClockRange(base_mhz, tuple(supported_mhz), measured_mhz)
+
+
+def moved(now: float, before: float) -> bool:
+    """Returns whether a figure differs from what it was."""
+    return abs(now - before) > SAME * before
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
