@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from tests.helpers import ROOT, Spawner, soak
+from tests.helpers import ROOT, Spawner, once_a_session, soak
 from tests.jobs.watch import Node, elaunch, kill_node, wait_for, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "elastic.py"
@@ -37,18 +38,34 @@ def steps(node: Node) -> list[tuple[int, float, str]]:
     return [(event["step"], event["loss"], event["digest"]) for event in node.events("step")]
 
 
-def assert_as_undisturbed(node: Node, calm: Node) -> None:
-    assert [(step, digest) for step, _, digest in steps(node)] == [(step, digest) for step, _, digest in steps(calm)]
-    for (step, loss, _), (_, expected, _) in zip(steps(node), steps(calm), strict=True):
+@dataclass(frozen=True)
+class Course:
+    """What a run went through, however its model is sharded: its steps as `steps` has them, and its weights."""
+
+    steps: list[tuple[int, float, str]]
+    weights: float
+
+
+def undisturbed(spawn: Spawner, folder: Path) -> Course:
+    def make() -> Course:
+        calm = run(spawn, folder, name="calm")
+        return Course(steps(calm), weights(calm))
+
+    return once_a_session(("re-entry",), make)
+
+
+def assert_as_undisturbed(node: Node, calm: Course) -> None:
+    assert [(step, digest) for step, _, digest in steps(node)] == [(step, digest) for step, _, digest in calm.steps]
+    for (step, loss, _), (_, expected, _) in zip(steps(node), calm.steps, strict=True):
         assert loss == pytest.approx(expected, rel=1e-8), f"step {step}"
-    assert weights(node) == pytest.approx(weights(calm), rel=1e-8)
+    assert weights(node) == pytest.approx(calm.weights, rel=1e-8)
     assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
 
 
 @pytest.mark.timeout(200)
 def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn: Spawner, tmp_path: Path) -> None:
-    calm = run(spawn, tmp_path, name="calm")
-    assert [step for step, _, _ in steps(calm)] == list(range(STEPS))
+    calm = undisturbed(spawn, tmp_path)
+    assert [step for step, _, _ in calm.steps] == list(range(STEPS))
     deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
     node = run(spawn, tmp_path, *deaths, name="deaths")
     assert_as_undisturbed(node, calm)
@@ -57,7 +74,7 @@ def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn:
 
 @pytest.mark.timeout(200)
 def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: Path) -> None:
-    calm = run(spawn, tmp_path, "--shards", "3", name="calm")
+    calm = undisturbed(spawn, tmp_path)
     node = run(spawn, tmp_path, "--shards", "3", "--die", "2:9:step", "--die", "0:30:step", name="deaths")
     assert_as_undisturbed(node, calm)
     assert any(event["bytes_moved"] > 0 for event in node.events("restored"))
@@ -65,7 +82,7 @@ def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: 
 
 @pytest.mark.timeout(200)
 def test_shards_with_replicas_are_cut_anew_for_fewer_members(spawn: Spawner, tmp_path: Path) -> None:
-    calm = run(spawn, tmp_path, "--shards", "2", workers=4, name="calm")
+    calm = undisturbed(spawn, tmp_path)
     node = run(spawn, tmp_path, "--shards", "2", "--die", "3:9:step", workers=4, name="deaths")
     assert_as_undisturbed(node, calm)
 
@@ -112,7 +129,7 @@ def test_a_part_that_died_with_its_guard_is_named_and_all_start_again(spawn: Spa
 def test_a_part_that_died_with_its_guard_comes_from_the_checkpoint_of_the_script(
     spawn: Spawner, tmp_path: Path
 ) -> None:
-    calm = run(spawn, tmp_path, "--shards", "3", name="calm")
+    calm = undisturbed(spawn, tmp_path)
     deaths = ("--die", "1:13:step", "--die", "0:2:bind")
     node = run(spawn, tmp_path, "--shards", "3", *deaths, "--checkpoint", str(tmp_path / "own.pt"), name="deaths")
     (found,) = node.events("resume")
@@ -126,7 +143,7 @@ def test_a_part_that_died_with_its_guard_comes_from_the_checkpoint_of_the_script
         assert first[2] == second[2]
         assert first[1] == pytest.approx(second[1], rel=1e-8)
     assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
-    assert weights(node) == pytest.approx(weights(calm), rel=1e-8)
+    assert weights(node) == pytest.approx(calm.weights, rel=1e-8)
 
 
 @pytest.mark.timeout(120)
@@ -232,7 +249,7 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced(spawn: Spawner, tm
 
 @pytest.mark.timeout(150)
 def test_a_worker_that_does_not_leave_its_function_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
-    calm = run(spawn, tmp_path, name="calm")
+    calm = undisturbed(spawn, tmp_path)
     node = run(spawn, tmp_path, "--die", "1:7:step", "--stuck", "2:7", name="stuck")
     assert_as_undisturbed(node, calm)
     assert "in its function, in step 7, which it is to leave, asleep" in node.agent.text()
