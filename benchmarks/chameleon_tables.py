@@ -33,7 +33,7 @@ SEEDS = 10
 
 def profile_of(tensor_parallel: int) -> Profile:
     """Llama 2 7B on TP groups of so many devices, of which a worker stands for one group."""
-    found = derive(LLAMA, measured(), tensor_parallel)
+    found = derive(LLAMA, measured(), devices=tensor_parallel)
     return replace(found, memory_bytes=NPU_BYTES * tensor_parallel)
 
 

@@ -73,18 +73,24 @@ def flops_per_s(raw: Mapping[str, Any]) -> float:
     return MEASURED.forward_flops(MEASURED_TOKENS) / (1e-3 * float(milliseconds))
 
 
-def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_PARALLEL) -> Profile:
-    """The profile of `model` on TP groups of so many devices."""
-    devices_flops_per_s = tensor_parallel * flops_per_s(raw)
-    hidden_bytes = SEQUENCE * model.hidden * ACTIVATION_BYTES
+def derive(model: Model, raw: Mapping[str, Any], tokens: int = SEQUENCE, devices: int = TENSOR_PARALLEL) -> Profile:
+    """The profile of `model` on TP groups of so many devices, for rows of so many tokens."""
+    devices_flops_per_s = devices * flops_per_s(raw)
+    hidden_bytes = tokens * model.hidden * ACTIVATION_BYTES
 
     def layer(
-        flops: int, all_reduce_s: float, parameters: int, kept_bytes: float, output_bytes: int, weights: int
+        flops: int,
+        all_reduce_s: float,
+        parameters: int,
+        kept_bytes: float,
+        output_bytes: int,
+        apart: tuple[int, int],
     ) -> LayerProfile:
+        weights, weight_bytes = apart
         compute_s = flops / devices_flops_per_s
         backward_s = BACKWARD * compute_s + all_reduce_s
         # The gradients of matrices take as many operations as their products in the forward; attention has none.
-        weights_s = 2 * weights * SEQUENCE / devices_flops_per_s
+        weights_s = 2 * weights * tokens / devices_flops_per_s
         return LayerProfile(
             forward_s_per_row=round(compute_s + all_reduce_s, 9),
             backward_s_per_row=round(backward_s, 9),
@@ -93,57 +99,58 @@ def derive(model: Model, raw: Mapping[str, Any], tensor_parallel: int = TENSOR_P
             optimizer_bytes=OPTIMIZER_BYTES * parameters,
             activation_bytes_per_row=round(kept_bytes),
             output_bytes_per_row=output_bytes,
+            weight_bytes_per_row=weight_bytes,
         )
 
-    reduced_s = ALL_REDUCES * _all_reduce_s(raw, hidden_bytes, tensor_parallel)
+    reduced_s = ALL_REDUCES * _all_reduce_s(raw, hidden_bytes, devices)
+    # Outputs of the matrices that are cut over the devices, once; those of the others and the norms, on each of them.
+    cut = 2 * model.intermediate + model.hidden + 2 * HEAD_WIDTH * model.key_value_heads
+    gradient_bytes = tokens * ACTIVATION_BYTES * (cut + devices * 4 * model.hidden)
     block = layer(
-        model.forward_flops(SEQUENCE),
+        model.forward_flops(tokens),
         reduced_s,
         model.matrix_parameters + 2 * model.hidden,
-        tensor_parallel * _kept_bytes(model, raw, tensor_parallel),
+        devices * _kept_bytes(model, raw, tokens, devices),
         hidden_bytes,
-        model.matrix_parameters,
+        (model.matrix_parameters, gradient_bytes),
     )
     table = VOCABULARY * model.hidden
-    embedding = layer(0, 0.0, table, tensor_parallel * hidden_bytes, hidden_bytes, 0)
-    logits = SEQUENCE * VOCABULARY
+    embedding = layer(0, 0.0, table, devices * hidden_bytes, hidden_bytes, (0, 0))
+    logits = tokens * VOCABULARY
     head = layer(
-        2 * table * SEQUENCE,
+        2 * table * tokens,
         0.0,
         table + model.hidden,
-        tensor_parallel * hidden_bytes + LOGIT_BYTES * logits,
+        devices * hidden_bytes + LOGIT_BYTES * logits,
         ACTIVATION_BYTES * logits,
-        table,
+        (table, ACTIVATION_BYTES * logits + devices * hidden_bytes),
     )
     return Profile(
         model.name,
         (embedding, *[block] * model.n_layers, head),
-        tensor_parallel,
+        devices,
         1e9 * raw["p2p_bandwidth_2nodes_8gpus_per_node"]["pp_size_8"],
         LATENCY_S,
         (
             "derived, not measured: see README.md beside this file",
-            f"a row is a sample of {SEQUENCE} tokens; a worker stands for {tensor_parallel} devices",
+            f"a row is a sample of {tokens} tokens; a worker stands for {devices} devices",
             "raw numbers: PKU-DAIR/Hetu, tools/Galvatron (Apache-2.0)",
         ),
     )
 
 
-def _all_reduce_s(raw: Mapping[str, Any], tensor_bytes: int, tensor_parallel: int) -> float:
+def _all_reduce_s(raw: Mapping[str, Any], tensor_bytes: int, devices: int) -> float:
     """Of a tensor over one TP group; the measured bandwidth is the bus bandwidth of a ring."""
-    if tensor_parallel == 1:
-        return 0.0
-    by_size = raw["allreduce_bandwidth_1nodes_8gpus_per_node"]
-    bandwidth_bytes_per_s = 1e9 * by_size[f"allreduce_size_{tensor_parallel}_consec_1"]
-    passes = 2 * (tensor_parallel - 1) / tensor_parallel
+    bandwidth_bytes_per_s = 1e9 * raw["allreduce_bandwidth_1nodes_8gpus_per_node"]["allreduce_size_4_consec_1"]
+    passes = 2 * (devices - 1) / devices
     return float(passes * tensor_bytes / bandwidth_bytes_per_s)
 
 
-def _kept_bytes(model: Model, raw: Mapping[str, Any], tensor_parallel: int) -> float:
+def _kept_bytes(model: Model, raw: Mapping[str, Any], tokens: int, devices: int) -> float:
     """Activations of a layer on one device of a TP group: the measured ones, by tokens and hidden size."""
     by_degree = raw["memory_profiling_bf16_hidden4096_head32_seqlen2048"]["layertype_0"]["tp_activation_per_bsz_dict"]
-    growth = SEQUENCE * model.hidden / (MEASURED_TOKENS * MEASURED.hidden)
-    return float(by_degree[str(tensor_parallel)] * 2**20 * growth)
+    growth = tokens * model.hidden / (MEASURED_TOKENS * MEASURED.hidden)
+    return float(by_degree[str(devices)] * 2**20 * growth)
 
 
 def main() -> None:

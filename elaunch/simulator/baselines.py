@@ -1,7 +1,8 @@
-"""Two ways to go on after a loss that others have, as plans of this runtime: pure functions, to compare policies with.
+"""Ways to go on after a loss that others have, as plans of this runtime: pure functions, to compare policies with.
 
 drop_replica       torchft: a pipeline that has lost somebody is dropped as a whole
 template_switch    Oobleck: pipelines of depths that were planned before, such that every worker has a place
+decoupled          ReCycle: a plan whose weight gradients fill its bubbles
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from itertools import accumulate, pairwise
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, stages
 from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.partition import minimax
+from elaunch.policy.candidates.reroute import deferrals
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of
+from elaunch.policy.estimate import StepEstimate, ordered
 from elaunch.policy.profile import Profile
 
 
@@ -38,6 +41,14 @@ def drop_replica(plan: Plan, members: Sequence[str]) -> Plan:
     idle = [member for member in members if member not in busy]
     sizes = plan.n_layers, plan.global_batch_size, plan.micro_batch_size
     return stages(*sizes, kept, zero=plan.zero, idle=idle)
+
+
+def decoupled(plan: Plan, profile: Profile) -> tuple[Plan, StepEstimate]:
+    """The plan with as many weight gradients deferred as is fastest and fits in memory, and the estimate of its step.
+
+    As `reroute` does of its own accord; here for plans that are compared without a decision.
+    """
+    return ordered(plan, profile, deferrals(plan, profile))
 
 
 @dataclass(frozen=True)

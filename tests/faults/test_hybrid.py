@@ -93,6 +93,15 @@ def test_nor_does_one_of_a_worker_whose_samples_are_loaded_ahead(spawn: Spawner,
     check(node, expected, ["3#0"])
 
 
+def test_nor_does_one_while_weight_gradients_are_deferred(spawn: Spawner, tmp_path: Path) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    node = run(spawn, tmp_path, *STEPS, "--deferred", "2", "--die", "3:5:half", policy="reroute")
+    check(node, expected, ["3#0"])
+    given, *others = node.events("decision")
+    assert Plan.parse(given["plan"]).deferred == 2
+    assert any(event["policy"] == "reroute" and "node0/3#0 left" in event["reason"] for event in others)
+
+
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [

@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--idle", type=int, default=0, help="workers to which the plan gives nothing")
+    parser.add_argument("--deferred", type=int, default=0, help="micro-batches whose weight gradients may wait")
     parser.add_argument("--units", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--snapshots", type=int, default=1)
@@ -281,7 +282,7 @@ def main() -> None:
         [partial(Layer, number, raise_at, args.frozen) for number in range(4)],
         loss_fn,
         partial(torch.optim.AdamW, lr=3e-3),
-        replace(plan, idle=tuple(workers[busy:])),
+        replace(plan, idle=tuple(workers[busy:]), deferred=args.deferred),
         dataset=Samples(torch.float64),
         dtype=torch.float64,
         clip_norm=1.0,

@@ -24,7 +24,7 @@ from elaunch.policy.candidates.resize import resized
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of
 from elaunch.policy.estimate import estimate_step, ordered
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
-from elaunch.policy.select import SelectorSettings, choose, fill
+from elaunch.policy.select import Candidate, SelectorSettings, choose, fill
 from tests.helpers import ROOT, scaled
 from tests.unit.plan_strategies import valid_plans
 
@@ -111,6 +111,47 @@ def test_rerouting_moves_no_layer_and_cuts_no_micro_batch(data: DataObject) -> N
     assert all(now[worker] <= held[worker] for worker in members)
     before = {micro_batch for tile in plan.tiles for micro_batch in tile.micro_batches}
     assert {micro_batch for tile in found.tiles for micro_batch in tile.micro_batches} <= before
+
+
+def test_a_rerouted_micro_batch_is_done_when_its_pipeline_comes_to_it() -> None:
+    """At the end, the first stage of the third pipeline could not feed both peers of the lost one."""
+    w = names(6)
+    plan = symmetric(w, 2, 3 * 6, 1, dp=3, pp=2)
+    lost = next(tile for tile in plan.tiles if tile.layers.start == 1 and tile.micro_batches[0][0].start == 12)
+    found = rerouted(plan, [one for one in w if one not in lost.workers])
+    starts = [[runs[0].start for runs in tile.micro_batches] for tile in found.tiles if tile.layers.start == 1]
+    assert sorted(starts) == [[0, 12, 1, 2, 14, 3, 4, 16, 5], [6, 7, 13, 8, 9, 15, 10, 11, 17]]
+    # Half as much again as before, and what the first stage takes before and after.
+    step = estimate_step(found, of(2))
+    assert step.step_s <= 3 * 9 + 3 + 3
+
+
+def test_a_rerouted_plan_defers_weight_gradients_if_that_is_faster_and_there_is_memory_for_it() -> None:
+    workers = names(12)
+    plan = symmetric(workers, 12, 3 * 8, 1, dp=3, pp=4)
+    members = [worker for worker in workers if worker != workers[5]]
+    fixed = SelectorSettings(policy="reroute")
+
+    def chosen(profile: Profile) -> Candidate:
+        found = choose(plan, plan, members, profile, fixed).chosen
+        assert found.policy == "reroute"
+        return found
+
+    free = chosen(EVEN)
+    assert free.plan is not None
+    assert free.step is not None
+    assert free.plan.deferred == 4, "as many as there are stages, as nobody has said what memory there is"
+    whole, took = ordered(rerouted(plan, members, EVEN), EVEN)
+    assert free.step.step_s < took.step_s
+    assert whole.deferred == 0
+    tight = chosen(replace(EVEN, memory_bytes=max(took.peak_bytes.values())))
+    assert tight.plan is not None
+    assert tight.step is not None
+    assert tight.plan.deferred < 4
+    assert max(tight.step.peak_bytes.values()) <= max(took.peak_bytes.values())
+    # What is found stays in the plan's text, by which all members go on, and in a later decision.
+    again = choose(Plan.parse(str(free.plan)), plan, members, EVEN, fixed)
+    assert next(one for one in again.candidates if one.policy == "stay").plan == free.plan
 
 
 def test_pipelines_that_cut_differently_take_over_by_layers() -> None:

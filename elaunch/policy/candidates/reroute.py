@@ -6,10 +6,11 @@ bubbles (ReCycle's decoupled backward).
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
 from elaunch.policy.candidates.structure import NotPossible
@@ -20,7 +21,8 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
     """Returns the plan in which holders of a lost tile's layers do its micro-batches, each of them whole.
 
     Where pipelines cut the layers differently, the layers of a lost tile are cut as those of the peers are. Of several
-    peers the one takes a micro-batch that has the least to do.
+    peers the one takes a micro-batch that has the least to do. It does it when its pipeline would have come to it: at
+    the end, those stages of the pipeline that are left could not feed several peers at once.
 
     Args:
         plan: valid.
@@ -36,16 +38,16 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
     if not lost:
         raise NotPossible("all micro-batches have their workers")
     work: dict[tuple[str, ...], float] = {}
-    given: dict[tuple[tuple[str, ...], range], list[MicroBatch]] = {}
+    given: dict[tuple[tuple[str, ...], range], list[tuple[int, int, MicroBatch]]] = {}
 
-    def give(workers: tuple[str, ...], layers: range, micro_batch: MicroBatch) -> None:
+    def give(workers: tuple[str, ...], layers: range, place: int, micro_batch: MicroBatch) -> None:
         speed = 1.0 if profile is None else min(map(profile.speed, workers))
         work[workers] = work.get(workers, 0.0) + n_rows(micro_batch) * len(layers) / speed
-        given.setdefault((workers, layers), []).append(micro_batch)
+        given.setdefault((workers, layers), []).append((place, micro_batch[0].start, micro_batch))
 
     for tile in whole:
-        for micro_batch in tile.micro_batches:
-            give(tile.workers, tile.layers, micro_batch)
+        for place, micro_batch in enumerate(tile.micro_batches):
+            give(tile.workers, tile.layers, place, micro_batch)
     cuts = sorted({end for tile in whole for end in (tile.layers.start, tile.layers.stop)})
     for tile in lost:
         ends = [tile.layers.start, *(cut for cut in cuts if tile.layers.start < cut < tile.layers.stop)]
@@ -60,25 +62,26 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
             if not peers:
                 gone = ", ".join(worker for worker in tile.workers if worker not in here)
                 raise NotPossible(f"nobody else has the layers {band.start}:{band.stop} of {gone}")
-            for micro_batch in tile.micro_batches:
-                give(min(peers, key=lambda workers: (work[workers], workers)), band, micro_batch)
-    tiles = tuple(Tile(layers, _ordered(some), workers) for (workers, layers), some in given.items())
+            for place, micro_batch in enumerate(tile.micro_batches):
+                give(min(peers, key=lambda workers: (work[workers], workers)), band, place, micro_batch)
+    tiles = tuple(
+        Tile(layers, tuple(micro_batch for *_, micro_batch in sorted(some, key=itemgetter(0, 1))), workers)
+        for (workers, layers), some in given.items()
+    )
     busy = {worker for tile in tiles for worker in tile.workers}
     found = replace(plan, tiles=tiles, idle=tuple(member for member in members if member not in busy))
     found.validate(members)
     return found
 
 
-def deferrals(plan: Plan) -> tuple[int, ...]:
-    """Returns how many weight gradients a rerouted plan may defer, for `elaunch.policy.estimate.ordered`: none, one, as
-    many as there are stages (what fills the bubble of 1F1B), all. More fill more of the bubbles and need more memory.
+def deferrals(plan: Plan, profile: Profile) -> tuple[int, ...]:
+    """Returns how many weight gradients a rerouted plan may defer, for `elaunch.policy.estimate.ordered`.
+
+    None; one; as many as there are stages, which fill the bubble of 1F1B and at most double the activations of the
+    first stage; and, where it is known how much memory there is, four times as many.
     """
     stages = len({tile.layers.start for tile in plan.tiles})
-    by_worker: Counter[str] = Counter()
-    for tile in plan.tiles:
-        by_worker[tile.workers[0]] += len(tile.micro_batches)
-    return tuple(sorted({0, 1, stages, max(by_worker.values())})) if stages > 1 else (0,)
-
-
-def _ordered(micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-    return tuple(sorted(micro_batches, key=lambda runs: runs[0].start))
+    if stages == 1:
+        return (0,)
+    bounded = all(math.isfinite(profile.cap_bytes(worker)) for tile in plan.tiles for worker in tile.workers)
+    return (0, 1, stages, 4 * stages) if bounded else (0, 1, stages)

@@ -1,29 +1,23 @@
 """A backward in two parts: the gradient of the input, for which others wait, and those of the parameters, later.
 
-`torch.distributed.pipelining` finds in a graph where the ways to the parameters leave the way to the input; the
-gradients there are kept, and it goes on from them when it is asked to. It does not say whether that gives the same as
-one backward: a hook of the script on a tensor may run twice, for one. So the first time both are done, and a piece of
-which the results differ is not split. Nor is one in which a parameter does not meet the way to the input, or whose
-layers share a parameter.
+In the graph of a piece, the ways to its parameters leave the way to its input at some operations. The gradients of
+their outputs are kept, and the rest is done from there. (So does torch.distributed.pipelining, whose import takes as
+long as a recovery may.) Whether that gives the same as one backward cannot be told from the graph alone: a hook of the
+script on a tensor may run twice, for one. So the first time both are done, and a piece of which the results differ is
+not split. Nor is one in which a parameter does not meet the way to the input, or whose layers share a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    stage_backward_weight,
-)
 
 from elaunch.workers.layers import tensor_parallel
 from elaunch.workers.layers.model import Layer
@@ -32,13 +26,33 @@ from elaunch.workers.layers.timing import Span
 ROUNDING = 0.01
 """So far may the results be apart, relative to their norm, where rounding may differ."""
 
-_Groups = list[dict[str, Any]]
-"""Of torch: parameters that are reached from the same places of the graph, and the gradients there."""
+_COLLECTIVES = ("_CopyToGroupBackward", "_ReduceBackward")
+
+_Users = Mapping[GraphNode, Sequence[GraphNode]]
+"""Of each node of a graph those that lead to it, so to say its consumers in the forward."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Parameters of a layer that are reached from the same operations.
+
+    Attributes:
+        places: of the parameters in their layer.
+        nodes: where gradients of parameters are summed up.
+        meets: the operations on the way to the input.
+        grads: of the outputs of each of `meets`, once they are known.
+    """
+
+    places: list[int]
+    nodes: list[GraphNode]
+    meets: list[GraphNode]
+    grads: list[tuple[Tensor | None, ...] | None] = field(default_factory=list)
+
+
+_Groups = list[_Group]
 
 Ways = list[_Groups]
 """Those of each layer of a piece."""
-
-_COLLECTIVES = ("_CopyToGroupBackward", "_ReduceBackward")
 
 
 @dataclass(eq=False)
@@ -86,26 +100,30 @@ class Splitter:
         """
         if y.grad_fn is None or not leaf.requires_grad:
             return None
-        users = construct_reverse_graph([y.grad_fn])
-        owners = {
-            _get_grad_fn_or_grad_acc(parameter): place
-            for place, layer in enumerate(self._piece)
-            for parameter in layer.parameters.values()
-        }
-        start = _get_grad_fn_or_grad_acc(leaf)
+        users = _users(y.grad_fn)
+        start = get_gradient_edge(leaf).node
         if start not in users:
             return None
-        used = [node for node in owners if node in users]
+        on_way = _closure([start], users)
+        owner: dict[GraphNode, int] = {}
         found: list[_Groups] = [[] for _ in self._piece]
-        grouped: set[GraphNode] = set()
-        for group in get_param_groups([start], used, users):
-            places = {owners[node] for node in group["params"]}
-            if len(places) > 1 or not group["intermediates"]:
-                return None
-            grouped |= group["params"]
-            found[places.pop()].append(group | {"intermediates": list(group["intermediates"])})
-        if len(grouped) < len(used):
-            return None
+        for number, layer in enumerate(self._piece):
+            for place, parameter in enumerate(layer.parameters.values()):
+                node = get_gradient_edge(parameter).node
+                if node not in users:
+                    continue
+                meets = [one for one in _closure([node], users, on_way) if one in on_way]
+                if not meets or any(owner.setdefault(one, number) != number for one in meets):
+                    return None
+                same = [group for group in found[number] if not set(group.meets).isdisjoint(meets)]
+                found[number] = [group for group in found[number] if group not in same]
+                found[number].append(
+                    _Group(
+                        [*chain.from_iterable(group.places for group in same), place],
+                        [*chain.from_iterable(group.nodes for group in same), node],
+                        list(dict.fromkeys([*chain.from_iterable(group.meets for group in same), *meets])),
+                    )
+                )
         if self._piece[0].tp_rank.size > 1 and _meets_collective(found, users):
             return None
         return found
@@ -115,9 +133,9 @@ class Splitter:
         handles = []
         try:
             for group in chain.from_iterable(ways):
-                group["grads"] = [None] * len(group["intermediates"])
-                for place, node in enumerate(group["intermediates"]):
-                    handles.append(node.register_prehook(partial(group["grads"].__setitem__, place)))
+                group.grads = [None] * len(group.meets)
+                for place, node in enumerate(group.meets):
+                    handles.append(node.register_prehook(partial(group.grads.__setitem__, place)))
             with tensor_parallel.placed(self._piece[0].tp_rank):
                 (dx,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
         finally:
@@ -137,7 +155,7 @@ class Splitter:
         if dx is None or ways is None:
             return
         other_dx = self.input_gradient(y, leaf, dy, ways)
-        if any(grad is None for group in chain.from_iterable(ways) for grad in group["grads"]):
+        if any(grad is None for group in chain.from_iterable(ways) for grad in group.grads):
             return
         others = [weight_gradients(layer, groups) for layer, groups in zip(self._piece, ways, strict=True)]
         pairs = [(dx, other_dx)]
@@ -154,34 +172,79 @@ class Splitter:
         return not self._exact and bool(apart <= ROUNDING * size)
 
 
-def _meets_collective(ways: Ways, users: Mapping[GraphNode, Sequence[GraphNode]]) -> bool:
+def weight_gradients(layer: Layer, groups: _Groups) -> list[Tensor]:
+    """Returns the gradients of a layer's parameters, in their order; zeros for what has none."""
+    parameters = list(layer.parameters.values())
+    found: dict[int, Tensor] = {}
+    for group in groups:
+        edges: list[GradientEdge] = []
+        given: list[Tensor] = []
+        handles = []
+        for node, grads in zip(group.meets, group.grads, strict=True):
+            assert grads is not None, "an operation on the way to the input that no gradient has reached"
+            for place, grad in enumerate(grads):
+                if grad is not None:
+                    edges.append(GradientEdge(node, place))
+                    given.append(grad)
+            if len(group.meets) > 1:
+                # What comes here from another of them is in it already.
+                handles.append(node.register_prehook(partial(_instead, grads)))
+        try:
+            with tensor_parallel.placed(layer.tp_rank):
+                got = torch.autograd.grad(edges, [parameters[place] for place in group.places], given)
+        finally:
+            for handle in handles:
+                handle.remove()
+        found |= zip(group.places, got, strict=True)
+    groups.clear()
+    return [found[place] if place in found else torch.zeros_like(one) for place, one in enumerate(parameters)]
+
+
+def _instead(grads: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return grads
+
+
+def _users(root: GraphNode) -> _Users:
+    found: dict[GraphNode, list[GraphNode]] = {root: []}
+    left = [root]
+    while left:
+        node = left.pop()
+        for other, _ in node.next_functions:
+            if other is not None:
+                if other not in found:
+                    found[other] = []
+                    left.append(other)
+                found[other].append(node)
+    return found
+
+
+def _closure(nodes: Sequence[GraphNode], users: _Users, border: Collection[GraphNode] = ()) -> dict[GraphNode, None]:
+    """Returns the nodes that lead to these, and these; no further than to the first ones in `border`."""
+    found = dict.fromkeys(nodes)
+    left = [node for node in nodes if node not in border]
+    while left:
+        for user in users[left.pop()]:
+            if user not in found:
+                found[user] = None
+                if user not in border:
+                    left.append(user)
+    return found
+
+
+def _meets_collective(ways: Ways, users: _Users) -> bool:
     """Returns whether a parameter's gradient is summed over the TP group after it has left the way to the input: in a
     whole backward of one member that would be at another place than in a split one of another.
     """
-    for group in chain.from_iterable(ways):
-        left, seen = list(group["params"]), set(group["intermediates"])
-        while left:
-            node = left.pop()
-            if node.name() in _COLLECTIVES:
-                return True
-            seen.add(node)
-            left += [user for user in users[node] if user not in seen]
-    return False
+    groups = chain.from_iterable(ways)
+    return any(
+        node.name() in _COLLECTIVES and node not in group.meets
+        for group in groups
+        for node in _closure(group.nodes, users, group.meets)
+    )
 
 
 def _kept_bytes(groups: _Groups) -> int:
     """Returns the bytes of the gradients from which those of the parameters come."""
-    found = [grad for group in groups for some in group["grads"] for grad in some if grad is not None]
+    found = [grad for group in groups for some in group.grads for grad in some or () if grad is not None]
     storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in found}
     return sum(storages.values())
-
-
-def weight_gradients(layer: Layer, groups: _Groups) -> list[Tensor]:
-    """Returns the gradients of a layer's parameters, in their order; zeros for what has none."""
-    parameters = list(layer.parameters.values())
-    with tensor_parallel.placed(layer.tp_rank):
-        stage_backward_weight(iter(parameters), groups)
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
-    return grads
