@@ -201,6 +201,17 @@ def test_a_node_that_the_cluster_does_not_give_is_tried_later() -> None:
     assert one.progress("a").stage is JobStage.DONE
 
 
+def test_a_job_that_the_cluster_refuses_is_given_up_and_others_go_on() -> None:
+    one = rig(nodes=2)
+    one.world.refused.add("a")
+    one.submit("a", 1, 1, attempts=1)
+    one.submit("b", 1, 1)
+    one.until_all_ended()
+    assert {name: one.progress(name).stage for name in "ab"} == {"a": JobStage.FAILED, "b": JobStage.DONE}
+    told = [line for line in one.lines if line == "sbatch ended with 1: invalid partition; it is tried again"]
+    assert len(told) == 3, "once for each agent, not for each try"
+
+
 def test_a_cancelled_job_leaves_between_two_steps_and_its_name_is_free() -> None:
     one = rig()
     one.submit("a", 2, 2)
