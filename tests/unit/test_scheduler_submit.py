@@ -172,12 +172,15 @@ def test_a_job_is_as_fast_as_its_rates_its_profile_or_what_it_has_measured_say()
     rated = job_spec(GOOD | {"rates": {"2": 20.0, "4": 39.0}}, 1.0)
     plain = job_spec(GOOD | {"name": "b"} | sizes, 1.0)
     known, nodes = KnownSpeeds(), [Node("n1", 8)]
+    busy = KnownSpeeds()
 
     def speeds(text: str, now_t: float) -> dict[str, Any]:
         return known.of([(rated, JobReport()), (plain, JobReport(profile=text))], nodes, now_t)
 
     moving = Profile(PROFILE.name, PROFILE.layers, 1, 1e9, 1e-5, unstable=("layers[0]",))
     assert set(speeds(moving.to_json(), 0.0)) == {"a"}, "figures that still move tell nothing"
+    late = busy.of([(plain, JobReport(profile=moving.to_json(), step=100))], nodes, 0.0)
+    assert set(late) == {"b"}, "on a busy machine they always move"
     assert speeds("", 0.0)["a"].rate({"n1": 3}) == 29.5
     first = speeds(PROFILE.to_json(), 1.0)["b"]
     assert first.rate({"n1": 4}) > 1.5 * first.rate({"n1": 2}) > 0

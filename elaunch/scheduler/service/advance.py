@@ -10,7 +10,7 @@ boundary gets SIGTERM, then the cluster's kill.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elaunch.scheduler.clusters.cluster import AgentReport, ClusterStage
 from elaunch.scheduler.service.documents import (
@@ -73,12 +73,14 @@ class Observed:
         report: what the job says.
         cancelled: who wants it to end; empty: nobody.
         now_t: Unix time.
+        refused: why the cluster has not taken agents, by their names.
     """
 
     agents: Mapping[str, AgentReport]
     report: JobReport
     cancelled: str
     now_t: float
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def advance(
@@ -152,7 +154,7 @@ class _Advance:
         """Moves each agent on; returns those that have ended."""
         kept, ended = [], []
         for agent in self._progress.agents:
-            report = self._seen.agents.get(agent_name(self._spec.name, self._progress.attempt, agent.number))
+            report = self._seen.agents.get(self._name(agent))
             if self._has_ended(agent, report):
                 ended.append((agent, report))
             else:
@@ -184,8 +186,9 @@ class _Advance:
             self._note("joined", f"has {count_text(agent.devices)} on {agent.node}")
         waited_s = now_t - agent.since_t
         if agent.stage in (AgentStage.STARTING, AgentStage.QUEUED) and waited_s >= limits.queue_s:
-            why = "" if report is None else f": {report.why}"
-            self._hold_back(f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s{why}")
+            why = self._seen.refused.get(self._name(agent), "") if report is None else report.why
+            text = f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s"
+            self._hold_back(f"{text}: {why}" if why else text)
             agent = moved(agent, AgentStage.KILLED, now_t)
         elif agent.stage is AgentStage.RUNNING and waited_s >= self._spec.start_s:
             self._hold_back(f"its agent on {agent.node} has not joined within {self._spec.start_s:g} s")
@@ -199,6 +202,9 @@ class _Advance:
             self._note("stuck", f"its agent on {agent.node} is still there {limits.stop_s:g} s after SIGTERM: killed")
             agent = moved(agent, AgentStage.KILLED, now_t)
         return agent
+
+    def _name(self, agent: AgentDoc) -> str:
+        return agent_name(self._spec.name, self._progress.attempt, agent.number)
 
     def _hold_back(self, text: str) -> None:
         """Notes a growth or a start that did not work: the next one comes after a pause."""
@@ -245,7 +251,8 @@ class _Advance:
         elif not progress.agents and ended and (progress.first_step_t or self._had_joined(ended)):
             self._fail("all of its agents have ended")
         elif progress.arrivals >= self._limits.arrivals and not self._has_basic():
-            self._fail(f"{progress.arrivals} agents in a row did not join; see their logs")
+            why = f"; {progress.frozen}" if progress.frozen else ""
+            self._fail(f"{progress.arrivals} agents in a row did not join{why}")
         elif (
             not (progress.first_step_t or report.plain) and self._seen.now_t >= progress.started_t + self._spec.start_s
         ):

@@ -117,7 +117,7 @@ class Daemon:
         self._lease: int | None = None
         self._renewed_s = 0.0
         self._damaged: set[str] = set()
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
         self.jobs: list[JobNow] = []
         self.nodes: list[Node] = []
 
@@ -189,7 +189,7 @@ class Daemon:
 
         def seen(job: JobNow) -> Observed:
             report = reports.get(ids.get(job.spec.name, ""), JobReport())
-            return Observed(agents, report, stored.cancelled.get(job.spec.name, ""), now_t)
+            return Observed(agents, report, stored.cancelled.get(job.spec.name, ""), now_t, self._refused)
 
         notes: list[Note] = []
         advanced = []
@@ -223,23 +223,24 @@ class Daemon:
             for action in actions(job, seen(job)):
                 (later if isinstance(action, StartAgent) else first).append(action)
         by_job = {job.spec.name: job for job in after}
-        refused: list[str] = []
+        refused: dict[str, str] = {}
         for action in [*first, *later]:
             self._check_lead()
             try:
                 self._act(action, by_job)
             except ClusterUnavailable as error:  # perhaps of this one only, such as for a wrong option
-                refused.append(str(error))
+                refused[_agent_of(action, by_job)] = str(error)
                 if len(refused) == MOST_REFUSED:
                     break
         self._tell_refused(refused)
         self._purge(after, now_t)
 
-    def _tell_refused(self, refused: list[str]) -> None:
+    def _tell_refused(self, refused: dict[str, str]) -> None:
         """Tells what the cluster refused, unless it was refused before."""
-        for text in set(refused) - self._refused:
-            self._tell("refused", "", f"{text}; it is tried again")
-        self._refused = set(refused)
+        for name, text in refused.items():
+            if self._refused.get(name) != text:
+                self._tell("refused", name.partition(".")[0], f"is refused an agent, which is tried again: {text}")
+        self._refused = refused
 
     def _act(self, action: Action, jobs: dict[str, JobNow]) -> None:
         match action:
@@ -285,6 +286,16 @@ class Daemon:
 def rdzv_id(job: JobNow) -> str:
     """Returns the name of a job's present attempt among the jobs of the etcd."""
     return f"{job.spec.name}.{job.progress.attempt}"
+
+
+def _agent_of(action: Action, jobs: dict[str, JobNow]) -> str:
+    """Returns the name of the agent that an action is about."""
+    match action:
+        case StartAgent(name, agent):
+            return agent_name(name, jobs[name].progress.attempt, agent.number)
+        case StopAgent(name) | ForgetAgent(name):
+            return name
+    return action.job
 
 
 def request_of(job: JobNow, number: int, endpoint: str) -> AgentRequest:
