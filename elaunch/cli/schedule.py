@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from elaunch.scheduler.service.daemon import Daemon
 
 NAME = "main"
-INTERVAL_S = 2.0
 LATER_S = 2.0  # before etcd is tried again
 
 
@@ -51,10 +50,12 @@ def parser() -> argparse.ArgumentParser:
     daemon.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
     daemon.add_argument("--elaunch", default="", metavar="COMMAND", help="the launcher on the nodes")
     daemon.add_argument("--settings", metavar="FILE", help="TOML with the settings of the policy")
-    daemon.add_argument("--interval", metavar="S", type=_seconds, default=INTERVAL_S, help="seconds between two looks")
-    daemon.add_argument(
-        "--queue-timeout", metavar="S", type=_seconds, default=60.0, help="for the cluster to start one"
-    )
+    for name, default, text in (
+        ("--interval", 2.0, "seconds between two looks"),
+        ("--queue-timeout", 60.0, "seconds for the cluster to start an agent"),
+        ("--kill-timeout", 45.0, "seconds for an agent to end after SIGTERM"),
+    ):
+        daemon.add_argument(name, metavar="S", type=_seconds, default=default, help=text)
     daemon.add_argument("--events", metavar="FILE", help="append events to this file, a line of JSON each")
     daemon.add_argument("--metrics", metavar="FILE", help="keep figures in this file, in Prometheus's text format")
     submit = commands.add_parser("submit", help="hand in a job: a file, flags, or both, and behind -- its command")
@@ -230,7 +231,8 @@ def _turns(
     elaunch = shlex.split(args.elaunch) or [sys.executable, "-m", "elaunch"]
     options = tuple(shlex.split(args.sbatch))
     cluster = SlurmCluster(SlurmSettings(args.scheduler, folder, tuple(elaunch), options, args.devices == "gpu"))
-    settings = DaemonSettings(args.scheduler, identity, args.rdzv_endpoint, WaitLimits(queue_s=args.queue_timeout))
+    limits = WaitLimits(queue_s=args.queue_timeout, stop_s=args.kill_timeout)
+    settings = DaemonSettings(args.scheduler, identity, args.rdzv_endpoint, limits)
     reports = StoredReports(store)
     daemon = Daemon(settings, store, cluster, reports, policy, KnownSpeeds(), tell)
     told = ""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
@@ -49,16 +50,16 @@ class Cluster:
     def schedule(self, *words: object) -> Spawned:
         return self.spawn.elaunch("schedule", *words, env=self.env, name=f"schedule-{words[0]}")
 
-    def run(self) -> Spawned:
+    def run(self, *flags: str) -> Spawned:
         events = self.folder / "schedule.jsonl"
         self.daemon = self.schedule(
-            "run", f"--folder={self.folder / 'agents'}", "--devices=cpu", "--interval=0.5", f"--events={events}"
+            "run", f"--folder={self.folder / 'agents'}", "--devices=cpu", "--interval=0.5", f"--events={events}", *flags
         )
         return self.daemon
 
-    def submit(self, name: str, *flags: str, rates: str = "") -> None:
+    def submit(self, name: str, *flags: str, rates: str = "", leave_s: int = 60) -> None:
         file = self.folder / f"{name}.toml"
-        file.write_text(f'name = "{name}"\nleave_s = 60\n{rates}')
+        file.write_text(f'name = "{name}"\nleave_s = {leave_s}\n{rates}')
         events = self.folder / f"{name}-%n.jsonl"
         script = [SCRIPT, self.folder / f"{name}.end", "0.05"]
         ended = self.schedule("submit", *flags, file, "--", "--events", events, *script)
@@ -172,7 +173,6 @@ def test_elastic_jobs_share_a_slurm(cluster: Cluster) -> None:
     cluster.slurm("scontrol", "update", f"NodeName={drained}", "State=RESUME")
     cluster.settled({"a": 2, "b": 2})
     cluster.end("a")
-    cluster.settled({"b": 3})
     cluster.end("b")
 
     wait_until(lambda: not cluster.held(), LIMIT_S, "the end of all agents")
@@ -191,6 +191,41 @@ def test_elastic_jobs_share_a_slurm(cluster: Cluster) -> None:
     assert not any(event["interrupted"] for event in interrupted), "nodes come and leave between two steps"
     kinds = {event["kind"] for event in events(cluster.folder / "schedule.jsonl")}
     assert {"leads", "decided", "starts", "grows", "shrinks", "joined", "done"} <= kinds
+
+
+@pytest.mark.soak
+def test_a_lost_node_and_an_agent_that_does_not_leave(cluster: Cluster) -> None:
+    cluster.slurm("scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=three are enough")
+    cluster.submit("a", "--basic=2", "--most=3", rates=RATES.format(three=28.0), leave_s=5)
+    daemon = cluster.run("--kill-timeout=3")
+    cluster.settled({"a": 3})
+    cluster.slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    cluster.settled({"a": 2}, without="n2")
+    assert "lost its agent on n2, which ended with NODE_FAIL" in daemon.text()
+    cluster.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+    cluster.settled({"a": 3})
+
+    (growth,) = cluster.stored().schedule.placements[0].growths
+    ((node, _),) = growth.devices
+    number = next(agent.number for agent in cluster.stored().progress["a"].agents if agent.node == node)
+    (stopped,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f"--node-name={node}-{number}" in (process.info["cmdline"] or []) and "srun" not in process.info["cmdline"]
+    ]
+    stopped.suspend()
+    cluster.submit("b", "--basic=1", "--priority=5")
+    cluster.settled({"a": 2, "b": 1})
+    assert f"a its agent on {node} has not left within 5 s: it gets SIGTERM, and the job grows no more" in daemon.text()
+    assert f"a its agent on {node} is still there 3 s after SIGTERM: killed" in daemon.text()
+    cancelled = cluster.schedule("cancel", "a", "b")
+    assert cancelled.wait(LIMIT_S) == 0, cancelled.tail()
+    wait_until(lambda: not cluster.held(), LIMIT_S, "the end of all agents")
+    wait_until(
+        lambda: {cluster.stored().progress[job].stage for job in "ab"} == {JobStage.CANCELLED}, LIMIT_S, "their end"
+    )
+    losses(cluster.agents("a"))
+    assert cluster.stored().progress["a"].attempt == 0
 
 
 def events(path: Path) -> list[dict[str, Any]]:

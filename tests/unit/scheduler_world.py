@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage
+from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
 from elaunch.scheduler.model import Node
 from elaunch.scheduler.service.documents import read_agent_name
 from elaunch.scheduler.service.reports import JobReport
@@ -59,6 +59,7 @@ class World:
         stuck: members that do not leave when they are asked.
         dies_on_arrival: nodes on which agents end before they join.
         silent: jobs that commit no step.
+        refused: jobs of which the cluster takes no agent.
         queued: nodes on which the cluster starts nothing.
         submissions: how often each name was asked for.
     """
@@ -74,6 +75,7 @@ class World:
     stuck: set[str] = field(default_factory=set)
     dies_on_arrival: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     queued: set[str] = field(default_factory=set)
     submissions: dict[str, int] = field(default_factory=dict)
     held: int = 0
@@ -89,6 +91,8 @@ class World:
         ]
 
     def start(self, request: AgentRequest) -> None:
+        if request.name.partition(".")[0] in self.refused:
+            raise ClusterUnavailable("sbatch ended with 1: invalid partition")
         self.submissions[request.name] = self.submissions.get(request.name, 0) + 1
         old = self.agents.get(request.name)
         assert old is None or old.stage is not ClusterStage.ENDED, f"{request.name} is started again"

@@ -153,7 +153,9 @@ def test_a_job_whose_agents_die_on_arrival_is_given_up_and_others_go_on() -> Non
     one.until_all_ended()
     assert one.progress("a").stage is JobStage.FAILED
     assert one.progress("b").stage is JobStage.DONE
-    assert one.progress("a").message == "3 agents in a row did not join; see their logs"
+    assert one.progress("a").message == (
+        "3 agents in a row did not join; its agent on n1 ended before it joined, with FAILED"
+    )
     assert sum(count for name, count in one.world.submissions.items() if name.startswith("a.")) == 6
     assert len([line for line in one.lines if "has failed 2 times in a row without progress" in line]) == 1
 
@@ -199,6 +201,21 @@ def test_a_node_that_the_cluster_does_not_give_is_tried_later() -> None:
     one.world.queued.clear()
     one.until_all_ended()
     assert one.progress("a").stage is JobStage.DONE
+
+
+def test_a_job_that_the_cluster_refuses_is_given_up_and_others_go_on() -> None:
+    one = rig(nodes=2)
+    one.world.refused.add("a")
+    one.submit("a", 1, 1, attempts=1)
+    one.submit("b", 1, 1)
+    one.until_all_ended()
+    assert {name: one.progress(name).stage for name in "ab"} == {"a": JobStage.FAILED, "b": JobStage.DONE}
+    text = "a is refused an agent, which is tried again: sbatch ended with 1: invalid partition"
+    assert one.lines.count(text) == 3, "once for each agent, not for each try"
+    assert one.progress("a").message == (
+        "3 agents in a row did not join; the cluster has not started an agent on n1 within 10 s: "
+        "sbatch ended with 1: invalid partition"
+    )
 
 
 def test_a_cancelled_job_leaves_between_two_steps_and_its_name_is_free() -> None:

@@ -21,6 +21,7 @@ from elaunch.scheduler.model import Node
 PREFIX = "elaunch"
 LIMIT_S = 20.0  # of a command
 SIGNAL_S = 60  # before a limit of Slurm's on the time of a job: its agent drains
+GONE = "Invalid job id"  # what scancel says of a job that has just ended
 USABLE = {"allocated", "completing", "idle", "mixed", "planned"}
 QUEUED_STATES = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNNING_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -81,10 +82,8 @@ class SlurmCluster:
     def stop(self, name: str, kill: bool) -> None:
         """Sends SIGTERM to the agent, or cancels its batch job, which also takes it from the queue."""
         number = self.ids.get(name)
-        if number is not None and kill:
-            self._cancel(number)
-        elif number is not None:
-            run(["scancel", "--signal=TERM", str(number)])
+        if number is not None:
+            self._cancel(number, *([] if kill else ["--signal=TERM"]))
 
     def forget(self, name: str) -> None:
         """Removes the exit code; the log stays."""
@@ -105,8 +104,12 @@ class SlurmCluster:
                     reports[name] = AgentReport(name, ClusterStage.ENDED, f"exit code {code}", code == 0)
         return list(reports.values())
 
-    def _cancel(self, number: int) -> None:
-        run(["scancel", str(number)])
+    def _cancel(self, number: int, *options: str) -> None:
+        try:
+            run(["scancel", *options, str(number)])
+        except ClusterUnavailable as error:
+            if GONE not in str(error):
+                raise
 
 
 # -- what goes to Slurm -----------------------------------------------------------------------------------------------

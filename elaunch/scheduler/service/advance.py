@@ -10,7 +10,7 @@ boundary gets SIGTERM, then the cluster's kill.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elaunch.scheduler.clusters.cluster import AgentReport, ClusterStage
 from elaunch.scheduler.service.documents import (
@@ -33,6 +33,7 @@ class WaitLimits:
     Attributes:
         queue_s: for the cluster to start an agent, before it is withdrawn.
         stop_s: for an agent after SIGTERM.
+        plain_s: for an agent's workers to call elaunch, before the job counts as one that never does.
         lost_s: for the cluster to show an agent that is to be withdrawn, before it counts as never started.
         pause_s: before the next try; doubled with each one in a row.
         move_s: for new nodes of a job that moves to join, before its old ones are asked to leave.
@@ -42,6 +43,7 @@ class WaitLimits:
 
     queue_s: float = 60.0
     stop_s: float = 45.0
+    plain_s: float = 60.0
     lost_s: float = 30.0
     pause_s: float = 5.0
     move_s: float = 120.0
@@ -71,12 +73,14 @@ class Observed:
         report: what the job says.
         cancelled: who wants it to end; empty: nobody.
         now_t: Unix time.
+        refused: why the cluster has not taken agents, by their names.
     """
 
     agents: Mapping[str, AgentReport]
     report: JobReport
     cancelled: str
     now_t: float
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def advance(
@@ -150,7 +154,7 @@ class _Advance:
         """Moves each agent on; returns those that have ended."""
         kept, ended = [], []
         for agent in self._progress.agents:
-            report = self._seen.agents.get(agent_name(self._spec.name, self._progress.attempt, agent.number))
+            report = self._seen.agents.get(self._name(agent))
             if self._has_ended(agent, report):
                 ended.append((agent, report))
             else:
@@ -174,14 +178,17 @@ class _Advance:
             agent = moved(agent, AgentStage.QUEUED, now_t)
         if agent.stage is AgentStage.QUEUED and report is not None and report.stage is ClusterStage.RUNNING:
             agent = moved(agent, AgentStage.RUNNING, now_t)
-        if agent.stage is AgentStage.RUNNING and agent.member in self._seen.report.working:
+        waited_s = now_t - agent.since_t
+        plain = self._seen.report.plain and agent.member in self._seen.report.here and waited_s >= limits.plain_s
+        if agent.stage is AgentStage.RUNNING and (plain or agent.member in self._seen.report.working):
             agent = moved(agent, AgentStage.JOINED, now_t)
             self._set(arrivals=0)
             self._note("joined", f"has {count_text(agent.devices)} on {agent.node}")
         waited_s = now_t - agent.since_t
-        if agent.stage is AgentStage.QUEUED and waited_s >= limits.queue_s:
-            why = "" if report is None else f": {report.why}"
-            self._hold_back(f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s{why}")
+        if agent.stage in (AgentStage.STARTING, AgentStage.QUEUED) and waited_s >= limits.queue_s:
+            why = self._seen.refused.get(self._name(agent), "") if report is None else report.why
+            text = f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s"
+            self._hold_back(f"{text}: {why}" if why else text)
             agent = moved(agent, AgentStage.KILLED, now_t)
         elif agent.stage is AgentStage.RUNNING and waited_s >= self._spec.start_s:
             self._hold_back(f"its agent on {agent.node} has not joined within {self._spec.start_s:g} s")
@@ -195,6 +202,9 @@ class _Advance:
             self._note("stuck", f"its agent on {agent.node} is still there {limits.stop_s:g} s after SIGTERM: killed")
             agent = moved(agent, AgentStage.KILLED, now_t)
         return agent
+
+    def _name(self, agent: AgentDoc) -> str:
+        return agent_name(self._spec.name, self._progress.attempt, agent.number)
 
     def _hold_back(self, text: str) -> None:
         """Notes a growth or a start that did not work: the next one comes after a pause."""
@@ -238,15 +248,21 @@ class _Advance:
             self._fail(report.message)
         elif not progress.agents and ended and all(one is not None and one.succeeded for _, one in ended):
             self._end(JobStage.DONE, "its agents have ended with exit code 0")
-        elif not progress.agents and any(agent.stage is AgentStage.JOINED or agent.going for agent, _ in ended):
+        elif not progress.agents and ended and (progress.first_step_t or self._had_joined(ended)):
             self._fail("all of its agents have ended")
         elif progress.arrivals >= self._limits.arrivals and not self._has_basic():
-            self._fail(f"{progress.arrivals} agents in a row did not join; see their logs")
-        elif not progress.first_step_t and self._seen.now_t >= progress.started_t + self._spec.start_s:
+            why = f"; {progress.frozen}" if progress.frozen else ""
+            self._fail(f"{progress.arrivals} agents in a row did not join{why}")
+        elif (
+            not (progress.first_step_t or report.plain) and self._seen.now_t >= progress.started_t + self._spec.start_s
+        ):
             self._fail(
                 f"no step has committed within {self._spec.start_s:g} s on {count_text(self._spec.basic)}, "
                 "its basic demand"
             )
+
+    def _had_joined(self, ended: list[tuple[AgentDoc, AgentReport | None]]) -> bool:
+        return any(agent.stage is AgentStage.JOINED for agent, _ in ended)
 
     def _has_basic(self) -> bool:
         joined = [agent.devices for agent in self._progress.agents if agent.stage is AgentStage.JOINED]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.store import LeaseGone, Store
-from elaunch.scheduler.clusters.cluster import AgentRequest, Cluster
+from elaunch.scheduler.clusters.cluster import AgentRequest, Cluster, ClusterUnavailable
 from elaunch.scheduler.model import Node, SchedulingPolicy, Speed
 from elaunch.scheduler.service.advance import Note, Observed, WaitLimits, advance
 from elaunch.scheduler.service.changes import (
@@ -48,6 +48,7 @@ from elaunch.scheduler.service.reports import JobReport, JobReports
 from elaunch.scheduler.service.stored import Stored, read_all
 
 LEASE_S = 10.0
+MOST_REFUSED = 5  # actions in a turn, before the rest waits for the next one
 KEPT_S = 7 * 24 * 3600.0  # jobs that have ended
 
 
@@ -116,6 +117,7 @@ class Daemon:
         self._lease: int | None = None
         self._renewed_s = 0.0
         self._damaged: set[str] = set()
+        self._refused: dict[str, str] = {}
         self.jobs: list[JobNow] = []
         self.nodes: list[Node] = []
 
@@ -128,12 +130,8 @@ class Daemon:
             StoreUnavailable: etcd does not answer.
         """
         if self._lease is not None:
-            if self._store.keep_alive(self._lease):
-                entry = self._store.get(f"{self._prefix}leader")
-                if entry is not None and entry.value == self._settings.identity.encode():
-                    self._renewed_s = time.monotonic()
-                    return True
-            self._lease = None
+            if self._leads_still():
+                return True
             self._tell("follows", "", f"daemon {self._settings.identity} does not lead any more")
         begin_s = time.monotonic()
         lease = self._store.grant(LEASE_S)
@@ -145,6 +143,17 @@ class Daemon:
         except LeaseGone:
             return False
         self._store.revoke(lease)
+        return False
+
+    def _leads_still(self) -> bool:
+        """Renews the lease by which this daemon leads; returns whether it is still there."""
+        begin_s = time.monotonic()
+        if self._lease is not None and self._store.keep_alive(self._lease):
+            entry = self._store.get(f"{self._prefix}leader")
+            if entry is not None and entry.value == self._settings.identity.encode():
+                self._renewed_s = begin_s
+                return True
+        self._lease = None
         return False
 
     def resign(self) -> None:
@@ -159,7 +168,7 @@ class Daemon:
         Raises:
             LeadLost: it has run out.
         """
-        if time.monotonic() > self._renewed_s + LEASE_S / 3 and not self.lead():
+        if time.monotonic() > self._renewed_s + LEASE_S / 3 and not self._leads_still():
             raise LeadLost("this daemon was away for so long that another one may lead")
 
     # -- one turn -------------------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ class Daemon:
 
         def seen(job: JobNow) -> Observed:
             report = reports.get(ids.get(job.spec.name, ""), JobReport())
-            return Observed(agents, report, stored.cancelled.get(job.spec.name, ""), now_t)
+            return Observed(agents, report, stored.cancelled.get(job.spec.name, ""), now_t, self._refused)
 
         notes: list[Note] = []
         advanced = []
@@ -214,10 +223,24 @@ class Daemon:
             for action in actions(job, seen(job)):
                 (later if isinstance(action, StartAgent) else first).append(action)
         by_job = {job.spec.name: job for job in after}
+        refused: dict[str, str] = {}
         for action in [*first, *later]:
             self._check_lead()
-            self._act(action, by_job)
+            try:
+                self._act(action, by_job)
+            except ClusterUnavailable as error:  # perhaps of this one only, such as for a wrong option
+                refused[_agent_of(action, by_job)] = str(error)
+                if len(refused) == MOST_REFUSED:
+                    break
+        self._tell_refused(refused)
         self._purge(after, now_t)
+
+    def _tell_refused(self, refused: dict[str, str]) -> None:
+        """Tells what the cluster refused, unless it was refused before."""
+        for name, text in refused.items():
+            if self._refused.get(name) != text:
+                self._tell("refused", name.partition(".")[0], f"is refused an agent, which is tried again: {text}")
+        self._refused = refused
 
     def _act(self, action: Action, jobs: dict[str, JobNow]) -> None:
         match action:
@@ -263,6 +286,16 @@ class Daemon:
 def rdzv_id(job: JobNow) -> str:
     """Returns the name of a job's present attempt among the jobs of the etcd."""
     return f"{job.spec.name}.{job.progress.attempt}"
+
+
+def _agent_of(action: Action, jobs: dict[str, JobNow]) -> str:
+    """Returns the name of the agent that an action is about."""
+    match action:
+        case StartAgent(name, agent):
+            return agent_name(name, jobs[name].progress.attempt, agent.number)
+        case StopAgent(name) | ForgetAgent(name):
+            return name
+    return action.job
 
 
 def request_of(job: JobNow, number: int, endpoint: str) -> AgentRequest:

@@ -13,6 +13,7 @@ from elaunch.scheduler.service.documents import JobSpec
 from elaunch.scheduler.service.reports import JobReport
 from elaunch.scheduler.speeds import TableSpeed
 
+ENOUGH_STEPS = 100  # after which figures that still move, as on busy machines, are taken as they are
 FRESH_S = 600.0  # for so long what a job has measured counts, although it has measured anew by then
 
 
@@ -59,19 +60,20 @@ class KnownSpeeds:
         source = spec.rates or text
         if before is not None and (before.source == source or now_t < before.made_t + FRESH_S):
             return
-        speed = TableSpeed(dict(spec.rates)) if spec.rates else _from_profile(spec, text)
+        speed = TableSpeed(dict(spec.rates)) if spec.rates else _from_profile(spec, text, report.step)
         if speed is not None:
             self._known[spec.name] = _Known(spec.submitted_t, source, speed, now_t)
 
 
-def _from_profile(spec: JobSpec, text: str) -> Speed | None:
-    """Returns the speed by a profile; None while figures of it still move, or where the job's plan is not known."""
+def _from_profile(spec: JobSpec, text: str, step: int) -> Speed | None:
+    """Returns the speed by a profile; None while measured figures still move, or where the job's plan is not known."""
     if not (text and spec.global_batch_size):
         return None
     try:
         profile = Profile.from_json(text)
         dp = spec.basic // (spec.pp * spec.tp)
         plan = DefaultPlan(spec.pp, dp, spec.tp, spec.global_batch_size, spec.micro_batch_size)
-        return None if profile.unstable else PlanSpeed(profile, plan)
+        moves = profile.unstable and not spec.profile and step < ENOUGH_STEPS
+        return None if moves else PlanSpeed(profile, plan)
     except (ProtocolError, UsageError):
         return None

@@ -25,6 +25,7 @@ class JobReport:
         here: its nodes, by the names that they have in the job.
         working: those of the generation that trains.
         draining: those that leave.
+        plain: its workers run, and none has called elaunch.
         step: the newest step that is known to have committed; -1: none.
         steps_per_s: 0: not known.
         devices: of the workers that train.
@@ -36,6 +37,7 @@ class JobReport:
     here: frozenset[str] = frozenset()
     working: frozenset[str] = frozenset()
     draining: frozenset[str] = frozenset()
+    plain: bool = False
     step: int = -1
     steps_per_s: float = 0.0
     devices: int = 0
@@ -55,6 +57,9 @@ def report_of(documents: Documents) -> JobReport:
         here=here,
         working=frozenset(generation.nodes) & here if generation is not None and trains else frozenset(),
         draining=frozenset(doc.node for doc in documents.nodes if doc.draining),
+        plain=generation is not None
+        and generation.stage not in (GenerationStage.TRAIN, GenerationStage.ASSEMBLE)
+        and not any(doc.summary.elastic for doc in documents.nodes),
         step=-1 if status is None else status.step,
         steps_per_s=0.0 if status is None else status.steps_per_s,
         devices=len(generation.workers) if generation is not None and trains else 0,
