@@ -23,7 +23,7 @@ MOST_GROUP = 8
 
 
 @dataclass(frozen=True)
-class Offer:
+class GrowthOffer:
     """What a job would get next.
 
     Attributes:
@@ -63,7 +63,7 @@ def grow(draft: Draft, threshold: float, settings: SuikaSettings) -> None:
     The best offer is taken in each round. Where others lose a node that they counted on, their offers are made anew
     when they are the best, and all of them before the last round.
     """
-    offers: dict[str, Offer] = {}
+    offers: dict[str, GrowthOffer] = {}
     stale = {job.job.name for job in draft.running}
     heap: list[tuple[float, int, str]] = []
     watchers: dict[str, set[str]] = {}
@@ -95,14 +95,14 @@ def grow(draft: Draft, threshold: float, settings: SuikaSettings) -> None:
         renew(name)
 
 
-def best_offer(draft: Draft, job: JobDraft, threshold: float, settings: SuikaSettings) -> Offer:
+def best_offer(draft: Draft, job: JobDraft, threshold: float, settings: SuikaSettings) -> GrowthOffer:
     """Returns the growth of a job that has the best marginal benefit, of equal ones the largest.
 
     It has no devices if no growth reaches the threshold and pays for its cost.
     """
     most = _most(draft, job, settings)
     if most < job.job.unit or job.speed is None or not job.rate() > 0:
-        return Offer({}, 0.0, frozenset())
+        return GrowthOffer({}, 0.0, frozenset())
     found: list[tuple[float, int, dict[str, int], float]] = []
     looked_at: set[str] = set()
     power = draft.pool.power(job.allocation)
@@ -117,8 +117,8 @@ def best_offer(draft: Draft, job: JobDraft, threshold: float, settings: SuikaSet
             break
     for benefit, _, devices, more_rate in sorted(found, key=lambda one: (-one[0], -one[1])):
         if _pays(job, devices, more_rate, settings):
-            return Offer(devices, benefit, frozenset(looked_at))
-    return Offer({}, 0.0, frozenset(looked_at))
+            return GrowthOffer(devices, benefit, frozenset(looked_at))
+    return GrowthOffer({}, 0.0, frozenset(looked_at))
 
 
 def _most(draft: Draft, job: JobDraft, settings: SuikaSettings) -> int:

@@ -21,6 +21,8 @@ from elaunch.scheduler.settings import SuikaSettings
 class Suika:
     """The scheduling policy of the paper."""
 
+    interval_s = 0.0
+
     def __init__(self, settings: SuikaSettings | None = None) -> None:
         """Makes a policy; it keeps nothing from one call to the next."""
         self.settings = settings or SuikaSettings()

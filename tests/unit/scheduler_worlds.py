@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
+from hypothesis.strategies import DataObject, DrawFn
 
 from elaunch.scheduler.model import JobState, Node, Schedule, SchedulingPolicy, Speed, devices_of
 from elaunch.scheduler.speeds import MoveCost, TableSpeed
+
+KINDS = ("fast", "slow")
 
 
 @dataclass
@@ -32,13 +34,14 @@ class World:
         for name, placement in schedule.placements.items():
             job = self.jobs[name]
             started_s = (self.now_s if job.started_s is None else job.started_s) if placement.base else None
-            changed_s = job.changed_s if placement.allocation == dict(job.allocation) else self.now_s
+            changes = job.running and placement.allocation != dict(job.allocation)
             self.jobs[name] = replace(
                 job,
                 base=placement.base,
                 growths=placement.growths,
                 started_s=started_s,
-                changed_s=changed_s,
+                changed_s=self.now_s if changes or not job.running else job.changed_s,
+                changes=job.changes + changes,
                 settling=job.settling and bool(placement.base),
             )
 
@@ -113,3 +116,25 @@ def arrivals(draw: DrawFn, name: str, now_s: float, plain: bool, kinds: Sequence
         user=draw(st.sampled_from(["ann", "bob"])),
         left_s=draw(st.sampled_from([None, 10.0, 1000.0])),
     )
+
+
+def happens(data: DataObject, world: World, number: int, plain: bool) -> None:
+    """Lets time pass and something happen: jobs come, end, settle or freeze, nodes fail and return."""
+    world.now_s += data.draw(st.sampled_from([0.0, 20.0, 100.0]))
+    for more in range(data.draw(st.integers(0, 2))):
+        job = data.draw(arrivals(f"j{number}.{more}", world.now_s, plain, () if plain else KINDS))
+        world.jobs[job.name] = job
+        if data.draw(st.integers(0, 5)):
+            world.speeds[job.name] = data.draw(speeds(job.most))
+    running = sorted(world.running())
+    if data.draw(st.booleans()) and running:
+        del world.jobs[data.draw(st.sampled_from(running))]
+    if plain:
+        return
+    for name in sorted(world.running()):
+        settling, frozen = data.draw(st.sampled_from([(False, ""), (False, ""), (True, ""), (False, "no profile yet")]))
+        world.jobs[name] = replace(world.jobs[name], settling=settling, frozen=frozen)
+    if data.draw(st.integers(0, 3)) == 0:
+        place = data.draw(st.integers(0, len(world.nodes) - 1))
+        node = world.nodes[place]
+        world.nodes[place] = replace(node, usable=not node.usable)

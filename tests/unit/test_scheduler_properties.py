@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,7 @@ from elaunch.scheduler.pool import Pool
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.suika import Suika
 from tests.helpers import scaled
-from tests.unit.scheduler_worlds import World, arrivals, clusters, speeds
-
-KINDS = ("fast", "slow")
+from tests.unit.scheduler_worlds import KINDS, World, arrivals, clusters, happens, speeds
 
 suika_settings = st.builds(
     SuikaSettings,
@@ -30,28 +27,6 @@ suika_settings = st.builds(
     horizon_s=st.sampled_from([10.0, 600.0, float("inf")]),
     tflops=st.just({"fast": 2.0, "slow": 1.0}),
 )
-
-
-def happens(data: DataObject, world: World, number: int, plain: bool) -> None:
-    """Lets time pass and something happen: jobs come, end, settle or freeze, nodes fail and return."""
-    world.now_s += data.draw(st.sampled_from([0.0, 20.0, 100.0]))
-    for more in range(data.draw(st.integers(0, 2))):
-        job = data.draw(arrivals(f"j{number}.{more}", world.now_s, plain, () if plain else KINDS))
-        world.jobs[job.name] = job
-        if data.draw(st.integers(0, 5)):
-            world.speeds[job.name] = data.draw(speeds(job.most))
-    running = sorted(world.running())
-    if data.draw(st.booleans()) and running:
-        del world.jobs[data.draw(st.sampled_from(running))]
-    if plain:
-        return
-    for name in sorted(world.running()):
-        settling, frozen = data.draw(st.sampled_from([(False, ""), (False, ""), (True, ""), (False, "no profile yet")]))
-        world.jobs[name] = replace(world.jobs[name], settling=settling, frozen=frozen)
-    if data.draw(st.integers(0, 3)) == 0:
-        place = data.draw(st.integers(0, len(world.nodes) - 1))
-        node = world.nodes[place]
-        world.nodes[place] = replace(node, usable=not node.usable)
 
 
 @settings(max_examples=scaled(25, 400))
