@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.chameleon_tables import chameleon
 from benchmarks.report import Report, add_arguments
+from benchmarks.suika_tables import suika
 
-TABLES = {"chameleon": chameleon}
+TABLES = {"suika": suika, "chameleon": chameleon}
 
 
 def main() -> int:

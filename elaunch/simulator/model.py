@@ -70,8 +70,8 @@ class Timings:
     """What a change takes beside what the plans and their routes say.
 
     The first five are medians of docs/benchmarks.md. Those of a restart follow from 1.38 and 2.02 minutes for models of
-    7 and 13 billion parameters, 14 bytes each (Suika 2.2, after Universal Checkpointing). That of templates is what
-    remains of Chameleon's figure 10 beside the transfer.
+    7 and 13 billion parameters, 14 bytes each, written and read (Suika 2.2, after Universal Checkpointing). That of
+    templates is what remains of Chameleon's figure 10 beside the transfer.
 
     Attributes:
         detect_s: from the loss of a node until the others know: a host that loses its network.
@@ -92,7 +92,7 @@ class Timings:
     join_s: float = 2.8
     slow_steps: int = 12
     restart_s: float = 38.0
-    storage_bytes_per_s: float = 2.2e9
+    storage_bytes_per_s: float = 4.4e9
     checkpoint_every_s: float = 600.0
     template_s: float = 1.9
     notice_s: float = 0.0
