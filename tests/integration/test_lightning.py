@@ -54,7 +54,7 @@ def assert_as_undisturbed(found: tuple[Table, Node], calm: tuple[Table, Node], r
         ((), ["1:7"], "0.25", True),
         soak((), ["0:16"], "0.25", True),
         # Gradients of three batches, and training that stops early. Those who die first would have saved and logged.
-        (("--accumulate", "3"), ["0:5", "2:10"], "0.05", False),
+        soak(("--accumulate", "3"), ["0:5", "2:10"], "0.05", False),
         soak(("--accumulate", "2"), ["1:2", "0:13"], "0.1", False),
     ],
     ids=["any", "first", "accumulating", "both"],
