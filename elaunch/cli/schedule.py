@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     daemon = commands.add_parser("run", help="run the daemon; of several with one name, one leads")
     daemon.set_defaults(run=_run)
     daemon.add_argument("--folder", required=True, help="for logs and exit codes of agents, shared by all nodes")
-    daemon.add_argument("--cluster", choices=["slurm"], default="slurm", help="whose nodes these are")
+    daemon.add_argument("--cluster", choices=["slurm", "ray"], default="slurm", help="whose nodes these are")
+    daemon.add_argument("--ray-address", default="http://127.0.0.1:8265", metavar="URL", help="of Ray's dashboard")
     daemon.add_argument("--devices", choices=["gpu", "cpu"], default="gpu", help="what a device is")
     daemon.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
     daemon.add_argument("--elaunch", default="", metavar="COMMAND", help="the launcher on the nodes")
@@ -222,15 +223,19 @@ def _turns(
 ) -> Iterator[Daemon]:
     """Makes a daemon, and yields it after each turn, until the process is to stop or etcd is away."""
     from elaunch.scheduler.clusters.cluster import ClusterUnavailable
+    from elaunch.scheduler.clusters.ray import RayCluster, RaySettings
     from elaunch.scheduler.clusters.slurm import SlurmCluster, SlurmSettings
     from elaunch.scheduler.service.advance import WaitLimits
     from elaunch.scheduler.service.daemon import Daemon, DaemonSettings, LeadLost
     from elaunch.scheduler.service.known import KnownSpeeds
     from elaunch.scheduler.service.reports import StoredReports
 
-    elaunch = shlex.split(args.elaunch) or [sys.executable, "-m", "elaunch"]
+    elaunch = tuple(shlex.split(args.elaunch)) or (sys.executable, "-m", "elaunch")
+    gpus = args.devices == "gpu"
     options = tuple(shlex.split(args.sbatch))
-    cluster = SlurmCluster(SlurmSettings(args.scheduler, folder, tuple(elaunch), options, args.devices == "gpu"))
+    slurm = SlurmCluster(SlurmSettings(args.scheduler, folder, elaunch, options, gpus))
+    ray = RayCluster(RaySettings(args.scheduler, args.ray_address, elaunch, gpus))
+    cluster = ray if args.cluster == "ray" else slurm
     limits = WaitLimits(queue_s=args.queue_timeout, stop_s=args.kill_timeout)
     settings = DaemonSettings(args.scheduler, identity, args.rdzv_endpoint, limits)
     reports = StoredReports(store)

@@ -87,6 +87,8 @@ def test_nodes_have_the_devices_that_others_do_not_use() -> None:
         Node("n3", 1, "v100"),  # it does not respond: what is there stays
         Node("n5", 2, usable=False),
     ]
+    begun = parse_jobs("20|PENDING|elaunch:main:d.0.0|n1|3|None\n", "main")
+    assert parse_nodes(NODES, begun, gpus=True)[0].devices == 4, "what has begun meanwhile is no stranger's"
     assert parse_nodes(NODES, [], gpus=False)[0] == Node("n1", 5, "", "rack1")
     assert parse_nodes(NODES, [], gpus=False)[3] == Node("n4", 8)
     assert parse_nodes("", [], gpus=True) == []

@@ -223,12 +223,10 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
         rows: of this scheduler's agents.
         gpus: what a device is.
     """
-    running, asked = Counter[str](), Counter[str]()
+    own = Counter[str]()  # what waited when `squeue` answered may have begun before `sinfo` did
     for row in rows:
         if row.report.stage is not ClusterStage.ENDED:
-            asked[row.node] += row.devices
-        if row.report.stage is ClusterStage.RUNNING:
-            running[row.node] += row.devices
+            own[row.node] += row.devices
     nodes: dict[str, Node] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -239,9 +237,9 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
         usable = state.rstrip("*~#+-") in USABLE
         if gpus:
             taken, other, total = _gpus(gres_used), 0, _gpus(gres)
-        devices = total - max(0, taken - running[name]) - (other if usable else 0)
+        devices = total - max(0, taken - own[name]) - (other if usable else 0)
         if state.endswith("*"):  # it does not respond, often for a moment only: nothing new comes, what is there stays
-            devices = asked[name]
+            devices = own[name]
         if total > 0:
             nodes[name] = Node(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
     return list(nodes.values())
