@@ -1,4 +1,4 @@
-"""Scheduling policies that Suika is compared with, which are not elastic. `elaunch.scheduler.sia` is.
+"""Scheduling policies that Suika is compared with, which are not elastic; `sia`, `pollux` and `rubick` are.
 
 They see what `Suika` sees, and keep what `SchedulingPolicy` promises: a job has its basic demand or nothing. The
 `interval_s` of a policy is how often it wants to be asked, whatever happens; 0: after each event.

@@ -138,7 +138,7 @@ class PlanSpeed:
         """Returns samples per second under the best plan for an allocation; 0 if there is none."""
         shape = self._shape(allocation)
         if shape not in self._rates:
-            cluster = _Cluster(shape, self.profile, self._kinds, self._distances)
+            cluster = _ShapedCluster(shape, self.profile, self._kinds, self._distances)
             plan = self._best(cluster, cluster.members(0))
             step_s = 0.0 if plan is None else estimate_step(plan, cluster.profile).step_s
             self._rates[shape] = self.default.global_batch_size / step_s if step_s else 0.0
@@ -146,7 +146,7 @@ class PlanSpeed:
 
     def plan(self, allocation: Allocation) -> Plan | None:
         """Returns the best plan for an allocation, for workers of nodes with names like r0n1; None if there is none."""
-        cluster = _Cluster(self._shape(allocation), self.profile, self._kinds, self._distances)
+        cluster = _ShapedCluster(self._shape(allocation), self.profile, self._kinds, self._distances)
         return self._best(cluster, cluster.members(0))
 
     def change_s(self, before: Allocation, after: Allocation) -> float:
@@ -157,7 +157,7 @@ class PlanSpeed:
             return 0.0
         shape = self._shape(before, after)
         if shape not in self._changes:
-            self._changes[shape] = self._change_s(_Cluster(shape, self.profile, self._kinds, self._distances))
+            self._changes[shape] = self._change_s(_ShapedCluster(shape, self.profile, self._kinds, self._distances))
         return self._changes[shape]
 
     def _shape(self, *allocations: Allocation) -> _Shape:
@@ -170,7 +170,7 @@ class PlanSpeed:
             racks.setdefault(rack if self._distances is not None else "", []).append((counts, kind))
         return tuple(sorted((tuple(sorted(nodes, reverse=True)) for nodes in racks.values()), reverse=True))
 
-    def _best(self, cluster: _Cluster, members: Sequence[str]) -> Plan | None:
+    def _best(self, cluster: _ShapedCluster, members: Sequence[str]) -> Plan | None:
         """Returns the fastest of the plans that fit in memory."""
         best: tuple[float, Plan] | None = None
         for plan in self._plans(cluster, members):
@@ -179,7 +179,7 @@ class PlanSpeed:
                 best = step.step_s, plan
         return None if best is None else best[1]
 
-    def _plans(self, cluster: _Cluster, members: Sequence[str]) -> Iterator[Plan]:
+    def _plans(self, cluster: _ShapedCluster, members: Sequence[str]) -> Iterator[Plan]:
         given = self.default
         if self.family == "asymmetric":
             base = self._laid_out(cluster, members, given.pp, given.dp, given.tp)
@@ -201,7 +201,7 @@ class PlanSpeed:
                 if plan is not None:
                     yield plan
 
-    def _laid_out(self, cluster: _Cluster, members: Sequence[str], pp: int, dp: int, tp: int) -> Plan | None:
+    def _laid_out(self, cluster: _ShapedCluster, members: Sequence[str], pp: int, dp: int, tp: int) -> Plan | None:
         """Returns equal pipelines on the first of the members; where there are too few, for those that are there."""
         groups = _tp_groups(members, tp)[: pp * dp]
         missing = [tuple(f"missing{number}/{rank}" for rank in range(tp)) for number in range(pp * dp - len(groups))]
@@ -225,7 +225,7 @@ class PlanSpeed:
             return None
         return replace(plan, idle=())
 
-    def _change_s(self, cluster: _Cluster) -> float:
+    def _change_s(self, cluster: _ShapedCluster) -> float:
         """Returns the seconds from the best plan before to the one that keeps as much of it as it can."""
         after = cluster.members(1)
         here = set(after)
@@ -255,7 +255,7 @@ _Shape = tuple[tuple[_OnNode, ...], ...]
 """The nodes of each rack."""
 
 
-class _Cluster:
+class _ShapedCluster:
     """Nodes and workers of a shape, under names of their own, and the profile with their speeds and links."""
 
     def __init__(
@@ -281,7 +281,7 @@ class _Cluster:
 
 
 class _Links(Mapping[tuple[str, str], LinkProfile]):
-    """The link between each two workers of a `_Cluster`, by their distance; lists none."""
+    """The link between each two workers of a `_ShapedCluster`, by their distance; lists none."""
 
     def __init__(self, distances: Distances) -> None:
         rack = distances.rack or distances.cluster

@@ -12,6 +12,9 @@ from elaunch.scheduler.model import Allocation, JobState, Node, Schedule, Speed
 from elaunch.scheduler.pool import Pool, devices_text
 from elaunch.scheduler.repair import repair
 
+MOST_COST = 200.0
+"""Of a configuration in the objective."""
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -66,14 +69,18 @@ class SiaLike:
         """
         draft = Draft(jobs, nodes, speeds, now_s, {})
         repair(draft, {})
-        options = [
-            _Options(draft, job, self.fairness, self.change_penalty)
-            for job in draft.jobs.values()
-            if not (job.running and job.job.settling)
-        ]
-        free = _free_by_kind(draft, [one.job for one in options])
-        chosen = _solved(options, free, self.waiting_penalty)
-        _carry_out(draft, {one.job.job.name: choice for one, choice in zip(options, chosen, strict=True)})
+        options = [Options(draft, job) for job in draft.jobs.values() if not (job.running and job.job.settling)]
+        for one in options:
+            least = min(one.rates.values(), default=1.0)
+            one.stopping = self.change_penalty if one.now is not None else 0.0
+            for choice, rate in one.rates.items():
+                goodput = one.factors[choice] * rate / least
+                # The artifacts bound what would be infinite likewise.
+                cost = min(goodput**self.fairness, MOST_COST) if goodput else MOST_COST
+                one.costs[choice] = cost + (2 * self.change_penalty if one.now not in (None, choice) else 0.0)
+        free = free_by_kind(draft, [one.job for one in options])
+        chosen = solved(options, free, self.waiting_penalty)
+        carry_out(draft, {one.job.job.name: choice for one, choice in zip(options, chosen, strict=True)})
         for job in draft.jobs.values():
             if not job.running:
                 job.waits = f"waits for {devices_text(job.job.basic)}: others gain more by what there is"
@@ -82,33 +89,41 @@ class SiaLike:
         return draft.schedule("by Sia's programme")
 
 
-class _Options:
+class Options:
     """The configurations of a job, and what each adds to the objective."""
 
-    def __init__(self, draft: Draft, job: JobDraft, fairness: float, change_penalty: float) -> None:
+    def __init__(self, draft: Draft, job: JobDraft, every: bool = False) -> None:
+        """Finds out what a job can get.
+
+        Args:
+            draft: of the schedule.
+            job: that may get it.
+            every: whether any number of devices is a configuration.
+        """
         self.job = job
-        rates: dict[Configuration, tuple[float, Allocation]] = {}
-        for configuration, allocation in _configurations(draft.pool, job):
+        self.now = configuration_of(draft.pool, job)
+        self.rates: dict[Configuration, float] = {}
+        self.factors: dict[Configuration, float] = {}
+        self.costs: dict[Configuration, float] = {}
+        self.stopping = 0.0
+        for configuration, allocation in configurations(draft.pool, job, every):
             rate = 1.0 if job.speed is None else job.speed.rate(allocation)
             if rate > 0:
-                rates[configuration] = rate, allocation
-        least = min((rate for rate, _ in rates.values()), default=1.0)
-        self.now = _configuration_of(draft.pool, job)
-        self.costs: dict[Configuration, float] = {}
-        for configuration, (rate, allocation) in rates.items():
-            goodput, penalty = rate / least, 0.0
-            if self.now is not None and configuration != self.now:
-                restart_s = 0.0 if job.speed is None else job.speed.change_s(job.allocation, allocation)
-                age_s = max(0.0, draft.now_s - job.job.submitted_s)
-                if age_s + restart_s:
-                    goodput *= max(age_s - job.job.changes * restart_s, 0.0) / (age_s + restart_s)
-                penalty = 2 * change_penalty
-            # The artifacts bound the power of what would be infinite likewise.
-            self.costs[configuration] = (min(goodput**fairness, 200.0) if goodput else 200.0) + penalty
-        self.stopping = change_penalty if self.now is not None else 0.0
+                self.rates[configuration] = rate
+                changes = self.now is not None and configuration != self.now
+                self.factors[configuration] = _restart_factor(draft, job, allocation) if changes else 1.0
 
 
-def _configurations(pool: Pool, job: JobDraft) -> list[tuple[Configuration, Allocation]]:
+def _restart_factor(draft: Draft, job: JobDraft, allocation: Allocation) -> float:
+    """Returns the part of its time that a job trains if it restarts as often as until now (Pollux and Sia)."""
+    restart_s = 0.0 if job.speed is None else job.speed.change_s(job.allocation, allocation)
+    age_s = max(0.0, draft.now_s - job.job.submitted_s)
+    if not age_s + restart_s:
+        return 1.0
+    return max(age_s - job.job.changes * restart_s, 0.0) / (age_s + restart_s)
+
+
+def configurations(pool: Pool, job: JobDraft, every: bool = False) -> list[tuple[Configuration, Allocation]]:
     """Returns the configurations that a job may get, each with devices of that shape."""
     state = job.job
     kinds: dict[str, list[Node]] = {}
@@ -122,6 +137,8 @@ def _configurations(pool: Pool, job: JobDraft) -> list[tuple[Configuration, Allo
         whole = [node for node in nodes if node.devices == size]
         sizes = {2**power for power in range(size.bit_length())} if not state.whole_nodes else set()
         sizes |= {size * number for number in range(1, len(whole) + 1)}
+        if every and not state.whole_nodes:
+            sizes = set(range(1, size * len(whole) + 1))
         sizes = {n for n in sizes if state.basic <= n <= most and (n - state.basic) % state.unit == 0}
         for n in sorted(sizes | {state.basic}):
             taken: dict[str, int] = {}
@@ -135,12 +152,13 @@ def _configurations(pool: Pool, job: JobDraft) -> list[tuple[Configuration, Allo
     return found
 
 
-def _configuration_of(pool: Pool, job: JobDraft) -> Configuration | None:
+def configuration_of(pool: Pool, job: JobDraft) -> Configuration | None:
+    """Returns the configuration that a job has; None if it waits, or has devices of several kinds."""
     kinds = {pool.nodes[name].kind for name in job.allocation}
     return Configuration(kinds.pop(), job.devices) if len(kinds) == 1 else None
 
 
-def _free_by_kind(draft: Draft, jobs: Sequence[JobDraft]) -> dict[str, int]:
+def free_by_kind(draft: Draft, jobs: Sequence[JobDraft]) -> dict[str, int]:
     """Returns how many devices of each kind these jobs have or could have."""
     free: dict[str, int] = {}
     for name, n in draft.pool.free.items():
@@ -149,7 +167,7 @@ def _free_by_kind(draft: Draft, jobs: Sequence[JobDraft]) -> dict[str, int]:
     return free
 
 
-def _solved(options: Sequence[_Options], free: Mapping[str, int], waiting_penalty: float) -> list[Configuration | None]:
+def solved(options: Sequence[Options], free: Mapping[str, int], waiting_penalty: float) -> list[Configuration | None]:
     """Returns the configuration of each job with which the objective is least; None: it gets nothing."""
     try:
         import numpy as np
@@ -181,14 +199,14 @@ def _solved(options: Sequence[_Options], free: Mapping[str, int], waiting_penalt
     return chosen
 
 
-def _carry_out(draft: Draft, chosen: Mapping[str, Configuration | None]) -> None:
+def carry_out(draft: Draft, chosen: Mapping[str, Configuration | None]) -> None:
     """Gives the jobs what was chosen: who keeps a configuration keeps the place, as long as all others find one."""
     saved = draft.save()
     for keep in (True, False):
         moving: list[tuple[JobDraft, Configuration]] = []
         for name, choice in chosen.items():
             job = draft.jobs[name]
-            if keep and choice is not None and _configuration_of(draft.pool, job) == choice:
+            if keep and choice is not None and configuration_of(draft.pool, job) == choice:
                 continue
             if job.running:
                 draft.stop(job)

@@ -34,13 +34,14 @@ class World:
         for name, placement in schedule.placements.items():
             job = self.jobs[name]
             started_s = (self.now_s if job.started_s is None else job.started_s) if placement.base else None
-            changed_s = job.changed_s if placement.allocation == dict(job.allocation) else self.now_s
+            changes = job.running and placement.allocation != dict(job.allocation)
             self.jobs[name] = replace(
                 job,
                 base=placement.base,
                 growths=placement.growths,
                 started_s=started_s,
-                changed_s=changed_s,
+                changed_s=self.now_s if changes or not job.running else job.changed_s,
+                changes=job.changes + changes,
                 settling=job.settling and bool(placement.base),
             )
 

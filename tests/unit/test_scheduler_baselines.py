@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,13 +14,21 @@ from hypothesis.strategies import DataObject
 from elaunch.errors import UsageError
 from elaunch.scheduler.baselines import Fifo, Static
 from elaunch.scheduler.model import JobState, Node, SchedulingPolicy, devices_of
+from elaunch.scheduler.pollux import PolluxLike
+from elaunch.scheduler.rubick import RubickLike
 from elaunch.scheduler.sia import SiaLike
 from elaunch.scheduler.speeds import RestartCost, TableSpeed
 from elaunch.scheduler.suika import Suika
 from tests.helpers import scaled
 from tests.unit.scheduler_worlds import World, clusters, happens
 
-POLICIES: dict[str, SchedulingPolicy] = {"fifo": Fifo(), "static": Static(3), "sia": SiaLike()}
+POLICIES: dict[str, SchedulingPolicy] = {
+    "fifo": Fifo(),
+    "static": Static(3),
+    "sia": SiaLike(),
+    "pollux": PolluxLike(),
+    "rubick": RubickLike(),
+}
 
 
 def powers(exponent: float, most: int = 16, restart_s: float = 30.0) -> TableSpeed:
@@ -125,6 +134,49 @@ def test_the_programme_finds_what_trying_all_configurations_finds(data: DataObje
         n = devices_of(placement.allocation)
         total += (n / world.jobs[name].basic) ** (-0.5 * exponent) if n else 1.1
     assert total == pytest.approx(best)
+
+
+@settings(max_examples=scaled(10, 100))
+@given(st.data())
+def test_pollux_makes_the_mean_of_speedups_as_great_as_trying_all_shares_does(data: DataObject) -> None:
+    world = World([Node("n0", 6)])
+    exponents = data.draw(st.lists(st.sampled_from([0.2, 0.5, 0.8, 1.0]), min_size=1, max_size=3))
+    for number, exponent in enumerate(exponents):
+        world.jobs[f"j{number}"] = JobState(f"j{number}", 0.0, data.draw(st.sampled_from([1, 2])), 6)
+        world.speeds[f"j{number}"] = powers(exponent)
+    fair = 6 // len(exponents)
+
+    def inverse(sizes: Sequence[int]) -> float:
+        return sum((fair / n) ** exponent if n else 1000.0 for n, exponent in zip(sizes, exponents, strict=True))
+
+    jobs = list(world.jobs.values())
+    shares = product(range(7), repeat=len(jobs))
+    possible = [
+        sizes
+        for sizes in shares
+        if sum(sizes) <= 6 and all(n in (0, *range(one.basic, 7)) for n, one in zip(sizes, jobs))
+    ]
+    found = world.decide(PolluxLike()).placements
+    chosen = [devices_of(placement.allocation) for placement in found.values()]
+    assert inverse(chosen) == pytest.approx(min(map(inverse, possible)))
+
+
+def test_rubick_leaves_who_has_changed_too_often_as_it_is_unless_somebody_waits_too_long() -> None:
+    """A change costs 30 s, which is 3 percent of 1000 s."""
+    world = World([Node("n0", 4)], now_s=999.0)
+    world.jobs = {"a": JobState("a", 0.0, 1, 4, base={"n0": 1}, started_s=0.0)}
+    world.speeds = {"a": powers(0.5)}
+    assert not world.decide(RubickLike()).reasons
+    world.now_s = 1001.0
+    world.carry_out(world.decide(RubickLike()))
+    assert devices_of(world.jobs["a"].allocation) == 4  # whatever the load
+    world.jobs["b"] = JobState("b", 1001.0, 2, 2)
+    (reason,) = world.decide(RubickLike()).reasons
+    assert (reason.job, reason.action) == ("b", "wait")
+    world.now_s = 1201.0
+    assert [reason.action for reason in world.decide(RubickLike()).reasons] == ["shrink", "start"]
+    world.carry_out(world.decide(RubickLike()))
+    assert devices_of(world.jobs["b"].allocation) == 2
 
 
 def test_a_fairness_that_is_no_penalty_is_refused() -> None:
