@@ -70,8 +70,10 @@ class TestSlurm:
         """Ends a node as the loss of its machine would, with an agent on it and its workers."""
         self.servers[node].signal(signal.SIGKILL)
         self.servers[node].wait(LIMIT_S)
-        for process in (*psutil.Process(agent).children(recursive=True), psutil.Process(agent)):
-            process.kill()
+        whole = psutil.Process(agent)
+        for process in (whole, *whole.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # workers go with their agent
+                process.kill()
         self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
     def __call__(self, *command: str) -> str:
@@ -133,9 +135,10 @@ def _serving(spawn: Spawner, commands: TestSlurm, folder: Path, names: list[str]
     wait_until(idle, START_S, "nodes of Slurm")
     try:
         yield commands
+        commands("scancel", "--user=root")
+        wait_until(lambda: not commands("squeue", "-h").strip(), START_S, "the end of Slurm's jobs")
     finally:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             commands("scancel", "--user=root")
-            wait_until(lambda: not commands("squeue", "-h").strip(), START_S, "the end of Slurm's jobs")
         for server in (*reversed(commands.servers.values()), munged):
             server.end()

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     daemon.add_argument("--devices", choices=["gpu", "cpu"], default="gpu", help="what a device is")
     daemon.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
     daemon.add_argument("--elaunch", default="", metavar="COMMAND", help="the launcher on the nodes")
+    daemon.add_argument("--policy", choices=["suika", "fifo"], default="suika", help="fifo: no job grows")
     daemon.add_argument("--settings", metavar="FILE", help="TOML with the settings of the policy")
     for name, default, text in (
         ("--interval", 2.0, "seconds between two looks"),
@@ -182,7 +183,7 @@ def _run(args: argparse.Namespace) -> None:
     from elaunch.scheduler.service.show import metrics
 
     identity = f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
-    policy = read_policy(args.settings)
+    policy = read_policy(args.policy, args.settings)
     folder = Path(args.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog(args.events, identity)
@@ -275,20 +276,22 @@ class _Stopping:
             time.sleep(min(0.2, left_s))
 
 
-def read_policy(path: str | None) -> SchedulingPolicy:
-    """Returns the policy with the settings of a file.
+def read_policy(name: str, path: str | None) -> SchedulingPolicy:
+    """Returns the policy of a name with the settings of a file.
 
     Raises:
         UsageError: the file cannot be read, or has a setting that there is not.
     """
+    from elaunch.scheduler.baselines import Fifo
     from elaunch.scheduler.settings import SuikaSettings
     from elaunch.scheduler.suika import Suika
 
+    kind: type[Suika] | type[Fifo] = Fifo if name == "fifo" else Suika
     if path is None:
-        return Suika()
+        return kind()
     try:
         with open(path, "rb") as file:
-            return Suika(SuikaSettings(**tomllib.load(file)))
+            return kind(SuikaSettings(**tomllib.load(file)))
     except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"--settings {path}: {reason}") from error
