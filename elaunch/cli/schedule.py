@@ -184,7 +184,7 @@ def _run(args: argparse.Namespace) -> None:
 
     identity = f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
     policy = read_policy(args.policy, args.settings)
-    folder = Path(args.folder).resolve()
+    folder = Path(args.folder, args.scheduler).resolve()  # exit codes of another one are not its own
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog(args.events, identity)
 

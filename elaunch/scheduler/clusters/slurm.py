@@ -71,7 +71,9 @@ class SlurmCluster:
 
     def look(self) -> tuple[list[Node], list[AgentReport]]:
         """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
-        found = parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
+        found = parse_jobs(
+            run(["squeue", "--me", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name
+        )
         nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), found, self.settings.gpus)
         return nodes, self._agents(found)
 
