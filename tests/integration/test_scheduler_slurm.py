@@ -87,7 +87,8 @@ class Cluster:
             for process in psutil.process_iter(["cmdline"])
             if words <= set(process.info["cmdline"] or ()) and str(self.folder) in " ".join(process.info["cmdline"])
         }
-        (agent,) = [one for one in found.values() if one.name() != "srun" and one.ppid() not in found]
+        pythons = {pid for pid, process in found.items() if process.name().startswith("python")}
+        (agent,) = [found[pid] for pid in pythons if found[pid].ppid() not in pythons]
         return agent
 
     def last_step(self, job: str) -> int:

@@ -59,7 +59,7 @@ def test_jobs_of_this_scheduler_are_read_and_others_left_out() -> None:
     assert [row.report for row in rows] == [
         AgentReport("gpt.0.1", ClusterStage.RUNNING, "RUNNING"),
         AgentReport("gpt.0.2", ClusterStage.QUEUED, "PENDING (ReqNodeNotAvail, UnavailableNodes:n2)"),
-        AgentReport("gpt.0.0", ClusterStage.ENDED, "COMPLETED", True),
+        AgentReport("gpt.0.0", ClusterStage.ENDED, "COMPLETED"),
         AgentReport("bert.1.0", ClusterStage.ENDED, "NODE_FAIL"),
         AgentReport("bert.1.1", ClusterStage.RUNNING, "COMPLETING"),
     ]
@@ -108,13 +108,17 @@ def test_the_batch_script_runs_the_agent_and_leaves_its_exit_code(tmp_path: Path
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     srun = bin_folder / "srun"
-    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\nexit {code}\n')
+    # One that drops its options, and a launcher that gets the step's signal, as from `scancel --signal`.
+    srun.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
+    launcher = bin_folder / "python"
+    launcher.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\nkill -TERM $PPID\nexit {code}\n')
+    launcher.chmod(0o755)
     srun.chmod(0o755)
     script = batch_script(REQUEST, settings(tmp_path))
     env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
     assert subprocess.run(["sh"], input=script, text=True, env=env, timeout=20, check=False).returncode == code
     arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[-6:] == ["python", "-m", "elaunch", "--rdzv-id=gpt.0", "train.py", "it's"]
+    assert arguments == ["-m", "elaunch", "--rdzv-id=gpt.0", "train.py", "it's"]
     assert (tmp_path / "gpt.0.3.exit").read_text().strip() == str(code)
 
 

@@ -1,7 +1,7 @@
 """Slurm as a cluster, through its commands: `sbatch`, `squeue`, `sinfo`, `scancel` (22.05 or newer).
 
-An agent is a batch job of one task on one node. Slurm forgets jobs some minutes after their end (`MinJobAge`), so the
-batch script leaves the exit code in a file of the scheduler's folder, which all nodes share.
+An agent is a batch job of one task on one node. Slurm forgets jobs some minutes after their end (`MinJobAge`), and may
+call one completed whose agent was lost, so the exit code goes to a file of the scheduler's folder: all nodes share it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ RUNNING_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", 
 NODES = "NodeList:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|,Features:|"
 JOBS = "%A|%T|%j|%n|%k|%r"
 
-SCRIPT = """#!/bin/sh
-# One agent of elaunch. Its exit code outlives Slurm's memory of this job.
-srun --ntasks=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 {command}
-code=$?
-echo $code >{file}.new && mv {file}.new {file}
-exit $code
+STEP = """\
+trap : INT TERM USR1 USR2; "$@"; code=$?; echo $code >"$0.new" && mv "$0.new" "$0"; exit $code\
 """
+"""Runs an agent and leaves its exit code in the file $0. `srun` may well end with 0 when an agent was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,9 @@ def submission(request: AgentRequest, settings: SlurmSettings) -> list[str]:
 def batch_script(request: AgentRequest, settings: SlurmSettings) -> str:
     """Returns what runs on the node."""
     cpus = "${SLURM_CPUS_PER_TASK:-1}" if settings.gpus else str(request.devices)
-    file = shlex.quote(str(_file(settings.folder, request.name, "exit")))
-    return SCRIPT.format(cpus=cpus, command=shlex.join([*settings.elaunch, *request.arguments]), file=file)
+    file = str(_file(settings.folder, request.name, "exit"))
+    step = shlex.join(["sh", "-c", STEP, file, *settings.elaunch, *request.arguments])
+    return f"#!/bin/sh\nexec srun --ntasks=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 {step}\n"
 
 
 def _file(folder: Path, name: str, what: str) -> Path:
@@ -196,7 +194,7 @@ def parse_jobs(text: str, scheduler: str) -> list[Row]:
         else:
             stage = ClusterStage.RUNNING if state in RUNNING_STATES else ClusterStage.ENDED
         why = state if reason in ("", "None") else f"{state} ({reason})"
-        report = AgentReport(name.removeprefix(prefix), stage, why, state == "COMPLETED")
+        report = AgentReport(name.removeprefix(prefix), stage, why)  # only its exit code tells whether it has succeeded
         rows.append(Row(int(number), report, node, int(comment) if comment.isdecimal() else 0))
     return rows
 
