@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers import Spawned, Spawner, find_free_port, wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 START_S = 30.0
 LIMIT_S = 20.0
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from elaunch.scheduler.clusters.slurm import (
     without_doubles,
 )
 from elaunch.scheduler.model import Node
+from tests.helpers import wait_until
 
 JOBS = """\
 12|RUNNING|elaunch:main:gpt.0.1|n1|2|None
@@ -104,21 +106,22 @@ def test_a_submission_names_node_devices_and_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_batch_script_runs_the_agent_and_leaves_its_exit_code(tmp_path: Path, code: int) -> None:
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    srun = bin_folder / "srun"
-    # One that drops its options, and a launcher that gets the step's signal, as from `scancel --signal`.
-    srun.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
-    launcher = bin_folder / "python"
-    launcher.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\nkill -TERM $PPID\nexit {code}\n')
+def test_the_batch_script_passes_signals_to_the_agent_and_leaves_its_exit_code(tmp_path: Path, code: int) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        f'#!/bin/sh\ntrap "echo usr1 >>seen; exit {code}" USR1\ntrap "echo term >>seen" TERM\n'
+        'printf "%s\\n" "$@" >seen\ntouch ready\nwhile :; do sleep 0.05; done\n'
+    )
     launcher.chmod(0o755)
-    srun.chmod(0o755)
-    script = batch_script(REQUEST, settings(tmp_path))
-    env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    assert subprocess.run(["sh"], input=script, text=True, env=env, timeout=20, check=False).returncode == code
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments == ["-m", "elaunch", "--rdzv-id=gpt.0", "train.py", "it's"]
+    script = batch_script(REQUEST, replace(settings(tmp_path), elaunch=(str(launcher),)))
+    process = subprocess.Popen(["sh", "-c", script], cwd=tmp_path)
+    seen = tmp_path / "seen"
+    wait_until((tmp_path / "ready").exists, 20.0, "the launcher")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "term" in seen.read_text(), 20.0, "SIGTERM")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == code
+    assert seen.read_text().splitlines() == ["--rdzv-id=gpt.0", "train.py", "it's", "term", "usr1"]
     assert (tmp_path / "gpt.0.3.exit").read_text().strip() == str(code)
 
 

@@ -1,7 +1,8 @@
 """Slurm as a cluster, through its commands: `sbatch`, `squeue`, `sinfo`, `scancel` (22.05 or newer).
 
-An agent is a batch job of one task on one node. Slurm forgets jobs some minutes after their end (`MinJobAge`), and may
-call one completed whose agent was lost, so the exit code goes to a file of the scheduler's folder: all nodes share it.
+An agent is a batch job of one task on one node. It runs in the batch script itself: signals to a step of `srun` reach
+all of its processes, the workers too. Slurm forgets jobs some minutes after their end (`MinJobAge`), so the exit code
+goes to a file of the scheduler's folder, which all nodes share.
 """
 
 from __future__ import annotations
@@ -29,10 +30,20 @@ RUNNING_STATES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", 
 NODES = "NodeList:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|,Features:|"
 JOBS = "%A|%T|%j|%n|%k|%r"
 
-STEP = """\
-trap : INT TERM USR1 USR2; "$@"; code=$?; echo $code >"$0.new" && mv "$0.new" "$0"; exit $code\
+SCRIPT = """#!/bin/sh
+# One agent of elaunch, which alone gets the signals of this script. Its exit code outlives Slurm's memory of the job.
+trap 'kill -TERM $pid' TERM
+trap 'kill -USR1 $pid' USR1
+{command} &
+pid=$!
+while :; do
+    wait $pid
+    code=$?
+    kill -0 $pid 2>/dev/null || break
+done
+echo $code >{file}.new && mv {file}.new {file}
+exit $code
 """
-"""Runs an agent and leaves its exit code in the file $0. `srun` may well end with 0 when an agent was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ class SlurmCluster:
         """Sends SIGTERM to the agent, or cancels its batch job, which also takes it from the queue."""
         number = self.ids.get(name)
         if number is not None:
-            self._cancel(number, *([] if kill else ["--signal=TERM"]))
+            self._cancel(number, *([] if kill else ["--batch", "--signal=TERM"]))
 
     def forget(self, name: str) -> None:
         """Removes the exit code; the log stays."""
@@ -128,7 +139,7 @@ def submission(request: AgentRequest, settings: SlurmSettings) -> list[str]:
         *devices,
         "--no-requeue",
         "--dependency=singleton",
-        f"--signal=USR1@{SIGNAL_S}",
+        f"--signal=B:USR1@{SIGNAL_S}",
         "--open-mode=append",
         f"--output={_file(settings.folder, request.name, 'log')}",
         f"--chdir={request.folder}",
@@ -139,10 +150,8 @@ def submission(request: AgentRequest, settings: SlurmSettings) -> list[str]:
 
 def batch_script(request: AgentRequest, settings: SlurmSettings) -> str:
     """Returns what runs on the node."""
-    cpus = "${SLURM_CPUS_PER_TASK:-1}" if settings.gpus else str(request.devices)
-    file = str(_file(settings.folder, request.name, "exit"))
-    step = shlex.join(["sh", "-c", STEP, file, *settings.elaunch, *request.arguments])
-    return f"#!/bin/sh\nexec srun --ntasks=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 {step}\n"
+    file = shlex.quote(str(_file(settings.folder, request.name, "exit")))
+    return SCRIPT.format(command=shlex.join([*settings.elaunch, *request.arguments]), file=file)
 
 
 def _file(folder: Path, name: str, what: str) -> Path:
