@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -242,6 +243,13 @@ def _turns(
     reports = StoredReports(store)
     daemon = Daemon(settings, store, cluster, reports, policy, KnownSpeeds(), tell)
     told = ""
+
+    def tell_once(kind: str, text: str) -> None:
+        nonlocal told
+        if text != told:
+            told = text
+            tell(kind, "", f"{text}; tried again every {args.interval:g} s")
+
     try:
         while not stopping.asked:
             try:
@@ -252,9 +260,12 @@ def _turns(
             except LeadLost as error:
                 tell("follows", "", str(error))
             except ClusterUnavailable as error:
-                if str(error) != told:
-                    told = str(error)
-                    tell("cluster_away", "", f"{told}; tried again every {args.interval:g} s")
+                tell_once("cluster_away", str(error))
+            except ElaunchError:
+                raise
+            except Exception as error:  # jobs go on, and the next turn may see something else
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                tell_once("defect", f"a defect of the scheduler at {place.filename}:{place.lineno}: {error!r}")
             stopping.wait(args.interval)
         daemon.resign()
     finally:

@@ -19,7 +19,7 @@ from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, Cluste
 from elaunch.scheduler.model import Node
 
 PREFIX = "elaunch"
-LIMIT_S = 20.0  # of a request
+LIMIT_S = 8.0  # of a request: two of them are within the lease of the leading daemon
 NODE_ID = "ray.io/node-id"
 KIND = "ray.io/accelerator-type"
 STAGES = {"PENDING": ClusterStage.QUEUED, "RUNNING": ClusterStage.RUNNING}

@@ -20,7 +20,7 @@ from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, Cluste
 from elaunch.scheduler.model import Node
 
 PREFIX = "elaunch"
-LIMIT_S = 20.0  # of a command
+LIMIT_S = 8.0  # of a command: two of them are within the lease of the leading daemon
 SIGNAL_S = 60  # before a limit of Slurm's on the time of a job: its agent drains
 GONE = "Invalid job id"  # what scancel says of a job that has just ended
 USABLE = {"allocated", "completing", "idle", "mixed", "planned"}
