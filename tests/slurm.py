@@ -6,17 +6,19 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.helpers import Spawner, find_free_port, wait_until
+from tests.helpers import Spawned, Spawner, find_free_port, wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 START_S = 30.0
 LIMIT_S = 20.0
 
@@ -53,8 +55,26 @@ class TestSlurm:
 
     __test__ = False
 
-    def __init__(self, configuration: Path) -> None:
+    def __init__(self, spawn: Spawner, configuration: Path) -> None:
         self.configuration = configuration
+        self.servers: dict[str, Spawned] = {}
+        self._spawn = spawn
+        self._env = {"SLURM_CONF": str(configuration), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+
+    def start(self, name: str) -> None:
+        """Starts slurmctld, or the slurmd of a node."""
+        program = ["/usr/sbin/slurmctld", "-D"] if name == "slurmctld" else ["/usr/sbin/slurmd", "-D", "-N", name]
+        self.servers[name] = self._spawn(program, env=self._env, name=name)
+
+    def lose(self, node: str, agent: int) -> None:
+        """Ends a node as the loss of its machine would, with an agent on it and its workers."""
+        self.servers[node].signal(signal.SIGKILL)
+        self.servers[node].wait(LIMIT_S)
+        whole = psutil.Process(agent)
+        for process in (whole, *whole.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # workers go with their agent
+                process.kill()
+        self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
     def __call__(self, *command: str) -> str:
         """What a command of Slurm writes."""
@@ -94,19 +114,18 @@ def slurm(spawn: Spawner, nodes: int, cpus: int) -> Iterator[TestSlurm]:
         lines.append(f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP")
         configuration = folder / "slurm.conf"
         configuration.write_text("\n".join(lines) + "\n")
-        yield from _serving(spawn, TestSlurm(configuration), folder, names)
+        yield from _serving(spawn, TestSlurm(spawn, configuration), folder, names)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serving(spawn: Spawner, commands: TestSlurm, folder: Path, names: list[str]) -> Iterator[TestSlurm]:
-    env = {"SLURM_CONF": str(commands.configuration), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
     m = folder / "m"
     files = [f"--{what}-file={m / what}" for what in ("key", "pid", "log", "seed")]
     munged = spawn(["/usr/sbin/munged", "--foreground", "--force", f"--socket={m / 'socket'}", *files], name="munged")
     wait_until((m / "socket").exists, START_S, "munged")
-    servers = [spawn(["/usr/sbin/slurmctld", "-D"], env=env, name="slurmctld")]
-    servers += [spawn(["/usr/sbin/slurmd", "-D", "-N", name], env=env, name=f"slurmd-{name}") for name in names]
+    for name in ("slurmctld", *names):
+        commands.start(name)
 
     def idle() -> bool:
         with contextlib.suppress(AssertionError):
@@ -116,9 +135,10 @@ def _serving(spawn: Spawner, commands: TestSlurm, folder: Path, names: list[str]
     wait_until(idle, START_S, "nodes of Slurm")
     try:
         yield commands
+        commands("scancel", "--user=root")
+        wait_until(lambda: not commands("squeue", "-h").strip(), START_S, "the end of Slurm's jobs")
     finally:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             commands("scancel", "--user=root")
-            wait_until(lambda: not commands("squeue", "-h").strip(), START_S, "the end of Slurm's jobs")
-        for server in (*reversed(servers), munged):
+        for server in (*reversed(commands.servers.values()), munged):
             server.end()

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -45,10 +46,12 @@ def parser() -> argparse.ArgumentParser:
     daemon = commands.add_parser("run", help="run the daemon; of several with one name, one leads")
     daemon.set_defaults(run=_run)
     daemon.add_argument("--folder", required=True, help="for logs and exit codes of agents, shared by all nodes")
-    daemon.add_argument("--cluster", choices=["slurm"], default="slurm", help="whose nodes these are")
+    daemon.add_argument("--cluster", choices=["slurm", "ray"], default="slurm", help="whose nodes these are")
+    daemon.add_argument("--ray-address", default="http://127.0.0.1:8265", metavar="URL", help="of Ray's dashboard")
     daemon.add_argument("--devices", choices=["gpu", "cpu"], default="gpu", help="what a device is")
     daemon.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
     daemon.add_argument("--elaunch", default="", metavar="COMMAND", help="the launcher on the nodes")
+    daemon.add_argument("--policy", choices=["suika", "fifo"], default="suika", help="fifo: no job grows")
     daemon.add_argument("--settings", metavar="FILE", help="TOML with the settings of the policy")
     for name, default, text in (
         ("--interval", 2.0, "seconds between two looks"),
@@ -181,8 +184,8 @@ def _run(args: argparse.Namespace) -> None:
     from elaunch.scheduler.service.show import metrics
 
     identity = f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
-    policy = read_policy(args.settings)
-    folder = Path(args.folder).resolve()
+    policy = read_policy(args.policy, args.settings)
+    folder = Path(args.folder, args.scheduler).resolve()  # exit codes of another one are not its own
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog(args.events, identity)
 
@@ -222,20 +225,31 @@ def _turns(
 ) -> Iterator[Daemon]:
     """Makes a daemon, and yields it after each turn, until the process is to stop or etcd is away."""
     from elaunch.scheduler.clusters.cluster import ClusterUnavailable
+    from elaunch.scheduler.clusters.ray import RayCluster, RaySettings
     from elaunch.scheduler.clusters.slurm import SlurmCluster, SlurmSettings
     from elaunch.scheduler.service.advance import WaitLimits
     from elaunch.scheduler.service.daemon import Daemon, DaemonSettings, LeadLost
     from elaunch.scheduler.service.known import KnownSpeeds
     from elaunch.scheduler.service.reports import StoredReports
 
-    elaunch = shlex.split(args.elaunch) or [sys.executable, "-m", "elaunch"]
+    elaunch = tuple(shlex.split(args.elaunch)) or (sys.executable, "-m", "elaunch")
+    gpus = args.devices == "gpu"
     options = tuple(shlex.split(args.sbatch))
-    cluster = SlurmCluster(SlurmSettings(args.scheduler, folder, tuple(elaunch), options, args.devices == "gpu"))
+    slurm = SlurmCluster(SlurmSettings(args.scheduler, folder, elaunch, options, gpus))
+    ray = RayCluster(RaySettings(args.scheduler, args.ray_address, elaunch, gpus))
+    cluster = ray if args.cluster == "ray" else slurm
     limits = WaitLimits(queue_s=args.queue_timeout, stop_s=args.kill_timeout)
     settings = DaemonSettings(args.scheduler, identity, args.rdzv_endpoint, limits)
     reports = StoredReports(store)
     daemon = Daemon(settings, store, cluster, reports, policy, KnownSpeeds(), tell)
     told = ""
+
+    def tell_once(kind: str, text: str) -> None:
+        nonlocal told
+        if text != told:
+            told = text
+            tell(kind, "", f"{text}; tried again every {args.interval:g} s")
+
     try:
         while not stopping.asked:
             try:
@@ -246,9 +260,12 @@ def _turns(
             except LeadLost as error:
                 tell("follows", "", str(error))
             except ClusterUnavailable as error:
-                if str(error) != told:
-                    told = str(error)
-                    tell("cluster_away", "", f"{told}; tried again every {args.interval:g} s")
+                tell_once("cluster_away", str(error))
+            except ElaunchError:
+                raise
+            except Exception as error:  # jobs go on, and the next turn may see something else
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                tell_once("defect", f"a defect of the scheduler at {place.filename}:{place.lineno}: {error!r}")
             stopping.wait(args.interval)
         daemon.resign()
     finally:
@@ -270,20 +287,22 @@ class _Stopping:
             time.sleep(min(0.2, left_s))
 
 
-def read_policy(path: str | None) -> SchedulingPolicy:
-    """Returns the policy with the settings of a file.
+def read_policy(name: str, path: str | None) -> SchedulingPolicy:
+    """Returns the policy of a name with the settings of a file.
 
     Raises:
         UsageError: the file cannot be read, or has a setting that there is not.
     """
+    from elaunch.scheduler.baselines import Fifo
     from elaunch.scheduler.settings import SuikaSettings
     from elaunch.scheduler.suika import Suika
 
+    kind: type[Suika] | type[Fifo] = Fifo if name == "fifo" else Suika
     if path is None:
-        return Suika()
+        return kind()
     try:
         with open(path, "rb") as file:
-            return Suika(SuikaSettings(**tomllib.load(file)))
+            return kind(SuikaSettings(**tomllib.load(file)))
     except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"--settings {path}: {reason}") from error

@@ -78,6 +78,19 @@ class Cluster:
     def agents(self, job: str) -> list[Agent]:
         return [Agent(None, path) for path in sorted(self.folder.glob(f"{job}-*.jsonl"))]  # type: ignore[arg-type]
 
+    def agent(self, job: str, node: str) -> psutil.Process:
+        """The process of a job's agent on a node."""
+        number = next(agent.number for agent in self.stored().progress[job].agents if agent.node == node)
+        words = {f"--node-name={node}-{number}", f"--rdzv-id={job}.0"}
+        found = {
+            process.pid: process
+            for process in psutil.process_iter(["cmdline"])
+            if words <= set(process.info["cmdline"] or ()) and str(self.folder) in " ".join(process.info["cmdline"])
+        }
+        pythons = {pid for pid, process in found.items() if process.name().startswith("python")}
+        (agent,) = [found[pid] for pid in pythons if found[pid].ppid() not in pythons]
+        return agent
+
     def last_step(self, job: str) -> int:
         return max((agent.last_step() for agent in self.agents(job)), default=-1)
 
@@ -199,21 +212,16 @@ def test_a_lost_node_and_an_agent_that_does_not_leave(cluster: Cluster) -> None:
     cluster.submit("a", "--basic=2", "--most=3", rates=RATES.format(three=28.0), leave_s=5)
     daemon = cluster.run("--kill-timeout=3")
     cluster.settled({"a": 3})
-    cluster.slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    cluster.slurm.lose("n2", cluster.agent("a", "n2").pid)
     cluster.settled({"a": 2}, without="n2")
     assert "lost its agent on n2, which ended with NODE_FAIL" in daemon.text()
+    cluster.slurm.start("n2")
     cluster.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
     cluster.settled({"a": 3})
 
     (growth,) = cluster.stored().schedule.placements[0].growths
     ((node, _),) = growth.devices
-    number = next(agent.number for agent in cluster.stored().progress["a"].agents if agent.node == node)
-    (stopped,) = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if f"--node-name={node}-{number}" in (process.info["cmdline"] or []) and "srun" not in process.info["cmdline"]
-    ]
-    stopped.suspend()
+    cluster.agent("a", node).suspend()
     cluster.submit("b", "--basic=1", "--priority=5")
     cluster.settled({"a": 2, "b": 1})
     assert f"a its agent on {node} has not left within 5 s: it gets SIGTERM, and the job grows no more" in daemon.text()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from elaunch.scheduler.clusters.slurm import (
     without_doubles,
 )
 from elaunch.scheduler.model import Node
+from tests.helpers import wait_until
 
 JOBS = """\
 12|RUNNING|elaunch:main:gpt.0.1|n1|2|None
@@ -59,7 +61,7 @@ def test_jobs_of_this_scheduler_are_read_and_others_left_out() -> None:
     assert [row.report for row in rows] == [
         AgentReport("gpt.0.1", ClusterStage.RUNNING, "RUNNING"),
         AgentReport("gpt.0.2", ClusterStage.QUEUED, "PENDING (ReqNodeNotAvail, UnavailableNodes:n2)"),
-        AgentReport("gpt.0.0", ClusterStage.ENDED, "COMPLETED", True),
+        AgentReport("gpt.0.0", ClusterStage.ENDED, "COMPLETED"),
         AgentReport("bert.1.0", ClusterStage.ENDED, "NODE_FAIL"),
         AgentReport("bert.1.1", ClusterStage.RUNNING, "COMPLETING"),
     ]
@@ -87,6 +89,8 @@ def test_nodes_have_the_devices_that_others_do_not_use() -> None:
         Node("n3", 1, "v100"),  # it does not respond: what is there stays
         Node("n5", 2, usable=False),
     ]
+    begun = parse_jobs("20|PENDING|elaunch:main:d.0.0|n1|3|None\n", "main")
+    assert parse_nodes(NODES, begun, gpus=True)[0].devices == 4, "what has begun meanwhile is no stranger's"
     assert parse_nodes(NODES, [], gpus=False)[0] == Node("n1", 5, "", "rack1")
     assert parse_nodes(NODES, [], gpus=False)[3] == Node("n4", 8)
     assert parse_nodes("", [], gpus=True) == []
@@ -102,17 +106,22 @@ def test_a_submission_names_node_devices_and_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_batch_script_runs_the_agent_and_leaves_its_exit_code(tmp_path: Path, code: int) -> None:
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    srun = bin_folder / "srun"
-    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\nexit {code}\n')
-    srun.chmod(0o755)
-    script = batch_script(REQUEST, settings(tmp_path))
-    env = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    assert subprocess.run(["sh"], input=script, text=True, env=env, timeout=20, check=False).returncode == code
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[-6:] == ["python", "-m", "elaunch", "--rdzv-id=gpt.0", "train.py", "it's"]
+def test_the_batch_script_passes_signals_to_the_agent_and_leaves_its_exit_code(tmp_path: Path, code: int) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        f'#!/bin/sh\ntrap "echo usr1 >>seen; exit {code}" USR1\ntrap "echo term >>seen" TERM\n'
+        'printf "%s\\n" "$@" >seen\ntouch ready\nwhile :; do sleep 0.05; done\n'
+    )
+    launcher.chmod(0o755)
+    script = batch_script(REQUEST, replace(settings(tmp_path), elaunch=(str(launcher),)))
+    process = subprocess.Popen(["sh", "-c", script], cwd=tmp_path)
+    seen = tmp_path / "seen"
+    wait_until((tmp_path / "ready").exists, 20.0, "the launcher")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "term" in seen.read_text(), 20.0, "SIGTERM")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == code
+    assert seen.read_text().splitlines() == ["--rdzv-id=gpt.0", "train.py", "it's", "term", "usr1"]
     assert (tmp_path / "gpt.0.3.exit").read_text().strip() == str(code)
 
 

@@ -197,4 +197,4 @@ def test_settings_that_there_are_not_are_refused(tmp_path: Path, text: str) -> N
     file = tmp_path / "settings.toml"
     file.write_text(text)
     with pytest.raises(UsageError):
-        schedule.read_policy(str(file))
+        schedule.read_policy("suika", str(file))

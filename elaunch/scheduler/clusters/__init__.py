@@ -1,1 +1,1 @@
-"""Clusters: one protocol, and Slurm behind it."""
+"""Clusters: one protocol, and behind it Slurm and Ray."""

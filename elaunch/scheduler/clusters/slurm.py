@@ -1,7 +1,8 @@
 """Slurm as a cluster, through its commands: `sbatch`, `squeue`, `sinfo`, `scancel` (22.05 or newer).
 
-An agent is a batch job of one task on one node. Slurm forgets jobs some minutes after their end (`MinJobAge`), so the
-batch script leaves the exit code in a file of the scheduler's folder, which all nodes share.
+An agent is a batch job of one task on one node. It runs in the batch script itself: signals to a step of `srun` reach
+all of its processes, the workers too. Slurm forgets jobs some minutes after their end (`MinJobAge`), so the exit code
+goes to a file of the scheduler's folder, which all nodes share.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, Cluste
 from elaunch.scheduler.model import Node
 
 PREFIX = "elaunch"
-LIMIT_S = 20.0  # of a command
+LIMIT_S = 8.0  # of a command: two of them are within the lease of the leading daemon
 SIGNAL_S = 60  # before a limit of Slurm's on the time of a job: its agent drains
 GONE = "Invalid job id"  # what scancel says of a job that has just ended
 USABLE = {"allocated", "completing", "idle", "mixed", "planned"}
@@ -30,9 +31,16 @@ NODES = "NodeList:|,StateLong:|,CPUsState:|,Gres:|,GresUsed:|,Features:|"
 JOBS = "%A|%T|%j|%n|%k|%r"
 
 SCRIPT = """#!/bin/sh
-# One agent of elaunch. Its exit code outlives Slurm's memory of this job.
-srun --ntasks=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 {command}
-code=$?
+# One agent of elaunch, which alone gets the signals of this script. Its exit code outlives Slurm's memory of the job.
+trap 'kill -TERM $pid' TERM
+trap 'kill -USR1 $pid' USR1
+{command} &
+pid=$!
+while :; do
+    wait $pid
+    code=$?
+    kill -0 $pid 2>/dev/null || break
+done
 echo $code >{file}.new && mv {file}.new {file}
 exit $code
 """
@@ -71,7 +79,9 @@ class SlurmCluster:
 
     def look(self) -> tuple[list[Node], list[AgentReport]]:
         """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
-        found = parse_jobs(run(["squeue", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name)
+        found = parse_jobs(
+            run(["squeue", "--me", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name
+        )
         nodes = parse_nodes(run(["sinfo", "-N", "--noheader", "-O", NODES]), found, self.settings.gpus)
         return nodes, self._agents(found)
 
@@ -83,7 +93,7 @@ class SlurmCluster:
         """Sends SIGTERM to the agent, or cancels its batch job, which also takes it from the queue."""
         number = self.ids.get(name)
         if number is not None:
-            self._cancel(number, *([] if kill else ["--signal=TERM"]))
+            self._cancel(number, *([] if kill else ["--batch", "--signal=TERM"]))
 
     def forget(self, name: str) -> None:
         """Removes the exit code; the log stays."""
@@ -129,7 +139,7 @@ def submission(request: AgentRequest, settings: SlurmSettings) -> list[str]:
         *devices,
         "--no-requeue",
         "--dependency=singleton",
-        f"--signal=USR1@{SIGNAL_S}",
+        f"--signal=B:USR1@{SIGNAL_S}",
         "--open-mode=append",
         f"--output={_file(settings.folder, request.name, 'log')}",
         f"--chdir={request.folder}",
@@ -140,9 +150,8 @@ def submission(request: AgentRequest, settings: SlurmSettings) -> list[str]:
 
 def batch_script(request: AgentRequest, settings: SlurmSettings) -> str:
     """Returns what runs on the node."""
-    cpus = "${SLURM_CPUS_PER_TASK:-1}" if settings.gpus else str(request.devices)
     file = shlex.quote(str(_file(settings.folder, request.name, "exit")))
-    return SCRIPT.format(cpus=cpus, command=shlex.join([*settings.elaunch, *request.arguments]), file=file)
+    return SCRIPT.format(command=shlex.join([*settings.elaunch, *request.arguments]), file=file)
 
 
 def _file(folder: Path, name: str, what: str) -> Path:
@@ -194,7 +203,7 @@ def parse_jobs(text: str, scheduler: str) -> list[Row]:
         else:
             stage = ClusterStage.RUNNING if state in RUNNING_STATES else ClusterStage.ENDED
         why = state if reason in ("", "None") else f"{state} ({reason})"
-        report = AgentReport(name.removeprefix(prefix), stage, why, state == "COMPLETED")
+        report = AgentReport(name.removeprefix(prefix), stage, why)  # only its exit code tells whether it has succeeded
         rows.append(Row(int(number), report, node, int(comment) if comment.isdecimal() else 0))
     return rows
 
@@ -223,12 +232,10 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
         rows: of this scheduler's agents.
         gpus: what a device is.
     """
-    running, asked = Counter[str](), Counter[str]()
+    own = Counter[str]()  # what waited when `squeue` answered may have begun before `sinfo` did
     for row in rows:
         if row.report.stage is not ClusterStage.ENDED:
-            asked[row.node] += row.devices
-        if row.report.stage is ClusterStage.RUNNING:
-            running[row.node] += row.devices
+            own[row.node] += row.devices
     nodes: dict[str, Node] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -239,9 +246,9 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
         usable = state.rstrip("*~#+-") in USABLE
         if gpus:
             taken, other, total = _gpus(gres_used), 0, _gpus(gres)
-        devices = total - max(0, taken - running[name]) - (other if usable else 0)
+        devices = total - max(0, taken - own[name]) - (other if usable else 0)
         if state.endswith("*"):  # it does not respond, often for a moment only: nothing new comes, what is there stays
-            devices = asked[name]
+            devices = own[name]
         if total > 0:
             nodes[name] = Node(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
     return list(nodes.values())

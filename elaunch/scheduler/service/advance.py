@@ -215,8 +215,9 @@ class _Advance:
 
     def _take_loss(self, agent: AgentDoc, report: AgentReport | None) -> None:
         """Notes an agent that has ended although nobody asked it to."""
-        if report is not None and report.succeeded:
-            return  # the job is over, as its result will say
+        if report is not None and report.succeeded:  # the cluster wanted it to leave, or the job is over
+            self._note("left", f"its agent on {agent.node} has left, with {report.why}")
+            return
         how = "and the cluster knows nothing of it" if report is None else f"with {report.why}"
         if agent.stage is AgentStage.JOINED:
             self._note("lost", f"lost its agent on {agent.node}, which ended {how}")

@@ -47,7 +47,7 @@ from elaunch.scheduler.service.documents import (
 from elaunch.scheduler.service.reports import JobReport, JobReports
 from elaunch.scheduler.service.stored import Stored, read_all
 
-LEASE_S = 10.0
+LEASE_S = 20.0  # a look at the cluster, of two commands or requests, takes less
 MOST_REFUSED = 5  # actions in a turn, before the rest waits for the next one
 KEPT_S = 7 * 24 * 3600.0  # jobs that have ended
 
