@@ -33,7 +33,7 @@ DIRECTIONS = {
     "scheduler": {"plan", "policy", "rendezvous"},
     "agent": {"detect", "policy", "rendezvous"},
     "simulator": {"plan", "policy", "rendezvous", "scheduler"},
-    "cli": {"agent", "detect", "plan", "policy", "rendezvous", "simulator"},
+    "cli": {"agent", "detect", "plan", "policy", "rendezvous", "scheduler", "simulator"},
     "workers": {"detect", "plan", "policy", "rendezvous", "workers.comm", "workers.member", "workers.state"},
     "workers.comm": {"rendezvous", "workers"},
     "workers.data": {"workers.random"},
