@@ -28,7 +28,7 @@ from elaunch.simulator.strategies import make_strategy
 NPU_BYTES = 64 * 10**9
 LLAMA = MODELS[0]
 HOURS = 9
-SEEDS = 10
+SEEDS = 5
 
 
 def profile_of(tensor_parallel: int) -> Profile:

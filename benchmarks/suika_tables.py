@@ -3,7 +3,7 @@
 What the paper leaves open, and what was taken: a step has 64 samples of 4096 tokens, micro-batches of one; seconds of a
 layer by Galvatron's measured one (benchmarks/profiles/README.md), not those of an H100; 159 GB/s within a node
 (measured there), 50 GB/s for a device between nodes (the paper's 400 Gbit/s), half of that between racks; a job can use
-eight times what it asks for, 64 devices at most (256 on 1,024). Jobs are made up: in 8 hours on 64 devices 18 (fig. 2:
+eight times what it asks for, 64 devices at most. Jobs are made up: in 8 hours on 64 devices 18 (fig. 2:
 70 % of intervals of 1,024 GPUs are shorter than 60 s, which is 50 s in the mean if they have no memory; a job has two
 events), of log-normal durations, scaled to 60 % of the devices' time. A restart takes 38 s and the state's way to the
 storage and back at 4.4 GB/s (1.38 and 2.02 minutes for 7 and 13 billion parameters: Suika 2.2).
@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 from benchmarks.profiles.derive import Model, derive, measured
 from benchmarks.report import Report, percentile
@@ -26,21 +27,23 @@ from elaunch.scheduler.model import JobState, Node
 from elaunch.scheduler.plan_speed import DefaultPlan, Distances, PlanSpeed
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.speeds import ChangeCost, MoveCost, RestartCost, TableSpeed
-from elaunch.scheduler.suika import Suika
 from elaunch.simulator.arrivals import philly_like, scaled_to
 from elaunch.simulator.cluster import ClusterJob, ClusterRun, ClusterSettings, simulate_cluster
 from elaunch.simulator.first import fastest_symmetric
 from elaunch.simulator.jobs import cluster_nodes
 from elaunch.simulator.model import JobModel, Timings
+from elaunch.simulator.policies import POLICIES, PolicyRun
+from elaunch.simulator.traces import Arrival, read_jobs
 
 BATCH = 64
 PER_NODE = 8
 DEVICE_BYTES = 80 * 10**9
 HOUR_S = 3600.0
+HERE = Path(__file__).resolve().parent
 TIMINGS = Timings()
 JOBS_PER_DEVICE_HOUR = 18 / 8 / 64
 LOAD = 0.6
-SEEDS = 10
+SEEDS = 5
 
 
 def gpt(name: str, n_layers: int, hidden: int) -> Model:
@@ -171,8 +174,11 @@ class Scheduler:
     paper: str
     family: str
     moves: bool = True
-    elastic: bool = True
-    interval_s: float = 0.0
+    policy: str = "suika"
+
+    @property
+    def run(self) -> PolicyRun:
+        return POLICIES[self.policy]
 
     def cost(self, kind: Kind) -> ChangeCost:
         state_bytes = float(JobModel(profile_of(kind.model.name, kind.tp), BATCH, 1).state_bytes)
@@ -181,17 +187,17 @@ class Scheduler:
         return RestartCost(TIMINGS.restart_s, state_bytes, TIMINGS.storage_bytes_per_s)
 
 
-NON_ELASTIC = Scheduler("first come, first served", "Non-elastic", "data-parallel", elastic=False)
-SIA = Scheduler("more replicas, restarts, rounds of 60 s", "Sia", "data-parallel", moves=False, interval_s=60.0)
-RUBICK = Scheduler("symmetric plans, restarts", "Rubick", "symmetric", moves=False)
-SUIKA_DP = Scheduler("more replicas", "Suika-DP", "data-parallel")
+NON_ELASTIC = Scheduler("first come, first served", "Non-elastic", "data-parallel", policy="none")
+SIA = Scheduler("after Sia, more replicas", "Sia", "data-parallel", moves=False, policy="sia")
+RUBICK = Scheduler("after Rubick, symmetric plans", "Rubick", "symmetric", moves=False, policy="rubick")
+SUIKA_DP = Scheduler("Suika, more replicas", "Suika-DP", "data-parallel")
 SUIKA = Scheduler("Suika", "Suika", "asymmetric")
 SCHEDULERS = (NON_ELASTIC, SIA, RUBICK, SUIKA_DP, SUIKA)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs that are made up for a cluster; `count` None: as many as figure 2 gives."""
+    """Jobs for a cluster: those of a trace, whose device-seconds they take, or made up."""
 
     nodes: int = 8
     hours: float = 8.0
@@ -200,21 +206,33 @@ class Workload:
     intensity: float = 1.0
     most: int = 64
     seed: int = 0
+    trace: str = ""
 
     def jobs(self) -> list[tuple[Kind, float, float]]:
         """Returns the model, the submission and the seconds on its default plan of each."""
         devices = self.nodes * PER_NODE
-        count = round(JOBS_PER_DEVICE_HOUR * devices * self.hours)
         chance = random.Random(f"{self.seed}:models")
-        arrivals = philly_like(count, HOUR_S * self.hours, self.seed, sizes={1: 1.0}, longest_s=24 * HOUR_S)
+        arrivals, device_s = self._arrivals(devices)
         kinds = []
         for _ in arrivals:
             size = chance.choices(list(self.mix), list(self.mix.values()))[0]
             kinds.append(chance.choice([kind for kind in KINDS if kind.size == size]))
         sized = [replace(one, devices=kind.basic) for one, kind in zip(arrivals, kinds, strict=True)]
-        sized = scaled_to(sized, self.load * devices * HOUR_S * self.hours)
+        sized = scaled_to(sized, device_s)
         found = [(kind, one.at_s / self.intensity, one.duration_s) for kind, one in zip(kinds, sized, strict=True)]
         return [one for one in found if one[0].basic <= devices]
+
+    def _arrivals(self, devices: int) -> tuple[list[Arrival], float]:
+        """Returns jobs whose models are open, and the device-seconds that they take."""
+        if self.trace:
+            arrivals = read_jobs(HERE / "traces" / self.trace)
+            return arrivals, sum(one.devices * one.duration_s for one in arrivals)
+        count = round(JOBS_PER_DEVICE_HOUR * devices * self.hours)
+        made = philly_like(count, HOUR_S * self.hours, self.seed, sizes={1: 1.0}, longest_s=24 * HOUR_S)
+        return made, self.load * devices * HOUR_S * self.hours
+
+
+_KNOWN: dict[str, ClusterRun] = {}
 
 
 def simulated(
@@ -224,30 +242,41 @@ def simulated(
     settings: SuikaSettings | None = None,
     error: float = 0.0,
 ) -> ClusterRun:
-    """One cluster under one scheduler; `error`: the deviation of the speeds that the scheduler is told."""
+    """One cluster under one scheduler, once; `error`: the deviation of the speeds that the scheduler is told."""
+    settings = settings if settings is not None and scheduler.policy in ("none", "suika") else SuikaSettings()
+    key = repr((scheduler, workload, network, settings, error))
+    if key not in _KNOWN:
+        _KNOWN[key] = _simulated(scheduler, workload, network, settings, error)
+    return _KNOWN[key]
+
+
+def _simulated(
+    scheduler: Scheduler, workload: Workload, network: Network, settings: SuikaSettings, error: float
+) -> ClusterRun:
     jobs = []
     chance = random.Random(f"{workload.seed}:error")
     for number, (kind, at_s, duration_s) in enumerate(workload.jobs()):
         most = min(workload.most, max(8 * kind.basic, kind.basic))
         rates = rates_of(kind.model.name, scheduler.family, most, network)
         basic_rate = rates_of(kind.model.name, "data-parallel", kind.basic, network)[kind.basic]
-        rates = {**rates, kind.basic: max(basic_rate, rates[kind.basic] if scheduler.elastic else 0.0)}
+        rates = {**rates, kind.basic: max(basic_rate, rates[kind.basic] if scheduler.run.elastic else 0.0)}
         cost = scheduler.cost(kind)
         told = None
         if error:
             told = TableSpeed({size: rate * max(0.1, chance.gauss(1, error)) for size, rate in rates.items()}, cost)
-        state = JobState(f"job{number}", at_s, kind.basic, most if scheduler.elastic else kind.basic, unit=kind.tp)
-        jobs.append(ClusterJob(state, duration_s * basic_rate, TableSpeed(rates, cost), told))
+        state = JobState(f"job{number}", at_s, kind.basic, most, unit=kind.tp)
+        jobs.append(scheduler.run.job(ClusterJob(state, duration_s * basic_rate, TableSpeed(rates, cost), told)))
     nodes: Sequence[Node] = cluster_nodes(workload.nodes, PER_NODE, 16)
-    run_settings = ClusterSettings(interval_s=scheduler.interval_s)
-    return simulate_cluster(jobs, nodes, Suika(settings), scheduler.name, settings=run_settings)
+    run_settings = ClusterSettings(interval_s=scheduler.run.interval_s)
+    policy = scheduler.run.make(settings)
+    return simulate_cluster(jobs, nodes, policy, scheduler.name, settings=run_settings)
 
 
 def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
-def figure_11(report: Report, seeds: int) -> dict[str, list[ClusterRun]]:
+def figure_11(report: Report, seeds: int, trace: str = "") -> dict[str, list[ClusterRun]]:
     """JCT, weighted JCT and utilisation on 64 devices."""
     paper = {  # non-elastic / x of JCT, WJCT
         "Non-elastic": (1.0, 1.0),
@@ -256,7 +285,9 @@ def figure_11(report: Report, seeds: int) -> dict[str, list[ClusterRun]]:
         "Suika-DP": (1.67 / 1.18, 1.47 / 1.19),
         "Suika": (1.67, 1.47),
     }
-    runs = {one.paper: [simulated(one, Workload(seed=seed)) for seed in range(seeds)] for one in SCHEDULERS}
+    runs = {
+        one.paper: [simulated(one, Workload(seed=seed, trace=trace)) for seed in range(seeds)] for one in SCHEDULERS
+    }
     base = runs["Non-elastic"]
     for one in SCHEDULERS:
         here = runs[one.paper]
@@ -264,6 +295,7 @@ def figure_11(report: Report, seeds: int) -> dict[str, list[ClusterRun]]:
         report.row(
             {
                 "figure": "11",
+                "jobs": trace or "made up",
                 "scheduler": f"{one.paper}: {one.name}",
                 "JCT min": mean(run.jct_s for run in here) / 60,
                 "JCT, x better: paper": paper[one.paper][0],
@@ -372,6 +404,7 @@ def figure_15(report: Report, seeds: int) -> None:
         )
     shortest = SuikaSettings(queue="sjf")
     row("15e", "shortest job first", lambda one, seed: simulated(one, Workload(seed=seed), settings=shortest))
+    row("15f", "philly_8h.csv", lambda one, seed: simulated(one, Workload(seed=seed, trace="philly_8h.csv")))
     for case, load in (("load 0.4", 0.4), ("load 0.8", 0.8), ("load 1", 1.0)):
         row("15f", case, lambda one, seed, load=load: simulated(one, Workload(seed=seed, load=load)))  # type: ignore[misc]
 
@@ -386,14 +419,11 @@ def wrong_estimates(report: Report, seeds: int) -> None:
 
 
 def figure_16(report: Report, seeds: int, hours: float, nodes: int) -> None:
-    """1,024 devices, 24 hours; JCT and what a decision takes."""
+    """1,024 devices, 24 hours, without the models of size XL; JCT and what a decision takes."""
     paper = {"Non-elastic": 1.63, "Sia": 1.32, "Rubick": 1.32, "Suika": 1.0}
-    mix = {"S": 3.0, "M": 1.0, "L": 1.0, "XL": 0.5}
     found = {}
     for one in (NON_ELASTIC, SIA, RUBICK, SUIKA):
-        found[one.paper] = [
-            simulated(one, Workload(nodes, hours, mix=mix, most=256, seed=seed)) for seed in range(seeds)
-        ]
+        found[one.paper] = [simulated(one, Workload(nodes, hours, seed=seed)) for seed in range(seeds)]
     for name, runs in found.items():
         ratios = [run.jct_s / suika.jct_s for run, suika in zip(runs, found["Suika"], strict=True)]
         decisions = [1e3 * seconds for run in runs for seconds in run.decision_s]
@@ -419,9 +449,10 @@ def figure_16(report: Report, seeds: int, hours: float, nodes: int) -> None:
 def suika(report: Report, quick: bool) -> None:
     """Adds all tables."""
     seeds = 2 if quick else SEEDS
+    figure_11(report, seeds, "philly_8h.csv")
     runs = figure_11(report, seeds)
     figure_13(report, runs)
     figure_14(report, runs)
     wrong_estimates(report, seeds)
-    figure_15(report, seeds)
-    figure_16(report, 1 if quick else 4, 4.0 if quick else 24.0, 32 if quick else 128)
+    figure_15(report, 1 if quick else 3)
+    figure_16(report, 1, 4.0 if quick else 24.0, 32 if quick else 128)

@@ -400,6 +400,7 @@ class _Cluster:
             live.state,
             started_s=now_s if live.state.started_s is None else live.state.started_s,
             changed_s=now_s,
+            changes=live.outcome.changes,
             settling=stall_s > 0,
         )
         self._set(live, after, stall_s)

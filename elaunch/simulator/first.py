@@ -14,7 +14,7 @@ from elaunch.policy.estimate import estimate_step, ordered, stage_bytes
 from elaunch.rendezvous.membership import by_node
 from elaunch.simulator.model import JobModel
 
-MOST_PLAYED = 4
+MOST_PLAYED = 3
 """The symmetric plans that are best by closed form are played through."""
 
 
@@ -69,12 +69,13 @@ def fastest_symmetric(job: JobModel, members: Sequence[str]) -> Plan:
             found.append((turn_s(0, 0, n_layers) + (turns - 1) * cut.slowest, pp, dp, cut.stages))
     best: tuple[float, Plan] | None = None
     for _, _, dp, spans in sorted(found, key=lambda one: one[:3])[:MOST_PLAYED]:
-        plan, step = ordered(_plan(job, groups, rest, dp, spans), profile)
+        plan = _plan(job, groups, rest, dp, spans)
+        step = estimate_step(plan, profile)
         if not step.over(profile) and (best is None or step.step_s < best[0]):
             best = step.step_s, plan
     if best is None:
         raise NotPossible(f"no pipelines of {len(groups)} tensor-parallel groups fit")
-    return best[1]
+    return ordered(best[1], profile)[0]
 
 
 def _plan(

@@ -1,8 +1,9 @@
 """The scheduling policies that a simulated cluster can have, by name, and how each of them is run.
 
-none     every job has its basic demand until it ends; the first that came starts first
-suika    Suika; a change moves state between devices, and processes stay
+none            every job has its basic demand until it ends; the first that came starts first
+suika           Suika; a change moves state between devices, and processes stay
 suika-restart   the same decisions, but each change goes by way of a checkpoint
+sia             after Sia, rubick after Rubick, pollux after Pollux: by way of a checkpoint, too
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from elaunch.scheduler.baselines import Fifo
 from elaunch.scheduler.model import SchedulingPolicy
+from elaunch.scheduler.pollux import PolluxLike
+from elaunch.scheduler.rubick import RubickLike
 from elaunch.scheduler.settings import SuikaSettings
+from elaunch.scheduler.sia import SiaLike
 from elaunch.scheduler.suika import Suika
 from elaunch.simulator.cluster import ClusterJob
 
@@ -40,7 +45,10 @@ class PolicyRun:
 
 
 POLICIES: Mapping[str, PolicyRun] = {
-    "none": PolicyRun(Suika, elastic=False),
+    "none": PolicyRun(Fifo, elastic=False),
     "suika": PolicyRun(Suika),
     "suika-restart": PolicyRun(Suika, moves=False),
+    "sia": PolicyRun(lambda _: SiaLike(), moves=False, interval_s=SiaLike.interval_s),
+    "rubick": PolicyRun(lambda _: RubickLike(), moves=False, interval_s=RubickLike.interval_s),
+    "pollux": PolicyRun(lambda _: PolluxLike(), moves=False, interval_s=PolluxLike.interval_s),
 }

@@ -149,7 +149,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=scaled(40, 200), deadline=None)
+@settings(max_examples=scaled(15, 100), deadline=None)
 @given(made=JOBS, name=st.sampled_from(sorted(POLICIES)), losses=st.booleans())
 def test_whatever_comes_the_books_are_right_and_the_same_each_time(
     made: list[tuple[float, float, int]], name: str, losses: bool
@@ -163,7 +163,7 @@ def test_whatever_comes_the_books_are_right_and_the_same_each_time(
     assert len(runs[0].ended) == len(jobs)
 
 
-@settings(max_examples=scaled(12, 60), deadline=None)
+@settings(max_examples=scaled(8, 60), deadline=None)
 @given(made=JOBS, name=st.sampled_from(["none", "suika"]))
 def test_a_twin_in_small_ticks_ends_its_jobs_at_the_same_times(made: list[tuple[float, float, int]], name: str) -> None:
     """Where two events fall into one tick the policy may decide otherwise, so no two jobs come in one."""

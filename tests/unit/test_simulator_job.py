@@ -215,7 +215,7 @@ def alternating(given: list[tuple[float, str, str]]) -> list[NodeChange]:
     return merged(found)
 
 
-@settings(max_examples=scaled(30, 150), deadline=None)
+@settings(max_examples=scaled(15, 100), deadline=None)
 @given(changes=CHANGES.map(alternating), name=st.sampled_from(STRATEGIES))
 def test_whatever_happens_the_books_are_right_and_the_same_each_time(changes: list[NodeChange], name: str) -> None:
     run = simulate_job(JOB, make_strategy(name, TIMINGS), changes, 300.0, TIMINGS)
@@ -223,7 +223,7 @@ def test_whatever_happens_the_books_are_right_and_the_same_each_time(changes: li
     assert run == simulate_job(JOB, make_strategy(name, TIMINGS), changes, 300.0, TIMINGS)
 
 
-@settings(max_examples=scaled(25, 100), deadline=None)
+@settings(max_examples=scaled(10, 60), deadline=None)
 @given(changes=CHANGES.map(alternating))
 def test_a_twin_in_small_ticks_does_as_many_steps(changes: list[NodeChange]) -> None:
     run = simulate_job(JOB, Even(), changes, 300.0, TIMINGS)
