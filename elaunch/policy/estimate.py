@@ -15,11 +15,14 @@ from itertools import accumulate, pairwise, product
 from typing import TypeVar
 
 from elaunch.plan.components import Component, components
-from elaunch.plan.schedule import schedule, sequences
+from elaunch.plan.schedule import schedule, sequence
 from elaunch.plan.tiling import ORDERS, Order, Plan
 from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
 from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
+
+LARGE = 10_000
+"""Of plans with more micro-batches, all tiles' together, fewer orders are tried: each takes a second."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple
     Args:
         plan: valid.
         profile: of the model.
-        deferred: how many weight gradients may be deferred, beside none. It is tried with the clocks that are best
-            without.
+        deferred: how many weight gradients may be deferred, beside none. A plan with more than LARGE micro-batches in
+            all tiles is tried with the clocks that are best without, and backwards first.
 
     Raises:
         PlanError: the profile is for another number of layers.
@@ -77,7 +80,10 @@ def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple
     clocks = list(dict.fromkeys([(), profile.costs]))
     rest = _Rest(plan, profile)
     found, step = _fastest(plan, profile, rest, list(product((0,), clocks, ORDERS)))
-    ways: list[_Way] = [(most, found.costs, "auto") for most in deferred if most]
+    orders: tuple[Order, ...] = ("backward", "forward")
+    if sum(len(tile.micro_batches) for tile in plan.tiles) > LARGE:
+        clocks, orders = [found.costs], ("backward",)
+    ways = list(product([most for most in deferred if most], clocks, orders))
     if ways:
         other, took = _fastest(plan, profile, rest, ways)
         if _rank(took, profile) < _rank(step, profile):
@@ -98,11 +104,11 @@ def _fastest(plan: Plan, profile: Profile, rest: _Rest, ways: Sequence[_Way]) ->
 
     def play(component: Plan) -> list[_Played]:
         known: dict[tuple[Action, ...], _Played] = {}
-        found = [sequences(component, costs, most)[order] for most, costs, order in ways]
-        for sequence in found:
-            if sequence not in known:
-                known[sequence] = _play(component, by_workers(component, sequence), profile)
-        return [known[sequence] for sequence in found]
+        found = [sequence(component, costs, order, most) for most, costs, order in ways]
+        for actions in found:
+            if actions not in known:
+                known[actions] = _play(component, by_workers(component, actions), profile)
+        return [known[actions] for actions in found]
 
     each = _each(plan, profile, play)
     estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
