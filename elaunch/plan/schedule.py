@@ -281,32 +281,36 @@ def schedule(plan: Plan) -> Schedule:
     Each component of the plan by itself; those that are alike have the same order.
     """
     known: dict[Hashable, tuple[Action, ...]] = {}
-    sequence: list[Action] = []
+    found: list[Action] = []
     for component in components(plan):
         if component.shape not in known:
-            known[component.shape] = _sequence(component.plan)
-        sequence += (Action(kind, component.tiles[tile], number) for kind, tile, number in known[component.shape])
-    return by_workers(plan, sequence)
+            known[component.shape] = sequence(component.plan, plan.costs, plan.order, plan.deferred)
+        found += (Action(kind, component.tiles[tile], number) for kind, tile, number in known[component.shape])
+    return by_workers(plan, found)
 
 
-def sequences(component: Plan, costs: Sequence[int], deferred: int = 0) -> dict[Order, tuple[Action, ...]]:
-    """Returns, for each order, the actions of a component of a plan, on clocks with these costs.
+def sequence(component: Plan, costs: Sequence[int], order: Order, deferred: int = 0) -> tuple[Action, ...]:
+    """Returns the actions of a component of a plan in an order; no other one is played than it takes.
 
     Args:
         component: of a plan.
-        costs: of a row in each layer.
+        costs: of a row in each layer, on the clocks.
+        order: see `Plan.order`.
         deferred: see `Plan.deferred`.
     """
-    end, backward = _played(component, "B", costs, deferred)
-    other_end, forward = (end, backward)
-    if _differ(component, costs):
-        other_end, forward = _played(component, "F", costs, deferred)
-    auto = forward if other_end < end else backward
+    differ = _differ(component, costs)
+    if order != "auto":
+        return _played(component, "F" if order == "forward" and differ else "B", costs, deferred)[1]
+    end, found = _played(component, "B", costs, deferred)
+    if differ:
+        other_end, other = _played(component, "F", costs, deferred)
+        if other_end < end:
+            end, found = other_end, other
     if deferred:
-        whole = in_parts(component, sequences(component, costs)["auto"])
-        if _end(component, whole, costs) <= min(end, other_end):
-            auto = whole
-    return {"auto": auto, "backward": backward, "forward": forward}
+        whole = in_parts(component, sequence(component, costs, "auto"))
+        if _end(component, whole, costs) <= end:
+            return whole
+    return found
 
 
 def in_parts(component: Plan, sequence: Sequence[Action]) -> tuple[Action, ...]:
@@ -331,13 +335,6 @@ def _end(component: Plan, sequence: Sequence[Action], costs: Sequence[int]) -> f
         return (2 if kind == "B" else 1) * per_row[tile] * rows
 
     return timeline(component, by_workers(component, sequence), clock).step_s
-
-
-def _sequence(component: Plan) -> tuple[Action, ...]:
-    """Returns the actions of a component in the order that the plan asks for; no other order is played then."""
-    if component.order == "auto" or not _differ(component, component.costs):
-        return sequences(component, component.costs, component.deferred)[component.order]
-    return _played(component, "F" if component.order == "forward" else "B", component.costs, component.deferred)[1]
 
 
 def _played(component: Plan, first: Kind, costs: Sequence[int], deferred: int) -> tuple[int, tuple[Action, ...]]:

@@ -15,11 +15,14 @@ from itertools import accumulate, pairwise, product
 from typing import TypeVar
 
 from elaunch.plan.components import Component, components
-from elaunch.plan.schedule import schedule, sequences
-from elaunch.plan.tiling import ORDERS, Plan
+from elaunch.plan.schedule import schedule, sequence
+from elaunch.plan.tiling import ORDERS, Order, Plan
 from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
 from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
+
+LARGE = 10_000
+"""Of plans with more micro-batches, all tiles' together, fewer orders are tried: each takes a second."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +61,63 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
     return _joined(_each(plan, profile, play), _Rest(plan, profile))
 
 
-def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = (0,)) -> tuple[Plan, StepEstimate]:
+def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple[Plan, StepEstimate]:
     """Returns the plan with the order and the costs under which its step is fastest, and the estimate of that step.
 
-    As many weight gradients are deferred as of `deferred` is best, the first of equals. Costs are those of the profile,
-    or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
+    Costs are those of the profile, or none: clocks make an order by a rule, and the simpler ones are sometimes lucky.
     What does not fit in memory comes after what does; of equal ones that with the shorter text is taken.
+
+    Args:
+        plan: valid.
+        profile: of the model.
+        deferred: how many weight gradients may be deferred, beside none. A plan with more than LARGE micro-batches in
+            all tiles is tried with the clocks that are best without, and backwards first.
 
     Raises:
         PlanError: the profile is for another number of layers.
     """
     profile.check(plan)
     clocks = list(dict.fromkeys([(), profile.costs]))
-    ways = list(product(deferred, clocks, ORDERS))
+    rest = _Rest(plan, profile)
+    found, step = _fastest(plan, profile, rest, list(product((0,), clocks, ORDERS)))
+    orders: tuple[Order, ...] = ("backward", "forward")
+    if sum(len(tile.micro_batches) for tile in plan.tiles) > LARGE:
+        clocks, orders = [found.costs], ("backward",)
+    ways = list(product([most for most in deferred if most], clocks, orders))
+    if ways:
+        other, took = _fastest(plan, profile, rest, ways)
+        if _rank(took, profile) < _rank(step, profile):
+            return other, took
+    return found, step
+
+
+_Way = tuple[int, tuple[int, ...], Order]
+"""Deferred weight gradients, costs and order of a plan."""
+
+
+def _rank(step: StepEstimate, profile: Profile) -> tuple[bool, float]:
+    return bool(step.over(profile)), round(step.step_s, 9)
+
+
+def _fastest(plan: Plan, profile: Profile, rest: _Rest, ways: Sequence[_Way]) -> tuple[Plan, StepEstimate]:
+    """Returns the plan in the best of these ways, the first of equals."""
 
     def play(component: Plan) -> list[_Played]:
         known: dict[tuple[Action, ...], _Played] = {}
-        found = [sequences(component, costs, most)[order] for most, costs, order in ways]
-        for sequence in found:
-            if sequence not in known:
-                known[sequence] = _play(component, by_workers(component, sequence), profile)
-        return [known[sequence] for sequence in found]
+        found = [sequence(component, costs, order, most) for most, costs, order in ways]
+        for actions in found:
+            if actions not in known:
+                known[actions] = _play(component, by_workers(component, actions), profile)
+        return [known[actions] for actions in found]
 
-    each, rest = _each(plan, profile, play), _Rest(plan, profile)
+    each = _each(plan, profile, play)
     estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
     for number in range(len(ways)):
         parts = [(component, played[number]) for component, played in each]
         same = tuple(id(played) for _, played in parts)
         if same not in estimates:
             estimates[same] = number, _joined(parts, rest)
-    number, step = min(estimates.values(), key=lambda one: (bool(one[1].over(profile)), round(one[1].step_s, 9)))
+    number, step = min(estimates.values(), key=lambda one: _rank(one[1], profile))
     most, costs, order = ways[number]
     if (costs, order, most) != (plan.costs, plan.order, plan.deferred):
         plan = replace(plan, costs=costs, order=order, deferred=most)

@@ -337,7 +337,7 @@ def _candidate(
     if settings.consistency == "bitwise" and (why := _other_sums(plan, now)):
         return Candidate(policy, rejected=f"{why}, and the consistency is bitwise")
     # A plan that defers weight gradients may go on doing so.
-    most = deferrals(plan, profile) if policy == "reroute" else tuple(dict.fromkeys([0, plan.deferred]))
+    most = deferrals(plan, profile) if policy == "reroute" else (plan.deferred,)
     plan, step = ordered(plan, profile, most)
     # The first half of the step is done under the plan before.
     way = estimate_transition(now, plan, profile, lost, step.step_s / 2)

@@ -65,6 +65,28 @@ class Apart(Block):
         return super().forward(x.detach())
 
 
+class Product(torch.autograd.Function):
+    """Computes both of its gradients whichever is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.T, x.T @ grads[0]
+
+
+class Custom(Block):
+    """A script's own function of a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Product.apply(x, self.linear.weight)  # type: ignore[no-untyped-call]
+        return y + x
+
+
 class Doubled(nn.Module):
     """Without parameters."""
 
@@ -115,6 +137,7 @@ def both_ways(chain: Chain, seed: int, split: bool, watch: Stopwatch | None = No
         ([Block, Block, Block], (1,), 2),
         ([Doubled], (), 0),
         ([Hooked], (), 0),
+        ([Custom], (), 0),
         ([Block], (0,), 0),
     ],
 )

@@ -77,11 +77,11 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
 def deferrals(plan: Plan, profile: Profile) -> tuple[int, ...]:
     """Returns how many weight gradients a rerouted plan may defer, for `elaunch.policy.estimate.ordered`.
 
-    None; one; as many as there are stages, which fill the bubble of 1F1B and at most double the activations of the
-    first stage; and, where it is known how much memory there is, four times as many.
+    As many as there are stages, which fill the bubble of 1F1B and at most double the activations of the first stage;
+    where it is known how much memory there is, also one, and four times as many.
     """
     stages = len({tile.layers.start for tile in plan.tiles})
     if stages == 1:
-        return (0,)
+        return ()
     bounded = all(math.isfinite(profile.cap_bytes(worker)) for tile in plan.tiles for worker in tile.workers)
-    return (0, 1, stages, 4 * stages) if bounded else (0, 1, stages)
+    return (1, stages, 4 * stages) if bounded else (stages,)

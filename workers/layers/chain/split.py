@@ -4,7 +4,8 @@ In the graph of a piece, the ways to its parameters leave the way to its input a
 their outputs are kept, and the rest is done from there. (So does torch.distributed.pipelining, whose import takes as
 long as a recovery may.) Whether that gives the same as one backward cannot be told from the graph alone: a hook of the
 script on a tensor may run twice, for one. So the first time both are done, and a piece of which the results differ is
-not split. Nor is one in which a parameter does not meet the way to the input, or whose layers share a parameter.
+not split. Nor is one in which a parameter does not meet the way to the input, or meets it in a function of the script
+or the compiler, or whose layers share a parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
 
@@ -96,7 +98,8 @@ class Splitter:
 
     def ways(self, y: Tensor, leaf: Tensor) -> Ways | None:
         """Returns where the gradients of the parameters come from; None if they do not all come from the way from the
-        output to the input, or those of several layers from one place.
+        output to the input, or those of several layers from one place, or some from a function of the script or of the
+        compiler, which would compute all of its gradients twice.
         """
         if y.grad_fn is None or not leaf.requires_grad:
             return None
@@ -114,6 +117,8 @@ class Splitter:
                     continue
                 meets = [one for one in _closure([node], users, on_way) if one in on_way]
                 if not meets or any(owner.setdefault(one, number) != number for one in meets):
+                    return None
+                if any(isinstance(one, BackwardCFunction) for one in meets):
                     return None
                 same = [group for group in found[number] if not set(group.meets).isdisjoint(meets)]
                 found[number] = [group for group in found[number] if group not in same]
