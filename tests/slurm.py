@@ -67,11 +67,14 @@ class TestSlurm:
         self.servers[name] = self._spawn(program, env=self._env, name=name)
 
     def lose(self, node: str, agent: int) -> None:
-        """Ends a node as the loss of its machine would, with an agent on it and its workers."""
+        """Ends a node as the loss of its machine would, with an agent on it, what Slurm runs it by, and its workers."""
         self.servers[node].signal(signal.SIGKILL)
         self.servers[node].wait(LIMIT_S)
         whole = psutil.Process(agent)
-        for process in (whole, *whole.children(recursive=True)):
+        script = psutil.Process(whole.ppid())
+        step = psutil.Process(script.ppid())
+        assert step.name() == "slurmstepd", step
+        for process in (step, script, whole, *whole.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):  # workers go with their agent
                 process.kill()
         self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")

@@ -19,7 +19,7 @@ from elaunch.scheduler.service.submit import cancel, submit
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.suika import Suika
 from tests.helpers import scaled
-from tests.unit.scheduler_world import Calls, FakeCluster, FakeReports, Killed, Watched, World
+from tests.unit.scheduler_cluster import Calls, FakeCluster, FakeReports, Killed, Watched, World
 
 RATES = ((1, 1.0), (2, 1.95), (4, 3.8), (8, 7.0))
 
