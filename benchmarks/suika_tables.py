@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 TIMINGS = Timings()
 JOBS_PER_DEVICE_HOUR = 18 / 8 / 64
 LOAD = 0.6
-SEEDS = 5
+SEEDS = 3
 
 
 def gpt(name: str, n_layers: int, hidden: int) -> Model:
@@ -454,5 +454,5 @@ def suika(report: Report, quick: bool) -> None:
     figure_13(report, runs)
     figure_14(report, runs)
     wrong_estimates(report, seeds)
-    figure_15(report, 1 if quick else 3)
+    figure_15(report, 1 if quick else 2)
     figure_16(report, 1, 4.0 if quick else 24.0, 32 if quick else 128)
