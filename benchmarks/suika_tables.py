@@ -23,7 +23,7 @@ from benchmarks.report import Report, percentile
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LinkProfile, Profile
-from elaunch.scheduler.model import JobState, Node
+from elaunch.scheduler.model import ClusterNode, JobState
 from elaunch.scheduler.plan_speed import DefaultPlan, Distances, PlanSpeed
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.speeds import ChangeCost, MoveCost, RestartCost, TableSpeed
@@ -266,7 +266,7 @@ def _simulated(
             told = TableSpeed({size: rate * max(0.1, chance.gauss(1, error)) for size, rate in rates.items()}, cost)
         state = JobState(f"job{number}", at_s, kind.basic, most, unit=kind.tp)
         jobs.append(scheduler.run.job(ClusterJob(state, duration_s * basic_rate, TableSpeed(rates, cost), told)))
-    nodes: Sequence[Node] = cluster_nodes(workload.nodes, PER_NODE, 16)
+    nodes: Sequence[ClusterNode] = cluster_nodes(workload.nodes, PER_NODE, 16)
     run_settings = ClusterSettings(interval_s=scheduler.run.interval_s)
     policy = scheduler.run.make(settings)
     return simulate_cluster(jobs, nodes, policy, scheduler.name, settings=run_settings)

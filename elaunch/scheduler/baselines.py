@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from elaunch.scheduler.draft import Draft, JobDraft
-from elaunch.scheduler.model import Allocation, Growth, JobState, Node, Schedule, Speed, devices_of
+from elaunch.scheduler.model import Allocation, ClusterNode, ClusterSchedule, Growth, JobState, Speed, devices_of
 from elaunch.scheduler.repair import repair
 from elaunch.scheduler.room import start_waiting
 from elaunch.scheduler.settings import SuikaSettings
@@ -30,8 +30,8 @@ class Fifo:
         self.settings = replace(settings or SuikaSettings(), most_moved=0)
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`."""
         draft = Draft(jobs, nodes, speeds, now_s, self.settings.tflops)
         repair(draft, self.settings.quotas)
@@ -56,8 +56,8 @@ class Static:
         self.settings = replace(settings or SuikaSettings(), most_moved=0)
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`."""
         nodes = tuple(nodes)
         total = sum(node.devices for node in nodes if node.usable)

@@ -12,12 +12,12 @@ from operator import itemgetter
 
 from elaunch.scheduler.model import (
     Allocation,
+    ClusterNode,
+    ClusterSchedule,
     Growth,
     JobState,
-    Node,
     Placement,
     Reason,
-    Schedule,
     Speed,
     devices_of,
     merged,
@@ -165,7 +165,7 @@ class Draft:
     def __init__(
         self,
         jobs: Iterable[JobState],
-        nodes: Iterable[Node],
+        nodes: Iterable[ClusterNode],
         speeds: Mapping[str, Speed],
         now_s: float,
         tflops: Mapping[str, float],
@@ -237,11 +237,11 @@ class Draft:
         """Returns how many devices a user's jobs have."""
         return sum(job.devices for job in self.jobs.values() if job.job.user == user)
 
-    def schedule(self, about: str) -> Schedule:
+    def schedule(self, about: str) -> ClusterSchedule:
         """Returns the outcome; `about` ends the reason of each growth."""
         placements = {name: Placement(job.base, tuple(job.growths)) for name, job in self.jobs.items()}
         found = (self._reason(job, about) for job in self.jobs.values())
-        return Schedule(placements, tuple(reason for reason in found if reason is not None))
+        return ClusterSchedule(placements, tuple(reason for reason in found if reason is not None))
 
     def _reason(self, draft: JobDraft, about: str) -> Reason | None:
         job, after = draft.job, draft.allocation

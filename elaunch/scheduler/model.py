@@ -1,6 +1,6 @@
 """What a scheduler is told and what it answers: nodes, jobs, allocations, reasons. Pure.
 
-    (jobs, nodes, speeds, now_s, settings) -> Schedule(allocations, reasons)
+    (jobs, nodes, speeds, now_s, settings) -> ClusterSchedule(allocations, reasons)
 
 Every policy (`Suika`, and those that it is compared with) has this one interface, so that the daemon, the simulator
 and the tests call the same functions. Times are seconds of one clock, the caller's; none is read here.
@@ -22,7 +22,7 @@ def devices_of(allocation: Allocation) -> int:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of the cluster.
 
     Attributes:
@@ -157,7 +157,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ClusterSchedule:
     """What every job is to have from now on.
 
     Attributes:
@@ -173,8 +173,8 @@ class SchedulingPolicy(Protocol):
     """Decides what every job gets."""
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; a job without a speed does not grow.
 
         Holds for every schedule: no node has more devices allocated than it has, nothing is placed on a node that is

@@ -22,7 +22,7 @@ from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LinkProfile, Profile, WorkerProfile
 from elaunch.policy.transition import estimate_transition
 from elaunch.rendezvous.membership import by_node, node_of
-from elaunch.scheduler.model import Allocation, Node
+from elaunch.scheduler.model import Allocation, ClusterNode
 from elaunch.scheduler.speeds import ChangeCost, MoveCost, TableSpeed
 
 PlanFamily = Literal["asymmetric", "symmetric", "data-parallel"]
@@ -94,7 +94,7 @@ class PlanSpeed:
         self,
         profile: Profile,
         default: DefaultPlan,
-        nodes: Iterable[Node] = (),
+        nodes: Iterable[ClusterNode] = (),
         *,
         family: PlanFamily = "asymmetric",
         kinds: Mapping[str, float] | None = None,
@@ -125,12 +125,12 @@ class PlanSpeed:
         self._kinds, self._distances, self._widths = kinds or {}, distances, tuple(widths)
         # Only plans that keep a skeleton say what moves.
         self._cost = self.move_cost() if cost is None and family != "asymmetric" else cost
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, ClusterNode] = {}
         self._rates: dict[_Shape, float] = {}
         self._changes: dict[_Shape, float] = {}
         self.know(nodes)
 
-    def know(self, nodes: Iterable[Node]) -> None:
+    def know(self, nodes: Iterable[ClusterNode]) -> None:
         """Makes nodes known, if there are new ones, or others under the same names."""
         self._nodes |= {node.name: node for node in nodes}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elaunch.scheduler.draft import Draft
-from elaunch.scheduler.model import JobState, Node, Schedule, Speed
+from elaunch.scheduler.model import ClusterNode, ClusterSchedule, JobState, Speed
 from elaunch.scheduler.pool import devices_text
 from elaunch.scheduler.repair import repair
 from elaunch.scheduler.sia import Configuration, Options, carry_out, free_by_kind, solved
@@ -33,8 +33,8 @@ class PolluxLike:
     interval_s = 60.0
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`.
 
         Raises:

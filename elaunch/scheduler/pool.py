@@ -10,13 +10,13 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from elaunch.scheduler.model import Allocation, JobState, Node, devices_of
+from elaunch.scheduler.model import Allocation, ClusterNode, JobState, devices_of
 
 
 class Pool:
     """Free devices of the usable nodes, by name, in the order in which the nodes were given."""
 
-    def __init__(self, nodes: Iterable[Node], tflops: Mapping[str, float]) -> None:
+    def __init__(self, nodes: Iterable[ClusterNode], tflops: Mapping[str, float]) -> None:
         """Makes a pool in which everything is free.
 
         Args:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elaunch.scheduler.draft import ROUNDING, Draft
 from elaunch.scheduler.growing import grow
-from elaunch.scheduler.model import JobState, Node, Schedule, Speed
+from elaunch.scheduler.model import ClusterNode, ClusterSchedule, JobState, Speed
 from elaunch.scheduler.repair import repair
 from elaunch.scheduler.room import start_waiting
 from elaunch.scheduler.settings import SuikaSettings
@@ -37,8 +37,8 @@ class RubickLike:
         self._settings = SuikaSettings(most_moved=0, backfill_s=k_queue_s, horizon_s=math.inf)
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`."""
         jobs = tuple(jobs)
         draft = Draft(jobs, nodes, speeds, now_s, {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elaunch.errors import UsageError
 from elaunch.scheduler.baselines import give
 from elaunch.scheduler.draft import Draft, JobDraft
-from elaunch.scheduler.model import Allocation, JobState, Node, Schedule, Speed
+from elaunch.scheduler.model import Allocation, ClusterNode, ClusterSchedule, JobState, Speed
 from elaunch.scheduler.pool import Pool, devices_text
 from elaunch.scheduler.repair import repair
 
@@ -64,8 +64,8 @@ class SiaLike:
         self.fairness, self.waiting_penalty, self.change_penalty = fairness, waiting_penalty, change_penalty
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`.
 
         Raises:
@@ -130,7 +130,7 @@ def _restart_factor(draft: Draft, job: JobDraft, allocation: Allocation) -> floa
 def configurations(pool: Pool, job: JobDraft, every: bool = False) -> list[tuple[Configuration, Allocation]]:
     """Returns the configurations that a job may get, each with devices of that shape."""
     state = job.job
-    kinds: dict[str, list[Node]] = {}
+    kinds: dict[str, list[ClusterNode]] = {}
     for name in pool.free:
         if pool.allows(state, name):
             kinds.setdefault(pool.nodes[name].kind, []).append(pool.nodes[name])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from elaunch.scheduler.draft import Draft
 from elaunch.scheduler.growing import grow, load, take_back_below
-from elaunch.scheduler.model import JobState, Node, Schedule, Speed
+from elaunch.scheduler.model import ClusterNode, ClusterSchedule, JobState, Speed
 from elaunch.scheduler.repair import repair
 from elaunch.scheduler.room import start_waiting
 from elaunch.scheduler.settings import SuikaSettings
@@ -28,8 +28,8 @@ class Suika:
         self.settings = settings or SuikaSettings()
 
     def schedule(
-        self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-    ) -> Schedule:
+        self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+    ) -> ClusterSchedule:
         """Returns what every job is to have; see `SchedulingPolicy`."""
         draft = Draft(jobs, nodes, speeds, now_s, self.settings.tflops)
         repair(draft, self.settings.quotas)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elaunch.scheduler.model import Allocation, JobState, Node, Placement, SchedulingPolicy, Speed, devices_of
+from elaunch.scheduler.model import Allocation, ClusterNode, JobState, Placement, SchedulingPolicy, Speed, devices_of
 from elaunch.simulator.clock import EventQueue
 from elaunch.simulator.traces import NodeChange
 
@@ -231,7 +231,7 @@ class _Live:
 
 def simulate_cluster(
     jobs: Iterable[ClusterJob],
-    nodes: Sequence[Node],
+    nodes: Sequence[ClusterNode],
     policy: SchedulingPolicy,
     name: str = "",
     changes: Iterable[NodeChange] = (),
@@ -258,7 +258,7 @@ class _Cluster:
     def __init__(
         self,
         jobs: Iterable[ClusterJob],
-        nodes: Sequence[Node],
+        nodes: Sequence[ClusterNode],
         policy: SchedulingPolicy,
         changes: Iterable[NodeChange],
         until_s: float,

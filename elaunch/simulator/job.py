@@ -18,7 +18,7 @@ from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import Profile, WorkerProfile
 from elaunch.rendezvous.membership import incarnation, node_of, slot_of, worker_id
 from elaunch.simulator.clock import EventQueue
-from elaunch.simulator.model import ChangeRecord, JobModel, JobRun, Situation, Span, SpanKind, Timings, Way
+from elaunch.simulator.model import ChangeRecord, JobModel, JobRun, JobSituation, RunSpan, SpanKind, Timings, Way
 from elaunch.simulator.strategies import Strategy
 from elaunch.simulator.traces import NodeChange
 
@@ -102,7 +102,7 @@ class _Simulation:
         self._at_step = False  # a change comes at the end of this step
         self._late = False  # a change is to follow the one that is going on
         self._note = ""
-        self._spans: list[Span] = []
+        self._spans: list[RunSpan] = []
         self._records: list[ChangeRecord] = []
 
     def run(self) -> JobRun:
@@ -281,7 +281,7 @@ class _Simulation:
         next_s = history.next_s(self._queue.now_s)
         profile = self._profile(self._seen)
         copies = self._job.copies if self._strategy.has_copies else None
-        way = self._strategy.next(Situation(self._job, self._now, self._preferred, members, profile, next_s, lost))
+        way = self._strategy.next(JobSituation(self._job, self._now, self._preferred, members, profile, next_s, lost))
         if way.restarts or not is_lost(self._now, lost, copies):
             return way
         stall_s = way.stall_s + self._timings.load_of(self._job)
@@ -361,7 +361,7 @@ class _Simulation:
             busy = len(self._now.workers) - len(self._now.idle)
             self._since_s += steps * self._step_s
         if end_s > self._from_s or steps:
-            self._spans.append(Span(self._from_s, max(end_s, self._from_s), kind, len(self._members), busy, steps))
+            self._spans.append(RunSpan(self._from_s, max(end_s, self._from_s), kind, len(self._members), busy, steps))
             self._from_s = max(end_s, self._from_s)
         self._steps += steps
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elaunch.scheduler.model import JobState, Node
+from elaunch.scheduler.model import ClusterNode, JobState
 from elaunch.scheduler.speeds import ChangeCost, TableSpeed
 from elaunch.simulator.cluster import ClusterJob
 from elaunch.simulator.traces import Arrival
 
 
-def cluster_nodes(count: int, devices: int, per_rack: int) -> list[Node]:
+def cluster_nodes(count: int, devices: int, per_rack: int) -> list[ClusterNode]:
     """Returns nodes that are alike."""
-    return [Node(f"n{number}", devices, rack=f"r{number // per_rack}") for number in range(count)]
+    return [ClusterNode(f"n{number}", devices, rack=f"r{number // per_rack}") for number in range(count)]
 
 
 def scaling_jobs(

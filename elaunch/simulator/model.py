@@ -111,7 +111,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Span:
+class RunSpan:
     """A time in which a job does one thing.
 
     Attributes:
@@ -186,7 +186,7 @@ class JobRun:
     until_s: float
     batch: int
     per_worker: float
-    spans: tuple[Span, ...]
+    spans: tuple[RunSpan, ...]
     changes: tuple[ChangeRecord, ...]
     undone: int
     note: str = ""
@@ -257,7 +257,7 @@ class JobRun:
 
 
 @dataclass(frozen=True)
-class Situation:
+class JobSituation:
     """What a strategy is asked about.
 
     Attributes:

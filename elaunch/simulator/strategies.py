@@ -26,7 +26,7 @@ from elaunch.policy.transition import estimate_transition
 from elaunch.rendezvous.membership import node_of, slot_of
 from elaunch.simulator.baselines import depths_of, drop_replica, template_switch
 from elaunch.simulator.first import fastest_symmetric, first_plan
-from elaunch.simulator.model import JobModel, Situation, Timings, Way
+from elaunch.simulator.model import JobModel, JobSituation, Timings, Way
 
 OWN: tuple[Policy, ...] = get_args(Policy)
 
@@ -47,7 +47,7 @@ class Strategy(Protocol):
             NotPossible: the members cannot train it.
         """
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns how the job goes on.
 
         Raises:
@@ -70,7 +70,7 @@ class Chosen:
         """Returns the fastest plan that there is."""
         return first_plan(job, members)
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns what is chosen for the real job."""
         choice = self._chosen(here)
         way = choice.chosen.transition
@@ -79,7 +79,7 @@ class Chosen:
             choice.plan, choice.preferred_plan, choice.chosen.policy, way.total_s, way.moved_bytes, reason=choice.reason
         )
 
-    def _chosen(self, here: Situation) -> Choice:
+    def _chosen(self, here: JobSituation) -> Choice:
         """Asks for each situation once, whatever its nodes are called, and to two digits of `next_s`."""
         names = plain_names([*here.now.workers, *here.preferred_plan.workers, *here.members])
         back = {plain: name for name, plain in names.items()}
@@ -112,7 +112,7 @@ class Templates:
             self._depths = depths_of(len({tile.layers.start for tile in symmetric.tiles}))
         return self._made(symmetric, members, job.profile)
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns the templates for the members, and what copying their layers takes."""
         plan = self._made(here.now, here.members, here.profile)
         way = estimate_transition(here.now, plan, self._timings.known_to(here.profile), here.lost)
@@ -136,7 +136,7 @@ class DropReplica:
         """Returns the fastest symmetric plan."""
         return fastest_symmetric(job, members)
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns the whole pipelines of the plan with every place filled, newcomers in the places of the lost."""
         filled = fill(here.preferred_plan, here.members)
         plan = fitting(drop_replica(filled, here.members), here.profile)
@@ -158,7 +158,7 @@ class Morph:
         """Returns the fastest symmetric plan."""
         return fastest_symmetric(job, members)
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns the fastest symmetric plan; steps are lost only if a worker is."""
         plan = fastest_symmetric(here.job, here.members)
         stall_s = self._timings.restart_of(here.job)
@@ -181,7 +181,7 @@ class Restart:
         self._pp = len(stages_of(found))
         return found
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         """Returns a restart, which loses the steps since the last checkpoint."""
         plan = self.first(here.job, here.members)
         stall_s = self._timings.restart_of(here.job)

@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from elaunch.scheduler.service.advance import WaitLimits
 from elaunch.scheduler.service.changes import JobNow
 from elaunch.scheduler.service.decide import next_schedule
@@ -119,7 +119,7 @@ class Cluster:
         stored = self.stored()
         placements = by_name(stored.schedule.placements)
         jobs = [JobNow(spec, stored.progress[spec.name], placements[spec.name]) for spec in stored.jobs]
-        nodes = [Node(row.name, row.devices, row.kind, row.rack, row.usable) for row in stored.schedule.nodes]
+        nodes = [ClusterNode(row.name, row.devices, row.kind, row.rack, row.usable) for row in stored.schedule.nodes]
         speeds = KnownSpeeds().of([(spec, JobReport()) for spec in stored.jobs], nodes, time.time())
         again, _ = next_schedule(Suika(), jobs, nodes, speeds, time.time(), WaitLimits())
         assert by_name(again.placements).keys() == placements.keys()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from elaunch.scheduler.service.documents import read_agent_name
 from elaunch.scheduler.service.reports import JobReport
 
@@ -82,8 +82,8 @@ class World:
 
     # -- the cluster ----------------------------------------------------------------------------------------------
 
-    def nodes(self) -> list[Node]:
-        return [Node(name, devices, usable=name not in self.drained) for name, devices in self.devices.items()]
+    def nodes(self) -> list[ClusterNode]:
+        return [ClusterNode(name, devices, usable=name not in self.drained) for name, devices in self.devices.items()]
 
     def reports(self) -> list[AgentReport]:
         return [
@@ -232,7 +232,7 @@ class FakeCluster:
 
     world: World
 
-    def look(self) -> tuple[list[Node], list[AgentReport]]:
+    def look(self) -> tuple[list[ClusterNode], list[AgentReport]]:
         return self.world.nodes(), self.world.reports()
 
     def start(self, request: AgentRequest) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, DrawFn
 
-from elaunch.scheduler.model import JobState, Node, Schedule, SchedulingPolicy, Speed, devices_of
+from elaunch.scheduler.model import ClusterNode, ClusterSchedule, JobState, SchedulingPolicy, Speed, devices_of
 from elaunch.scheduler.speeds import MoveCost, TableSpeed
 
 KINDS = ("fast", "slow")
@@ -18,18 +18,18 @@ KINDS = ("fast", "slow")
 class World:
     """A cluster, its jobs, and how fast they are, from one decision to the next."""
 
-    nodes: list[Node]
+    nodes: list[ClusterNode]
     jobs: dict[str, JobState] = field(default_factory=dict)
     speeds: dict[str, Speed] = field(default_factory=dict)
     now_s: float = 0.0
 
-    def decide(self, policy: SchedulingPolicy) -> Schedule:
+    def decide(self, policy: SchedulingPolicy) -> ClusterSchedule:
         """Returns the schedule after checking it."""
         found = policy.schedule(list(self.jobs.values()), self.nodes, self.speeds, self.now_s)
         check(found, self.jobs, self.nodes)
         return found
 
-    def carry_out(self, schedule: Schedule) -> None:
+    def carry_out(self, schedule: ClusterSchedule) -> None:
         """Gives every job what the schedule says."""
         for name, placement in schedule.placements.items():
             job = self.jobs[name]
@@ -50,7 +50,7 @@ class World:
         return {name for name, job in self.jobs.items() if job.running}
 
 
-def check(schedule: Schedule, jobs: Mapping[str, JobState], nodes: Sequence[Node]) -> None:
+def check(schedule: ClusterSchedule, jobs: Mapping[str, JobState], nodes: Sequence[ClusterNode]) -> None:
     """Checks what `SchedulingPolicy` promises."""
     assert set(schedule.placements) == set(jobs)
     by_name = {node.name: node for node in nodes}
@@ -81,11 +81,11 @@ def check(schedule: Schedule, jobs: Mapping[str, JobState], nodes: Sequence[Node
 
 
 @st.composite
-def clusters(draw: DrawFn, kinds: Sequence[str] = ("",), sizes: Sequence[int] = (1, 2, 4)) -> list[Node]:
+def clusters(draw: DrawFn, kinds: Sequence[str] = ("",), sizes: Sequence[int] = (1, 2, 4)) -> list[ClusterNode]:
     """Draws one to six nodes in up to two racks; nodes of one kind are equally large."""
     size = {kind: draw(st.sampled_from(sizes)) for kind in kinds}
     drawn = draw(st.lists(st.tuples(st.sampled_from(kinds), st.sampled_from("rs")), min_size=1, max_size=6))
-    return [Node(f"n{place}", size[kind], kind, rack) for place, (kind, rack) in enumerate(drawn)]
+    return [ClusterNode(f"n{place}", size[kind], kind, rack) for place, (kind, rack) in enumerate(drawn)]
 
 
 @st.composite

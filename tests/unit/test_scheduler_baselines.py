@@ -13,7 +13,7 @@ from hypothesis.strategies import DataObject
 
 from elaunch.errors import UsageError
 from elaunch.scheduler.baselines import Fifo, Static
-from elaunch.scheduler.model import JobState, Node, SchedulingPolicy, devices_of
+from elaunch.scheduler.model import ClusterNode, JobState, SchedulingPolicy, devices_of
 from elaunch.scheduler.pollux import PolluxLike
 from elaunch.scheduler.rubick import RubickLike
 from elaunch.scheduler.sia import SiaLike
@@ -70,7 +70,7 @@ def test_without_elasticity_those_that_run_are_those_that_run_under_suika(data: 
 
 
 def test_a_static_share_is_a_part_of_the_cluster_within_what_a_job_can_use() -> None:
-    world = World([Node(f"n{place}", 4) for place in range(3)])
+    world = World([ClusterNode(f"n{place}", 4) for place in range(3)])
     world.jobs = {
         "a": JobState("a", 0.0, 1, 16),
         "b": JobState("b", 1.0, 1, 2),
@@ -85,7 +85,7 @@ def test_a_static_share_is_a_part_of_the_cluster_within_what_a_job_can_use() -> 
 
 
 def test_sia_stops_a_job_where_others_gain_more_than_the_penalty_for_that() -> None:
-    world = World([Node("n0", 8)])
+    world = World([ClusterNode("n0", 8)])
     world.jobs = {name: JobState(name, 0.0, 1, 8) for name in ("a", "b")}
     world.speeds = {"a": powers(0.95), "b": powers(0.3)}
     world.carry_out(world.decide(SiaLike()))
@@ -102,7 +102,7 @@ def test_sia_stops_a_job_where_others_gain_more_than_the_penalty_for_that() -> N
 
 
 def test_sia_lets_young_jobs_be_that_would_have_to_restart() -> None:
-    world = World([Node("n0", 8)], now_s=20.0)
+    world = World([ClusterNode("n0", 8)], now_s=20.0)
     world.jobs = {"a": JobState("a", 0.0, 1, 8, base={"n0": 1}, started_s=0.0)}
     world.speeds = {"a": powers(0.5, restart_s=100.0)}
     assert not world.decide(SiaLike()).reasons  # 8**0.5 times as fast, times 20 / 120
@@ -117,7 +117,7 @@ def test_sia_lets_young_jobs_be_that_would_have_to_restart() -> None:
 @settings(max_examples=scaled(15, 150))
 @given(st.data())
 def test_the_programme_finds_what_trying_all_configurations_finds(data: DataObject) -> None:
-    world = World([Node(f"n{place}", 4, "a" if place < 2 else "b") for place in range(3)])
+    world = World([ClusterNode(f"n{place}", 4, "a" if place < 2 else "b") for place in range(3)])
     exponents = data.draw(st.lists(st.sampled_from([0.2, 0.5, 0.8, 1.0]), min_size=1, max_size=3))
     for number, exponent in enumerate(exponents):
         name = f"j{number}"
@@ -142,7 +142,7 @@ def test_the_programme_finds_what_trying_all_configurations_finds(data: DataObje
 @settings(max_examples=scaled(10, 100))
 @given(st.data())
 def test_pollux_makes_the_mean_of_speedups_as_great_as_trying_all_shares_does(data: DataObject) -> None:
-    world = World([Node("n0", 6)])
+    world = World([ClusterNode("n0", 6)])
     exponents = data.draw(st.lists(st.sampled_from([0.2, 0.5, 0.8, 1.0]), min_size=1, max_size=3))
     for number, exponent in enumerate(exponents):
         world.jobs[f"j{number}"] = JobState(f"j{number}", 0.0, data.draw(st.sampled_from([1, 2])), 6)
@@ -166,7 +166,7 @@ def test_pollux_makes_the_mean_of_speedups_as_great_as_trying_all_shares_does(da
 
 def test_rubick_leaves_who_has_changed_too_often_as_it_is_unless_somebody_waits_too_long() -> None:
     """A change costs 30 s, which is 3 percent of 1000 s."""
-    world = World([Node("n0", 4)], now_s=999.0)
+    world = World([ClusterNode("n0", 4)], now_s=999.0)
     world.jobs = {"a": JobState("a", 0.0, 1, 4, base={"n0": 1}, started_s=0.0)}
     world.speeds = {"a": powers(0.5)}
     assert not world.decide(RubickLike()).reasons
@@ -188,7 +188,7 @@ def test_a_fairness_that_is_no_penalty_is_refused() -> None:
 
 
 def test_jobs_without_speeds_have_their_basic_demand() -> None:
-    world = World([Node("n0", 8)])
+    world = World([ClusterNode("n0", 8)])
     world.jobs = {"a": JobState("a", 0.0, 3, 8)}
     world.carry_out(world.decide(SiaLike()))
     assert devices_of(world.jobs["a"].allocation) == 3

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from elaunch.scheduler.model import JobState, Node, devices_of, merged
+from elaunch.scheduler.model import ClusterNode, JobState, devices_of, merged
 from elaunch.scheduler.pool import Pool
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.suika import Suika
@@ -90,7 +90,7 @@ def test_a_job_that_is_first_in_the_queue_waits_only_if_it_would_not_fit_beside_
             assert pool.place(first) is None
 
 
-def best_by_trying(nodes: list[Node], job: JobState, world: World, tflops: Mapping[str, float]) -> float:
+def best_by_trying(nodes: list[ClusterNode], job: JobState, world: World, tflops: Mapping[str, float]) -> float:
     """Returns the best marginal benefit of the prefixes of a job's affinity order, written out anew."""
     held = dict(job.allocation)
     used = merged(one.allocation for one in world.jobs.values())

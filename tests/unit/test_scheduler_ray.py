@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
 from elaunch.scheduler.clusters.ray import RayCluster, RaySettings
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 
 HEAD, FIRST, SECOND = (f"{letter}{'0123456789ab' * 4}" for letter in "abc")
 REFUSAL = "Job supervisor actor could not be scheduled: The actor is not schedulable: The node\ndoesn't exist any more"
@@ -93,7 +93,7 @@ def cluster(dashboard: type[Dashboard], gpus: bool = False) -> RayCluster:
 
 def test_nodes_have_devices_kinds_and_names_of_their_own(dashboard: type[Dashboard]) -> None:
     ray = cluster(dashboard)
-    assert ray.look()[0] == [Node(FIRST[:12], 2), Node(SECOND[:12], 4)]
+    assert ray.look()[0] == [ClusterNode(FIRST[:12], 2), ClusterNode(SECOND[:12], 4)]
     labels = {"ray.io/accelerator-type": "H100", "rack": "r1"}
     snapshot = {"state": "DRAINING"}
     dashboard.nodes = [
@@ -102,8 +102,8 @@ def test_nodes_have_devices_kinds_and_names_of_their_own(dashboard: type[Dashboa
         raylet(HEAD, 8, nodeName="n3", state="DEAD", resourcesTotal={"GPU": 4.0}),
     ]
     assert cluster(dashboard, gpus=True).look()[0] == [
-        Node("n1", 8, "H100", "r1"),
-        Node("n2", 4, usable=False),
+        ClusterNode("n1", 8, "H100", "r1"),
+        ClusterNode("n2", 4, usable=False),
     ]
 
 

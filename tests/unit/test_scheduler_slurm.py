@@ -20,7 +20,7 @@ from elaunch.scheduler.clusters.slurm import (
     submission,
     without_doubles,
 )
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from tests.helpers import wait_until
 
 JOBS = """\
@@ -84,15 +84,15 @@ def test_of_two_jobs_with_one_name_the_first_that_lives_stays() -> None:
 def test_nodes_have_the_devices_that_others_do_not_use() -> None:
     rows = parse_jobs(JOBS + "19|RUNNING|elaunch:main:c.1.1|n3|1|None\n", "main")
     assert parse_nodes(NODES, rows, gpus=True) == [
-        Node("n1", 3, "a100", "rack1"),  # one of the four is a stranger's
-        Node("n2", 4, "a100", "rack2", usable=False),
-        Node("n3", 1, "v100"),  # it does not respond: what is there stays
-        Node("n5", 2, usable=False),
+        ClusterNode("n1", 3, "a100", "rack1"),  # one of the four is a stranger's
+        ClusterNode("n2", 4, "a100", "rack2", usable=False),
+        ClusterNode("n3", 1, "v100"),  # it does not respond: what is there stays
+        ClusterNode("n5", 2, usable=False),
     ]
     begun = parse_jobs("20|PENDING|elaunch:main:d.0.0|n1|3|None\n", "main")
     assert parse_nodes(NODES, begun, gpus=True)[0].devices == 4, "what has begun meanwhile is no stranger's"
-    assert parse_nodes(NODES, [], gpus=False)[0] == Node("n1", 5, "", "rack1")
-    assert parse_nodes(NODES, [], gpus=False)[3] == Node("n4", 8)
+    assert parse_nodes(NODES, [], gpus=False)[0] == ClusterNode("n1", 5, "", "rack1")
+    assert parse_nodes(NODES, [], gpus=False)[3] == ClusterNode("n4", 8)
     assert parse_nodes("", [], gpus=True) == []
 
 

@@ -14,14 +14,14 @@ from elaunch.policy.candidates.expand import expanded
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile
 from elaunch.policy.transition import estimate_transition
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from elaunch.scheduler.plan_speed import PLAN_FAMILIES, DefaultPlan, Distances, PlanFamily, PlanSpeed, kind_speeds
 from elaunch.scheduler.speeds import MoveCost, RestartCost, TableSpeed
 from tests.helpers import scaled
 
 LAYER = LayerProfile(0.1, 0.2, 100, 1200, 10, 50)
 PROFILE = Profile("even", (LAYER,) * 8, 1, 1e4, 1e-6, change_s=2.0)
-NODES = [Node(f"n{place}", 4, "new" if place < 4 else "old", f"r{place % 2}") for place in range(8)]
+NODES = [ClusterNode(f"n{place}", 4, "new" if place < 4 else "old", f"r{place % 2}") for place in range(8)]
 DEFAULT = DefaultPlan(pp=2, dp=1, tp=1, global_batch_size=16, micro_batch_size=1)
 
 allocations = st.dictionaries(st.sampled_from([node.name for node in NODES]), st.integers(1, 4), max_size=3)

@@ -13,7 +13,7 @@ from elaunch.errors import RequestRefused, UsageError
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from elaunch.scheduler.service.documents import (
     AgentDoc,
     AgentStage,
@@ -171,7 +171,7 @@ def test_a_job_is_as_fast_as_its_rates_its_profile_or_what_it_has_measured_say()
     sizes = {"global_batch_size": 32, "micro_batch_size": 2, "most": 8}
     rated = job_spec(GOOD | {"rates": {"2": 20.0, "4": 39.0}}, 1.0)
     plain = job_spec(GOOD | {"name": "b"} | sizes, 1.0)
-    known, nodes = KnownSpeeds(), [Node("n1", 8)]
+    known, nodes = KnownSpeeds(), [ClusterNode("n1", 8)]
     busy = KnownSpeeds()
 
     def speeds(text: str, now_t: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.errors import UsageError
-from elaunch.scheduler.model import Allocation, Growth, JobState, Node, Reason, devices_of
+from elaunch.scheduler.model import Allocation, ClusterNode, Growth, JobState, Reason, devices_of
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.speeds import MoveCost, TableSpeed
 from elaunch.scheduler.suika import Suika
@@ -25,7 +25,7 @@ def scaling(exponent: float, cost_s: float = 0.0) -> TableSpeed:
 def cluster(*sizes: int, racks: Sequence[str] = (), kinds: Sequence[str] = ()) -> World:
     return World(
         [
-            Node(f"n{place}", size, kinds[place] if kinds else "", racks[place] if racks else "")
+            ClusterNode(f"n{place}", size, kinds[place] if kinds else "", racks[place] if racks else "")
             for place, size in enumerate(sizes)
         ]
     )
@@ -272,11 +272,11 @@ def test_devices_that_have_broken_are_taken_from_growths_first() -> None:
         "a": running("a", {"n0": 2}, Growth({"n0": 1}, 0.9, 0.0)),
         "b": running("b", {"n0": 1}, started_s=1.0),
     }
-    world.nodes = [Node("n0", 3)]
+    world.nodes = [ClusterNode("n0", 3)]
     said = run(world)
     assert held(world) == {"a": 2, "b": 1}
     assert "n0 has only 3 devices" in said["a"].text
-    world.nodes = [Node("n0", 2)]
+    world.nodes = [ClusterNode("n0", 2)]
     said = run(world)
     assert held(world) == {"a": 2, "b": 0}
     assert said["b"].action == "stop"

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.scheduler.model import JobState, Node, Placement, Schedule, SchedulingPolicy, Speed, devices_of
+from elaunch.scheduler.model import (
+    ClusterNode,
+    ClusterSchedule,
+    JobState,
+    Placement,
+    SchedulingPolicy,
+    Speed,
+    devices_of,
+)
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.speeds import MoveCost, RestartCost, TableSpeed
 from elaunch.scheduler.suika import Suika
@@ -120,8 +128,8 @@ def test_a_policy_that_is_asked_in_rounds_is_asked_at_their_times() -> None:
 
     class Asked:
         def schedule(
-            self, jobs: Iterable[JobState], nodes: Iterable[Node], speeds: Mapping[str, Speed], now_s: float
-        ) -> Schedule:
+            self, jobs: Iterable[JobState], nodes: Iterable[ClusterNode], speeds: Mapping[str, Speed], now_s: float
+        ) -> ClusterSchedule:
             asked.append(now_s)
             return Suika().schedule(jobs, nodes, speeds, now_s)
 

@@ -16,7 +16,7 @@ from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.simulator.faults import exponential, present
 from elaunch.simulator.job import is_lost, simulate_job
-from elaunch.simulator.model import JobModel, JobRun, Situation, Timings, Way
+from elaunch.simulator.model import JobModel, JobRun, JobSituation, Timings, Way
 from elaunch.simulator.strategies import STRATEGIES, make_strategy, plain_names
 from elaunch.simulator.traces import NodeChange, merged
 from tests.helpers import scaled
@@ -42,7 +42,7 @@ class Even:
             raise NotPossible("nobody is there")
         return symmetric(members, len(job.profile.layers), job.batch, 1, dp=len(members))
 
-    def next(self, here: Situation) -> Way:
+    def next(self, here: JobSituation) -> Way:
         plan = self.first(here.job, here.members)
         return Way(plan, plan, self.name, self.stall_s, 0)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elaunch.errors import ElaunchError
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 
 
 class ClusterUnavailable(ElaunchError):
@@ -68,7 +68,7 @@ class AgentReport:
 class Cluster(Protocol):
     """A cluster. Every call returns or raises `ClusterUnavailable` in bounded time."""
 
-    def look(self) -> tuple[list[Node], list[AgentReport]]:
+    def look(self) -> tuple[list[ClusterNode], list[AgentReport]]:
         """Returns all nodes, and what the cluster knows of the agents of this scheduler.
 
         Of the nodes' devices those that others use do not count. Agents that have ended are there until `forget`; one

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 
 PREFIX = "elaunch"
 LIMIT_S = 8.0  # of a request: two of them are within the lease of the leading daemon
@@ -54,7 +54,7 @@ class RayCluster:
     settings: RaySettings
     ids: dict[str, str] = field(default_factory=dict)
 
-    def look(self) -> tuple[list[Node], list[AgentReport]]:
+    def look(self) -> tuple[list[ClusterNode], list[AgentReport]]:
         """Asks for nodes and submitted jobs."""
         nodes, self.ids = parse_nodes(self._ask("GET", "/nodes?view=summary"), self.settings.gpus)
         return nodes, parse_jobs(self._ask("GET", "/api/jobs/"), self.settings.name)
@@ -122,7 +122,7 @@ def parse_jobs(answer: Iterable[Mapping[str, Any]], scheduler: str) -> list[Agen
     return found
 
 
-def parse_nodes(answer: Mapping[str, Any], gpus: bool) -> tuple[list[Node], dict[str, str]]:
+def parse_nodes(answer: Mapping[str, Any], gpus: bool) -> tuple[list[ClusterNode], dict[str, str]]:
     """Returns the nodes that have devices, and their ids by name.
 
     What others use of them is not seen: Ray shows it seconds late. A node is called as in Ray; if several are called
@@ -139,6 +139,6 @@ def parse_nodes(answer: Mapping[str, Any], gpus: bool) -> tuple[list[Node], dict
         labels = raylet.get("labels") or {}
         usable = (raylet.get("stateSnapshot") or {}).get("state") != "DRAINING"
         if devices:
-            nodes.append(Node(name, devices, labels.get(KIND, ""), labels.get("rack", ""), usable))
+            nodes.append(ClusterNode(name, devices, labels.get(KIND, ""), labels.get("rack", ""), usable))
             ids[name] = number
     return nodes, ids

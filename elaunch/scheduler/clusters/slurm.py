@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 
 PREFIX = "elaunch"
 LIMIT_S = 8.0  # of a command: two of them are within the lease of the leading daemon
@@ -77,7 +77,7 @@ class SlurmCluster:
     settings: SlurmSettings
     ids: dict[str, int] = field(default_factory=dict)
 
-    def look(self) -> tuple[list[Node], list[AgentReport]]:
+    def look(self) -> tuple[list[ClusterNode], list[AgentReport]]:
         """Asks `sinfo` and `squeue`; exit codes tell of agents that these have forgotten."""
         found = parse_jobs(
             run(["squeue", "--me", "--noheader", "--states=all", f"--format={JOBS}"]), self.settings.name
@@ -224,7 +224,7 @@ def without_doubles(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return list(kept.values()), doubles
 
 
-def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
+def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[ClusterNode]:
     """Returns the nodes that have devices.
 
     Args:
@@ -236,7 +236,7 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
     for row in rows:
         if row.report.stage is not ClusterStage.ENDED:
             own[row.node] += row.devices
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, ClusterNode] = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) < 6:
@@ -250,7 +250,7 @@ def parse_nodes(text: str, rows: Iterable[Row], gpus: bool) -> list[Node]:
         if state.endswith("*"):  # it does not respond, often for a moment only: nothing new comes, what is there stays
             devices = own[name]
         if total > 0:
-            nodes[name] = Node(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
+            nodes[name] = ClusterNode(name, max(0, devices), _kind(gres) if gpus else "", _rack(features), usable)
     return list(nodes.values())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elaunch.scheduler.clusters.cluster import ClusterStage
-from elaunch.scheduler.model import Node
+from elaunch.scheduler.model import ClusterNode
 from elaunch.scheduler.service.advance import Note, Observed, WaitLimits, asked_to_leave, end
 from elaunch.scheduler.service.documents import (
     FINAL,
@@ -38,7 +38,7 @@ class JobNow:
 
 
 def change(
-    jobs: Iterable[JobNow], nodes: Iterable[Node], now_t: float, limits: WaitLimits
+    jobs: Iterable[JobNow], nodes: Iterable[ClusterNode], now_t: float, limits: WaitLimits
 ) -> tuple[dict[str, JobProgress], tuple[Note, ...]]:
     """Returns the jobs whose documents change, and what people should know.
 

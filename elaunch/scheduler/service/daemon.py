@@ -21,7 +21,7 @@ from elaunch.errors import ElaunchError
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.store import LeaseGone, Store
 from elaunch.scheduler.clusters.cluster import AgentRequest, Cluster, ClusterUnavailable
-from elaunch.scheduler.model import Node, SchedulingPolicy, Speed
+from elaunch.scheduler.model import ClusterNode, SchedulingPolicy, Speed
 from elaunch.scheduler.service.advance import Note, Observed, WaitLimits, advance
 from elaunch.scheduler.service.changes import (
     Action,
@@ -59,7 +59,9 @@ class LeadLost(ElaunchError):
 class Speeds(Protocol):
     """Says how fast jobs are on what they might get."""
 
-    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[Node], now_t: float) -> dict[str, Speed]:
+    def of(
+        self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[ClusterNode], now_t: float
+    ) -> dict[str, Speed]:
         """Returns the speeds of those jobs of which something is known."""
 
 
@@ -119,7 +121,7 @@ class Daemon:
         self._damaged: set[str] = set()
         self._refused: dict[str, str] = {}
         self.jobs: list[JobNow] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[ClusterNode] = []
 
     # -- leading --------------------------------------------------------------------------------------------------
 

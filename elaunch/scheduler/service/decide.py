@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from elaunch.scheduler.model import JobState, Node, Schedule, SchedulingPolicy, Speed
+from elaunch.scheduler.model import ClusterNode, ClusterSchedule, JobState, SchedulingPolicy, Speed
 from elaunch.scheduler.service.advance import WaitLimits
 from elaunch.scheduler.service.changes import JobNow
 from elaunch.scheduler.service.documents import GrowthDoc, JobStage, NodeRow, PlacementDoc, ScheduleDoc, pairs
@@ -52,11 +52,11 @@ def job_state(job: JobNow, now_t: float, limits: WaitLimits) -> JobState:
 def next_schedule(
     policy: SchedulingPolicy,
     jobs: Sequence[JobNow],
-    nodes: Sequence[Node],
+    nodes: Sequence[ClusterNode],
     speeds: Mapping[str, Speed],
     now_t: float,
     limits: WaitLimits,
-) -> tuple[ScheduleDoc, Schedule]:
+) -> tuple[ScheduleDoc, ClusterSchedule]:
     """Asks a policy, and returns the document of its answer and the answer."""
     asked = [job for job in jobs if takes_part(job, now_t)]
     states = {job.spec.name: job_state(job, now_t, limits) for job in asked}

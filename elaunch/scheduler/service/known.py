@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elaunch.errors import ProtocolError, UsageError
 from elaunch.policy.profile import Profile
-from elaunch.scheduler.model import Node, Speed
+from elaunch.scheduler.model import ClusterNode, Speed
 from elaunch.scheduler.plan_speed import DefaultPlan, PlanSpeed
 from elaunch.scheduler.service.documents import JobSpec
 from elaunch.scheduler.service.reports import JobReport
@@ -33,7 +33,9 @@ class KnownSpeeds:
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
-    def of(self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[Node], now_t: float) -> dict[str, Speed]:
+    def of(
+        self, jobs: Iterable[tuple[JobSpec, JobReport]], nodes: Sequence[ClusterNode], now_t: float
+    ) -> dict[str, Speed]:
         """Returns the speeds of those jobs of which something is known.
 
         Args:

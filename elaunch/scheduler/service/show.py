@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from elaunch.scheduler.model import Node, devices_of, merged
+from elaunch.scheduler.model import ClusterNode, devices_of, merged
 from elaunch.scheduler.service.changes import JobNow
 from elaunch.scheduler.service.documents import (
     FINAL,
@@ -72,7 +72,7 @@ def describe(stored: Stored) -> str:
     return "\n".join(line.rstrip(": ") for line in lines)
 
 
-def metrics(jobs: Iterable[JobNow], nodes: Iterable[Node]) -> Iterator[str]:
+def metrics(jobs: Iterable[JobNow], nodes: Iterable[ClusterNode]) -> Iterator[str]:
     """Yields figures in Prometheus's text format."""
     jobs, nodes = list(jobs), list(nodes)
     stages = Counter(job.progress.stage for job in jobs)
