@@ -30,6 +30,9 @@ GROUPS = 16
 
 MOST_GROUP = 8
 
+FEW_ACTIONS = 2000
+"""Of a pipeline in a step, up to which one skeleton more is played through."""
+
 WEIGHTS = ((0.0, 0.0), (3.0, 1.0))
 """Of sending on the rows of a turn and of reducing gradients, in a step's seconds by closed form, which knows neither
 what pipelines wait for nor what is hidden. Skeletons are looked for with each, and the best are played through.
@@ -85,7 +88,8 @@ def expanded(
 
     ways = [_skeletons(plan, first, groups, profile, window, widths, weights) for weights in WEIGHTS]
     # The fastest one, and that of the most workers: by closed form, stages more than are needed are of no use.
-    for skeletons in [*ways, *(sorted(some, key=_n_workers, reverse=True)[:1] for some in ways)]:
+    largest = sorted(ways[-1], key=_n_workers, reverse=True)[:1]
+    for skeletons in [*ways, [some for some in largest if 2 * plan.n_units * len(some) <= FEW_ACTIONS]]:
         for skeleton in skeletons:
             if skeleton in found:
                 break
@@ -98,8 +102,7 @@ def expanded(
         raise NotPossible(reason)
     if len(found) == 1:
         return cut(next(iter(found)), MOST_PLAYED)
-    step_s = {skeleton: estimate_step(made, profile).step_s for skeleton, made in found.items()}
-    return cut(min(step_s, key=lambda skeleton: step_s[skeleton]), MOST_PLAYED)
+    return min(found.values(), key=lambda made: estimate_step(made, profile).step_s)
 
 
 def _skeletons(
