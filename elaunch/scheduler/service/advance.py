@@ -238,6 +238,8 @@ class _Advance:
             self._end(JobStage.CANCELLED, f"cancelled by {seen.cancelled}")
         elif progress.stage is JobStage.RUNNING:
             self._take_result(ended)
+        elif seen.report.succeeded and progress.outcome is JobStage.WAITING:
+            self._set(outcome=JobStage.DONE, message=seen.report.message)  # it was done before it had stopped
         if self._progress.stage is JobStage.ENDING and not self._progress.agents:
             self._finish()
 
