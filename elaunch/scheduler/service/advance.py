@@ -185,7 +185,11 @@ class _Advance:
             self._set(arrivals=0)
             self._note("joined", f"has {count_text(agent.devices)} on {agent.node}")
         waited_s = now_t - agent.since_t
-        if agent.stage in (AgentStage.STARTING, AgentStage.QUEUED) and waited_s >= limits.queue_s:
+        # One that was not refused has not been asked for yet: the daemon was away.
+        asked = agent.stage is AgentStage.QUEUED or (
+            agent.stage is AgentStage.STARTING and self._name(agent) in self._seen.refused
+        )
+        if asked and waited_s >= limits.queue_s:
             why = self._seen.refused.get(self._name(agent), "") if report is None else report.why
             text = f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s"
             self._hold_back(f"{text}: {why}" if why else text)
