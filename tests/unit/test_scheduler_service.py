@@ -252,6 +252,19 @@ def test_basic_demand_that_is_taken_away_comes_back_with_what_was_saved() -> Non
     assert {name: one.progress(name).stage for name in "ab"} == {"a": JobStage.DONE, "b": JobStage.DONE}
 
 
+def test_a_job_that_is_done_while_it_is_stopped_does_not_run_again() -> None:
+    one = rig(nodes=2, preempt=True)
+    one.submit("a", 2, 2, steps=60)
+    one.turns(8)
+    one.submit("b", 2, 2, priority=5)
+    while one.progress("a").stage is not JobStage.ENDING:
+        one.turn()
+    one.world.steps_of["a"] = one.world.committed["a"] + 1  # its last step commits before its nodes have left
+    one.until_all_ended()
+    assert one.progress("a").stage is JobStage.DONE
+    assert (one.progress("a").attempt, one.world.committed["a"]) == (0, one.world.steps_of["a"])
+
+
 def test_of_two_daemons_one_leads_and_the_other_takes_over() -> None:
     one = rig()
     second = one.new_daemon()

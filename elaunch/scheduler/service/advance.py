@@ -185,7 +185,11 @@ class _Advance:
             self._set(arrivals=0)
             self._note("joined", f"has {count_text(agent.devices)} on {agent.node}")
         waited_s = now_t - agent.since_t
-        if agent.stage in (AgentStage.STARTING, AgentStage.QUEUED) and waited_s >= limits.queue_s:
+        # One that was not refused has not been asked for yet: the daemon was away.
+        asked = agent.stage is AgentStage.QUEUED or (
+            agent.stage is AgentStage.STARTING and self._name(agent) in self._seen.refused
+        )
+        if asked and waited_s >= limits.queue_s:
             why = self._seen.refused.get(self._name(agent), "") if report is None else report.why
             text = f"the cluster has not started an agent on {agent.node} within {limits.queue_s:g} s"
             self._hold_back(f"{text}: {why}" if why else text)
@@ -238,6 +242,8 @@ class _Advance:
             self._end(JobStage.CANCELLED, f"cancelled by {seen.cancelled}")
         elif progress.stage is JobStage.RUNNING:
             self._take_result(ended)
+        elif seen.report.succeeded and progress.outcome is JobStage.WAITING:
+            self._set(outcome=JobStage.DONE, message=seen.report.message)  # it was done before it had stopped
         if self._progress.stage is JobStage.ENDING and not self._progress.agents:
             self._finish()
 
