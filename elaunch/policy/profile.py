@@ -264,6 +264,17 @@ class Profile:
         """Returns the seconds of the forward and the backward of some layers."""
         return self.forward_s(layers, rows, width) + self.backward_s(layers, rows, width)
 
+    def whole_turn_s(self, width: int) -> tuple[float, float]:
+        """Returns the seconds of the forward and the backward of all layers with no rows and with one."""
+        if width not in self._whole_turns:
+            every = range(len(self.layers))
+            self._whole_turns[width] = self.turn_s(every, 0, width), self.turn_s(every, 1, width)
+        return self._whole_turns[width]
+
+    @cached_property
+    def _whole_turns(self) -> dict[int, tuple[float, float]]:
+        return {}
+
     def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
         fixed, per_row = sums
         seconds = fixed[layers.stop] - fixed[layers.start] + rows * (per_row[layers.stop] - per_row[layers.start])

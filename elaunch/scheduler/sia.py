@@ -16,6 +16,10 @@ MOST_COST = 200.0
 """Of a configuration in the objective."""
 
 
+TIE = 1e-6
+"""By how much a configuration that a job has is better than an equal one."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What the programme may give to a job: so many devices of one kind, on one node or on whole nodes."""
@@ -139,6 +143,8 @@ def configurations(pool: Pool, job: JobDraft, every: bool = False) -> list[tuple
         sizes |= {size * number for number in range(1, len(whole) + 1)}
         if every and not state.whole_nodes:
             sizes = set(range(1, size * len(whole) + 1))
+        if state.whole_nodes and state.basic % size:
+            continue
         sizes = {n for n in sizes if state.basic <= n <= most and (n - state.basic) % state.unit == 0}
         for n in sorted(sizes | {state.basic}):
             taken: dict[str, int] = {}
@@ -147,7 +153,7 @@ def configurations(pool: Pool, job: JobDraft, every: bool = False) -> list[tuple
                 if left:
                     taken[node.name] = min(size, left)
                     left -= taken[node.name]
-            if not left and (not state.whole_nodes or n % size == 0):
+            if not left:
                 found.append((Configuration(kind, n), taken))
     return found
 
@@ -184,12 +190,15 @@ def solved(options: Sequence[Options], free: Mapping[str, int], waiting_penalty:
         left[row, column] = 1
         left[len(options) + kinds.index(choice.kind), column] = choice.devices
     costs = [options[row].costs[choice] - waiting_penalty - options[row].stopping for row, choice in columns]
+    # Of equally good solutions the one that changes the least.
+    costs = [cost - TIE * (options[row].now == choice) for cost, (row, choice) in zip(costs, columns, strict=True)]
     limits = [1.0] * len(options) + [float(free[kind]) for kind in kinds]
     found = milp(
         np.array(costs),
         constraints=LinearConstraint(left.tocsr(), -np.inf, np.array(limits)),
         integrality=np.ones(len(columns)),
         bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
     )
     chosen: list[Configuration | None] = [None] * len(options)
     if found.x is not None:

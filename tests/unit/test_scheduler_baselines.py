@@ -44,8 +44,11 @@ def test_whatever_happens_they_keep_the_promises_of_a_policy(name: str, data: Da
     for number in range(data.draw(st.integers(1, 4))):
         happens(data, world, number, plain=False)
         found = world.decide(policy)
+        assert world.decide(policy) == found
         world.carry_out(found)
-        assert world.decide(policy).placements == found.placements
+        # A job that Sia or Pollux has stopped needs no restart any more to start, so they may choose it next.
+        if name not in ("sia", "pollux"):
+            assert world.decide(policy).placements == found.placements
 
 
 @settings(max_examples=scaled(15, 200))

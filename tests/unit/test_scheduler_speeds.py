@@ -88,6 +88,16 @@ def test_a_way_there_costs_what_the_transition_between_the_plans_does() -> None:
     assert restarting.change_s({"n0": 2}, {"n0": 4}) == 60.0
 
 
+def test_a_table_has_the_rates_of_the_fewest_nodes_and_what_is_between_them() -> None:
+    speed = PlanSpeed(PROFILE, DEFAULT)
+    table = speed.table(per_node=4, most=9)
+    assert sorted(table.rates) == [2, 3, 4, 5, 7, 9]
+    assert table.rates[7] == speed.rate({"a": 4, "b": 3})
+    assert table.rate({"a": 4, "b": 2}) == pytest.approx((table.rates[5] + table.rates[7]) / 2)
+    assert table.rate({"a": 1}) == 0.0
+    assert table.change_s({"a": 2}, {"b": 2}) == speed.move_cost().seconds({"a": 2}, {"b": 2}) > 0
+
+
 def test_families_of_plans_differ_in_what_they_can_use() -> None:
     """Pipelines of two stages cannot use an odd device; equal parts of five devices are five."""
     by_family: dict[str, PlanSpeed] = {}

@@ -16,7 +16,7 @@ from itertools import pairwise
 from elaunch.plan.build import Stage
 from elaunch.plan.tiling import Plan
 from elaunch.policy.candidates.balance import shared_out
-from elaunch.policy.candidates.resize import balanced, pace, with_rows
+from elaunch.policy.candidates.resize import MOST_PLAYED, balanced, pace, with_rows
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of, width_of
 from elaunch.policy.estimate import estimate_step, stage_bytes
 from elaunch.policy.profile import Profile
@@ -30,9 +30,9 @@ GROUPS = 16
 
 MOST_GROUP = 8
 
-WEIGHTS = ((0.0, 0.0), (0.0, 1.0), (3.0, 1.0))
+WEIGHTS = ((0.0, 0.0), (3.0, 1.0))
 """Of sending on the rows of a turn and of reducing gradients, in a step's seconds by closed form, which knows neither
-what pipelines wait for nor what is hidden. Skeletons are looked for with each, and the best of each is played through.
+what pipelines wait for nor what is hidden. Skeletons are looked for with each, and the best are played through.
 """
 
 Skeleton = tuple[Stage, ...]
@@ -77,21 +77,29 @@ def expanded(
     first = [_whole(stage) for stage in base]
     found: dict[Skeleton, Plan] = {}
     reason = "there are no more micro-batches or layers for newcomers"
-    for weights in WEIGHTS:
-        for skeleton in _skeletons(plan, first, groups, profile, window, widths, weights):
+
+    def cut(skeleton: Skeleton, most_played: int) -> Plan:
+        dp_size = max(len(stage.replicas) for stage in skeleton)
+        given = [with_rows(_padded(stage, dp_size), profile) for stage in skeleton]
+        return balanced(plan, given, members, profile, most_played)
+
+    ways = [_skeletons(plan, first, groups, profile, window, widths, weights) for weights in WEIGHTS]
+    # The fastest one, and that of the most workers: by closed form, stages more than are needed are of no use.
+    for skeletons in [*ways, *(sorted(some, key=_n_workers, reverse=True)[:1] for some in ways)]:
+        for skeleton in skeletons:
             if skeleton in found:
                 break
-            dp_size = max(len(stage.replicas) for stage in skeleton)
-            given = [with_rows(_padded(stage, dp_size), profile) for stage in skeleton]
             try:
-                found[skeleton] = balanced(plan, given, members, profile)
+                found[skeleton] = cut(skeleton, 1)
                 break
             except NotPossible as error:
                 reason = str(error)
     if not found:
         raise NotPossible(reason)
-    plans = list(found.values())
-    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: estimate_step(plan, profile).step_s)
+    if len(found) == 1:
+        return cut(next(iter(found)), MOST_PLAYED)
+    step_s = {skeleton: estimate_step(made, profile).step_s for skeleton, made in found.items()}
+    return cut(min(step_s, key=lambda skeleton: step_s[skeleton]), MOST_PLAYED)
 
 
 def _skeletons(
@@ -115,6 +123,10 @@ def _skeletons(
         best.append(min(found, key=lambda one: one.step_s, default=None))
     ranked = sorted((one for one in best[1:] if one is not None), key=lambda one: one.step_s)
     return [one.stages for one in ranked]
+
+
+def _n_workers(skeleton: Skeleton) -> int:
+    return sum(len(workers) for stage in skeleton for workers in stage.replicas)
 
 
 def _whole(stage: Stage) -> Stage:
@@ -233,9 +245,11 @@ def _reduction_s(profile: Profile, stage: Stage, n_layers: int) -> float:
     n = len(stage.replicas)
     if n == 1:
         return 0.0
-    heads = list({node_of(workers[0]): workers[0] for workers in stage.replicas}.values())
-    ring = pairwise([*heads, heads[0]]) if len(heads) > 1 else [(stage.replicas[0][0], stage.replicas[1][0])]
-    slowest = min((profile.link(*ends) for ends in ring), key=lambda link: link.bandwidth_bytes_per_s)
+    slowest = profile.link("", "")
+    if profile.links:
+        heads = list({node_of(workers[0]): workers[0] for workers in stage.replicas}.values())
+        ring = pairwise([*heads, heads[0]]) if len(heads) > 1 else [(stage.replicas[0][0], stage.replicas[1][0])]
+        slowest = min((profile.link(*ends) for ends in ring), key=lambda link: link.bandwidth_bytes_per_s)
     n_bytes = n_layers * profile.parameter_bytes / len(profile.layers)
     return 2 * slowest.seconds(n_bytes * (n - 1) / n) / len(stage.replicas[0])
 
@@ -244,8 +258,7 @@ def _layer_s(stage: Stage, profile: Profile, rows: int) -> float:
     """Returns the seconds of an average layer for the rows of a turn."""
     width, n = len(stage.replicas[0]), len(profile.layers)
     factor = pace(with_rows(stage, profile), profile, rows) if profile.workers else rows / len(stage.replicas)
-    every = range(n)
-    fixed, whole = profile.turn_s(every, 0, width), profile.turn_s(every, 1, width)
+    fixed, whole = profile.whole_turn_s(width)
     return max((fixed + factor * (whole - fixed)) / n, 1e-12)
 
 
