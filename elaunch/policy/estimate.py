@@ -21,8 +21,10 @@ from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
 from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
-LARGE = 10_000
-"""Of plans with more micro-batches, all tiles' together, fewer orders are tried: each takes a second."""
+LARGE, LARGEST = 2_000, 10_000
+"""Micro-batches of a plan, all tiles' together, beyond which few orders that defer are tried, and none: each takes from a
+tenth of a second to a second, and what is deferred gains least where there are many micro-batches.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple
     Args:
         plan: valid.
         profile: of the model.
-        deferred: how many weight gradients may be deferred, beside none. A plan with more than LARGE micro-batches in
-            all tiles is tried with the clocks that are best without, and backwards first.
+        deferred: how many weight gradients may be deferred, beside none. A plan of more than LARGE micro-batches is
+            tried with the clocks that are best without, backwards first; one of more than LARGEST with none.
 
     Raises:
         PlanError: the profile is for another number of layers.
@@ -81,9 +83,10 @@ def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple
     rest = _Rest(plan, profile)
     found, step = _fastest(plan, profile, rest, list(product((0,), clocks, ORDERS)))
     orders: tuple[Order, ...] = ("backward", "forward")
-    if sum(len(tile.micro_batches) for tile in plan.tiles) > LARGE:
+    n_micro_batches = sum(len(tile.micro_batches) for tile in plan.tiles)
+    if n_micro_batches > LARGE:
         clocks, orders = [found.costs], ("backward",)
-    ways = list(product([most for most in deferred if most], clocks, orders))
+    ways = list(product([most for most in deferred if most and n_micro_batches <= LARGEST], clocks, orders))
     if ways:
         other, took = _fastest(plan, profile, rest, ways)
         if _rank(took, profile) < _rank(step, profile):

@@ -151,6 +151,7 @@ class TestCheckpoints:
         assert [(event["step"], event["again"]) for event in node.events("resume")] == [(4, 2)]
         assert [event["worker"] for event in node.events("worker_exited") if event.get("signal")] == ["node0/1#0"]
 
+    @pytest.mark.soak
     def test_a_job_that_is_started_again_goes_on_in_another_layout(self, spawn: Spawner, tmp_path: Path) -> None:
         expected = reference(spawn, tmp_path, "--steps=14")
         first = self.saving(spawn, tmp_path, "--layout=2x2", "--sleep=0.1", name="first")
@@ -164,6 +165,7 @@ class TestCheckpoints:
         (resumed,) = second.events("resume")
         assert resumed["step"] >= 4
 
+    @pytest.mark.soak
     def test_a_checkpoint_of_another_model_is_refused(self, spawn: Spawner, tmp_path: Path) -> None:
         first = self.saving(spawn, tmp_path, "--layout=2x2", name="first")
         assert first.agent.wait(LIMIT_S) == 0, first.agent.tail()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.helpers import ROOT, child_environment, scaled
 
 MEMBERS = 3
-ROUNDS = scaled(24, 120)
+ROUNDS = scaled(12, 120)
 
 
 @pytest.mark.timeout(scaled(120, 400))

@@ -130,7 +130,7 @@ def test_a_trainer_of_trl_goes_on_as_if_nobody_had_died(
 
 
 @pytest.mark.parametrize(
-    ("example", "epochs", "n_steps"), [("train_transformers.py", 1, 64), ("train_accelerate.py", 20, 640)]
+    ("example", "epochs", "n_steps"), [("train_transformers.py", 1, 64), ("train_accelerate.py", 5, 160)]
 )
 def test_an_example_survives_kill_9_as_it_says(
     spawn: Spawner, tmp_path: Path, example: str, epochs: int, n_steps: int

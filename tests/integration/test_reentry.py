@@ -218,7 +218,7 @@ for state in elaunch.Elastic(reset=lambda: reset("always")):
 def test_a_script_at_its_top_level_and_the_body_of_a_loop_are_run_again_in_the_same_process(
     spawn: Spawner, tmp_path: Path
 ) -> None:
-    script = tmp_path / "top.py"
+    script = tmp_path / "elastic_top.py"
     ended = []
     for number, (workers, text) in enumerate(((1, TOP_LEVEL), (3, TOP_LEVEL), (3, LOOP))):
         script.write_text(text)

@@ -91,6 +91,7 @@ PRELOADS = {
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
     "elastic.py": _COMPILER,
+    "elastic_top.py": _COMPILER,
     "lightning_fit.py": _LIGHTNING,
     "lightning_fabric.py": _LIGHTNING,
     "train_lightning.py": _LIGHTNING,

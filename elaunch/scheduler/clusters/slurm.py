@@ -32,10 +32,14 @@ JOBS = "%A|%T|%j|%n|%k|%r"
 
 SCRIPT = """#!/bin/sh
 # One agent of elaunch, which alone gets the signals of this script. Its exit code outlives Slurm's memory of the job.
-trap 'kill -TERM $pid' TERM
-trap 'kill -USR1 $pid' USR1
+early=
+trap 'early=TERM' TERM
+trap 'early=${{early:-USR1}}' USR1
 {command} &
 pid=$!
+trap 'kill -TERM $pid' TERM
+trap 'kill -USR1 $pid' USR1
+[ -z "$early" ] || kill -$early $pid
 while :; do
     wait $pid
     code=$?
