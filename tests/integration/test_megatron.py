@@ -60,7 +60,7 @@ def assert_as_alone(
 @pytest.mark.parametrize(
     ("layouts", "flags", "while_3"),
     [
-        ("2x1,1x1", (), "TP 1, PP 1, DP 3"),
+        soak("2x1,1x1", (), "TP 1, PP 1, DP 3"),
         ("1x2,1x1", ("--sharded-optimizer",), "TP 1, PP 1, DP 3"),
         soak("1x2,1x1", (), "TP 1, PP 1, DP 3"),
         soak("2x2,1x1", (), "TP 1, PP 1, DP 3"),
