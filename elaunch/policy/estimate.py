@@ -22,8 +22,8 @@ from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
 LARGE, LARGEST = 2_000, 10_000
-"""Micro-batches of a plan, all tiles' together, beyond which few orders that defer are tried, and none: each takes a tenth
-of a second to a second, and what is deferred gains least where there are many micro-batches.
+"""Micro-batches of a plan, all tiles' together, beyond which few orders that defer are tried, and none: each takes up
+to a second, and what is deferred gains least where there are many micro-batches.
 """
 
 
