@@ -183,8 +183,8 @@ class EmbeddedEtcd:
             process = self._process
             if process is None:
                 raise LaunchError("etcd was not started")
-            # A server of someone else who took the port in the same instant answers too: then ours is gone by now.
-            if self._is_healthy(deadline_s) and process.poll() is None:
+            # A server of someone else who took the port in the same instant answers too: then ours ends soon.
+            if self._is_healthy(deadline_s) and process.poll() is None and self._listens(process.pid):
                 return
             if process.poll() is not None:
                 log = self._log_tail()
@@ -272,6 +272,16 @@ class EmbeddedEtcd:
         except OSError:
             return False
         return b'"health":"true"' in answer
+
+    def _listens(self, pid: int) -> bool:
+        """Returns whether it is this process that listens at the client port."""
+        import psutil
+
+        try:
+            sockets = psutil.Process(pid).net_connections("tcp")
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == self._port for one in sockets)
 
     def _log_tail(self) -> str:
         with open(self.log_path, "rb") as log:
