@@ -195,6 +195,20 @@ class TestFailures:
             with pytest.raises(LaunchError, match=f"port {server.port} is in use"):
                 server.wait_ready(LIMIT_S)
 
+    def test_another_server_that_answers_at_the_port_is_not_taken_for_this_one(
+        self, make: Callable[..., EmbeddedEtcd], fake_etcd: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two agents of one machine begin at once; the server of the second fails late."""
+        first = make()
+        first.start()
+        first.wait_ready(LIMIT_S)
+        fake_etcd("sleep 0.5; echo bind: address already in use >&2; exit 1")
+        monkeypatch.setattr(embedded, "_bindable_port", lambda family, address, port: port)
+        second = make("second", port=first.port)
+        second.start()
+        with pytest.raises(LaunchError, match=f"port {first.port} is in use"):
+            second.wait_ready(LIMIT_S)
+
     def test_another_port_is_taken_where_any_will_do(
         self, make: Callable[..., EmbeddedEtcd], monkeypatch: pytest.MonkeyPatch
     ) -> None:
