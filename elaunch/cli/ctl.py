@@ -10,18 +10,19 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent import local_jobs
 from elaunch.cli import status
-from elaunch.cli.flags import VERBATIM, FlagParser, where_to_read
+from elaunch.cli.commands import open_store, run_command, seconds
+from elaunch.cli.flags import VERBATIM, FlagParser
 from elaunch.cli.request_plan import change_plan
 from elaunch.cli.resize import drain, resize
 from elaunch.errors import ElaunchError, RequestRefused, UsageError
 from elaunch.ranges import parse_range
-from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
+from elaunch.rendezvous.conf import ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.membership import (
     job_prefix,
     names_text,
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--timeout",
         metavar="S",
-        type=_seconds,
+        type=seconds,
         default=TIMEOUT_S,
         help="seconds to wait until the members go by it",
     )
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--timeout",
             metavar="S",
-            type=_seconds,
+            type=seconds,
             default=TIMEOUT_S,
             help="seconds to wait until nodes have left",
         )
@@ -97,26 +98,8 @@ def main(argv: Sequence[str]) -> int:
         0 when it is done, 1 when it was refused or not done in time, 2 for a command line that cannot be used.
     """
     args = parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], None] = args.run
-    try:
-        run(args)
-    except UsageError as error:
-        print(f"elaunch ctl: error: {error}", where_to_read("elaunch ctl"), sep="\n", file=sys.stderr)
-        return 2
-    except ElaunchError as error:
-        print(f"elaunch ctl: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("elaunch ctl: interrupted; `elaunch ctl plan` shows which plan was asked for", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
+    told = "interrupted; `elaunch ctl plan` shows which plan was asked for"
+    return run_command("elaunch ctl", args.run, args, told)
 
 
 # -- which job ----------------------------------------------------------------------------------------------------
@@ -151,9 +134,7 @@ def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
     """The store of the job that is meant, its endpoint, and the job's id."""
     conf = parse_conf(args.rdzv_conf)
     endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
-
-    store = EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.etcd.arguments())
+    store = open_store(endpoint, conf)
     try:
         if store.next_key(job_prefix(job), "") is None:
             raise _no_such_job(store, endpoint, job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,14 +71,18 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; 1 where there is no plan; 2 for values or files that cannot be used.
     """
-    args = parser().parse_args(argv)
+    return print_answer("elaunch plan", run, parser().parse_args(argv))
+
+
+def print_answer(name: str, run: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
+    """Prints what a command that only computes answers, or why it cannot; returns the exit code, as `main` does."""
     try:
         print(run(args))
     except NotPossible as error:
-        print(f"elaunch plan: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except (ElaunchError, PlanError, OSError) as error:
-        print(f"elaunch plan: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from elaunch.cli.flags import VERBATIM, FlagParser, where_to_read
+from elaunch.cli.commands import open_store, run_command, seconds
+from elaunch.cli.flags import VERBATIM, FlagParser
 from elaunch.errors import ElaunchError, StoreUnavailable, UsageError
-from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, parse_conf, parse_endpoint
+from elaunch.rendezvous.conf import ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.store import Store
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         ("--queue-timeout", 60.0, "seconds for the cluster to start an agent"),
         ("--kill-timeout", 45.0, "seconds for an agent to end after SIGTERM"),
     ):
-        daemon.add_argument(name, metavar="S", type=_seconds, default=default, help=text)
+        daemon.add_argument(name, metavar="S", type=seconds, default=default, help=text)
     daemon.add_argument("--events", metavar="FILE", help="append events to this file, a line of JSON each")
     daemon.add_argument("--metrics", metavar="FILE", help="keep figures in this file, in Prometheus's text format")
     submit = commands.add_parser("submit", help="hand in a job: a file, flags, or both, and behind -- its command")
@@ -100,25 +101,7 @@ def main(argv: Sequence[str]) -> int:
         words, command = words[:at], words[at + 1 :]
     args = parser().parse_args(words)
     args.command = command
-    run: Callable[[argparse.Namespace], None] = args.run
-    try:
-        run(args)
-    except UsageError as error:
-        print(f"elaunch schedule: error: {error}", where_to_read("elaunch schedule"), sep="\n", file=sys.stderr)
-        return 2
-    except ElaunchError as error:
-        print(f"elaunch schedule: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 1
-    return 0
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
+    return run_command("elaunch schedule", args.run, args)
 
 
 def _open(args: argparse.Namespace) -> Store:
@@ -126,11 +109,7 @@ def _open(args: argparse.Namespace) -> Store:
         raise UsageError("give --rdzv-endpoint=HOST:PORT of the scheduler's etcd, or set PET_RDZV_ENDPOINT")
     for member in args.rdzv_endpoint.split(","):
         parse_endpoint(member, ETCD_PORT)
-    conf = parse_conf(args.rdzv_conf)
-    from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
-
-    timeout_s = min(5.0, conf.connect_timeout or CONNECT_S)
-    return EtcdStore(args.rdzv_endpoint, timeout_s=timeout_s, **conf.etcd.arguments())
+    return open_store(args.rdzv_endpoint, parse_conf(args.rdzv_conf))
 
 
 @contextlib.contextmanager

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from elaunch.cli.flags import VERBATIM, FlagParser
-from elaunch.errors import ElaunchError, UsageError
-from elaunch.plan.tiling import PlanError
-from elaunch.policy.candidates.structure import NotPossible
+from elaunch.cli.plan import print_answer
+from elaunch.errors import UsageError
 from elaunch.policy.profile import Profile
 from elaunch.ranges import parse_range
 from elaunch.scheduler.settings import QUEUE_ORDERS, SuikaSettings
@@ -141,15 +139,7 @@ def main(argv: Sequence[str]) -> int:
         0; 1 where a job cannot be trained at all; 2 for values or files that cannot be used.
     """
     args = parser().parse_args(argv)
-    try:
-        print(args.run(args))
-    except NotPossible as error:
-        print(f"elaunch simulate: {error}", file=sys.stderr)
-        return 1
-    except (ElaunchError, PlanError, OSError) as error:
-        print(f"elaunch simulate: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_answer("elaunch simulate", args.run, args)
 
 
 def _job(args: argparse.Namespace) -> str:
