@@ -10,6 +10,7 @@ SIGKILL of a random worker at a random moment of a step. A peer is skipped where
 from __future__ import annotations
 
 import argparse
+import bisect
 import difflib
 import json
 import os
@@ -38,6 +39,7 @@ PEERS = HERE / "peers"
 NAMES = {"elaunch": "gpt_elastic.py", "torchrun": "gpt_torchrun.py", "torchft": "gpt_torchft.py", "nvrx": "gpt_nvrx.py"}
 FOREVER = 10**9
 SETTLED_STEPS = 5
+SETTLE_S = 20.0  # from the first step on; until then elaunch imports torch for replacements, on cores that workers use
 Line = dict[str, Any]
 
 
@@ -77,11 +79,12 @@ class Kill:
     cpu_s: float
 
 
-def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
+def kill_of(lines: Sequence[Line], killed_t: float, dead: int, committed: Sequence[float] | None = None) -> Kill | None:
     """Returns what the kill of process `dead` cost; None while nobody has done another step.
 
-    Those that go on are the survivors, where they have entered the function again or done a step with other members,
-    else the processes that were started afterwards.
+    `committed` are the times of steps in elaunch's event log: where others join right after a step, its commit does not
+    return to the function, which writes no line then. Those that go on are the survivors, where they have entered the
+    function again or done a step with other members, else the processes that were started afterwards.
     """
     survivors = {line["pid"] for line in lines if line["t"] <= killed_t} - {dead}
     later = [line for line in lines if line["t"] > killed_t]
@@ -94,7 +97,7 @@ def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
         nan = float("nan")
         return Kill(nan, nan, nan, nan, first["t"] - killed_t, _cpu_since(lines, killed_t, first)) if first else None
     ends = [killed_t]
-    for kind in ("entered", "built", "restored", "step"):
+    for kind in ("entered", "built", "restored", "step" if committed is None else "updated"):
         reached: list[Line] = []
         for pid in crew:
             entered = [line["t"] for line in later if line["pid"] == pid and line["kind"] == "entered"]
@@ -103,6 +106,11 @@ def kill_of(lines: Sequence[Line], killed_t: float, dead: int) -> Kill | None:
         if not crew or len(reached) < len(crew):
             return None
         ends.append(max(line["t"] for line in reached))
+    if committed is not None:
+        done = [t for t in committed if t > ends[-1]]
+        if not done:
+            return None
+        ends[-1] = done[0]
     parts = [after - before for before, after in itertools.pairwise(ends)]
     cpu_s = max(_cpu_since(lines, killed_t, line) for line in reached)
     return Kill(parts[0], parts[1], parts[2], parts[3], ends[-1] - killed_t, cpu_s)
@@ -136,6 +144,7 @@ class Run:
     def __init__(self, way: Way, kind: str, folder: Path, steps: int = FOREVER, plain: bool = False) -> None:
         self.way, self.name = way, f"{way.name}, {kind}"
         self.trace = folder / f"trace-{random.getrandbits(40):x}.jsonl"
+        self.events = folder / f"events-{random.getrandbits(40):x}.jsonl" if way.kind == "elaunch" else None
         checkpoint = folder / f"checkpoint-{random.getrandbits(40):x}"
         checkpoint.mkdir()
         self.processes = Processes(folder)
@@ -149,6 +158,8 @@ class Run:
         launcher = {"elaunch": ELAUNCH, "torchrun": TORCHRUN}.get(self.way.kind)
         if launcher is not None:
             flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--max-restarts=1000000"]
+            if self.events is not None:
+                flags.append(f"--events={self.events}")
             self.launcher = self.processes.start([*launcher, *flags, self.script, *self.flags], **self.more)
             return self
         if self.way.kind == "torchft":
@@ -169,8 +180,13 @@ class Run:
         return self.processes.start([self.way.python, self.script, *self.flags], **ranks, **self.more)
 
     def lines(self) -> list[Line]:
-        text = self.trace.read_text() if self.trace.exists() else ""
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return _lines_of(self.trace)
+
+    def committed(self) -> list[float] | None:
+        """Returns when steps were committed, as elaunch's event log has it; None under another launcher."""
+        if self.events is None:
+            return None
+        return [event["t"] for event in _lines_of(self.events) if event["kind"] == "step"]
 
     def wait(self, done: Callable[[list[Line]], bool], what: str, limit_s: float = 90.0) -> list[Line]:
         deadline = time.monotonic() + limit_s
@@ -260,10 +276,10 @@ class Bench:
                     os.kill(pids[victim], signal.SIGKILL)
 
                     def over(lines: list[Line], killed_t: float = killed_t, dead: int = pids[victim]) -> bool:
-                        return kill_of(lines, killed_t, dead) is not None
+                        return kill_of(lines, killed_t, dead, run.committed()) is not None
 
                     lines = run.wait(over, "step after a kill", 120.0)
-                    kill = kill_of(lines, killed_t, pids[victim])
+                    kill = kill_of(lines, killed_t, pids[victim], run.committed())
                     assert kill is not None
                     found.append(kill)
                     say(f"  {way.name}, {kind}: {len(found)}/{count}: slot {victim}, {1e3 * kill.total_s:.0f} ms")
@@ -282,16 +298,19 @@ class Bench:
         for pair in range(self.args.pairs):
             for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
                 say(f"  steps, {kind}: {way.name}, {pair + 1}/{self.args.pairs}")
-                with Run(way, kind, self.folder, steps, plain=way is torchrun) as run:
-                    lines = run.wait(lambda lines: sum(line.get("step") == steps for line in lines) == WORKERS, "end")
-                warm = steps // 4
-                times = [line["t"] for line in lines if line.get("step", 0) >= warm and line["slot"] == 0]
+                with Run(way, kind, self.folder, plain=way is torchrun) as run:
+                    lines = run.wait(
+                        lambda lines: _count_steps(_settled(lines)) >= WORKERS * (steps + 1),
+                        "end",
+                        SETTLE_S + 90 + steps,
+                    )
+                lines = _settled(lines)
+                times = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
                 medians[way.kind].append(statistics.median(_gaps(times)))
-                cpu_s[way.kind].append(_cpu_of_a_step(lines, warm))
+                cpu_s[way.kind].append(_cpu_of_a_step(lines))
                 if way is elaunch:
-                    begun = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
-                    ended = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
-                    in_commit += [after - before for before, after in zip(begun, ended, strict=True)][warm:]
+                    updated = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
+                    in_commit += [times[bisect.bisect(times, t)] - t for t in updated if t < times[-1]]
         ratios, of_cpu = (
             sorted(a / b for a, b in zip(found["elaunch"], found["torchrun"], strict=True))
             for found in (medians, cpu_s)
@@ -318,6 +337,11 @@ class Bench:
         self.report.target(f"{kind}: step time", statistics.median(ratios), "x plain, torchrun", at_most=1.01)
 
 
+def _lines_of(path: Path) -> list[Line]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -326,11 +350,21 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def _cpu_of_a_step(lines: Sequence[Line], warm: int) -> float:
-    """Returns the processor seconds that a worker takes for a step, after some; the mean over the workers."""
+def _settled(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines of steps from SETTLE_S after the first one."""
+    steps = [line for line in lines if line["kind"] in ("updated", "step")]
+    return [line for line in steps if line["t"] >= steps[0]["t"] + SETTLE_S]
+
+
+def _count_steps(lines: Sequence[Line]) -> int:
+    return sum(line["kind"] == "step" for line in lines)
+
+
+def _cpu_of_a_step(lines: Sequence[Line]) -> float:
+    """Returns the processor seconds that a worker takes for a step; the mean over the workers."""
     found: list[float] = []
     for slot in range(WORKERS):
-        steps = [line for line in lines if line["kind"] == "step" and line["slot"] == slot and line["step"] >= warm]
+        steps = [line for line in lines if line["kind"] == "step" and line["slot"] == slot]
         found.append((steps[-1]["cpu_s"] - steps[0]["cpu_s"]) / (len(steps) - 1))
     return statistics.mean(found)
 
@@ -376,7 +410,7 @@ def main() -> int:
     parser.add_argument("--ways", default="elaunch,torchft,nvrx,torchrun", help="with commas")
     parser.add_argument("--kills", type=int, help="under elaunch (default 20, quick 2); half as many under each peer")
     parser.add_argument("--pairs", type=int, help="of runs without faults (default 8, quick 1)")
-    parser.add_argument("--steps", type=int, default=120, help="of each such run")
+    parser.add_argument("--steps", type=int, default=60, help="of each such run that count")
     parser.add_argument("--torchft-python", type=Path, help="an interpreter that can import torchft")
     parser.add_argument("--nvrx-python", type=Path, help="one that can import nvidia_resiliency_ext")
     parser.add_argument("--seed", type=int, default=0)
@@ -392,6 +426,7 @@ def main() -> int:
             "slowest",
             "lines: of code, beside the plain script, which survives nothing",
             "cpu: processor time of a worker in a step, all its threads; without launchers and etcd",
+            f"steps of runs without faults count from {SETTLE_S:g} s after the first one",
             "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
             "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
             "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "

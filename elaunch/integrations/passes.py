@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elaunch.integrations.adapters import under_adapters
 from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.state import ElasticState
@@ -113,7 +114,7 @@ class FunctionLoop:
         if self.entry.reentry.bound:
             return
         objects, values = self._objects()
-        self.entry.state.bind(**objects)
+        self.entry.state.bind(constant=under_adapters(objects), **objects)
         for one in objects.values():
             if isinstance(one, torch.optim.Optimizer):
                 one.register_step_post_hook(self._note_step)

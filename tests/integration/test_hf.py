@@ -76,6 +76,28 @@ def test_a_trainer_goes_on_as_if_nobody_had_died(
             assert log[key] == pytest.approx(undisturbed[key], rel=1e-3), key
 
 
+@pytest.mark.parametrize(
+    ("flags", "deaths"),
+    [
+        (("--fsdp=FULL_STATE_DICT",), ("1:0", "0:12")),
+        soak(("--fsdp=SHARDED_STATE_DICT", "--accumulation=3"), ("2:0", "1:3", "0:5")),
+        soak(("--fsdp=FULL_STATE_DICT", "--lora"), ("1:0", "0:12")),
+        soak(("--lora",), ("1:0", "0:12")),
+    ],
+)
+def test_a_trainer_with_shards_or_adapters_goes_on_as_if_nobody_had_died(
+    spawn: Spawner, tmp_path: Path, flags: tuple[str, ...], deaths: tuple[str, ...]
+) -> None:
+    calm = train(spawn, tmp_path, *flags, name="calm")
+    node = train(spawn, tmp_path, *flags, *[flag for death in deaths for flag in ("--die", death)], name="deaths")
+    assert_same_steps(node, calm, 1e-4)
+    assert len(node.events("worker_started")) == 3 + len(deaths)
+    # The model can be used after the training as well, whole.
+    ends, (expected,) = numbers(node.agent.text(), "end: "), numbers(calm.agent.text(), "end: ")
+    for own in ends:
+        assert own == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.soak
 def test_a_trainer_under_elaunch_has_the_losses_of_one_under_torchrun(spawn: Spawner, tmp_path: Path) -> None:
     calm = train(spawn, tmp_path, name="calm")
@@ -152,16 +174,16 @@ def test_an_example_survives_kill_9_as_it_says(
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "deaths"),
+    ("flags", "deaths"),
     [
-        (1, ("1:0.0", "0:2.0")),
-        soak(2, ("1:0.1", "0:2.5")),
+        ((), ("1:0.0", "0:2.0")),
+        soak(("--accumulation=2",), ("1:0.1", "0:2.5")),
+        (("--accumulation=2", "--fsdp"), ("1:0.1", "0:2.5")),
     ],
 )
 def test_an_accelerate_script_goes_on_as_if_nobody_had_died(
-    spawn: Spawner, tmp_path: Path, accumulation: int, deaths: tuple[str, ...]
+    spawn: Spawner, tmp_path: Path, flags: tuple[str, ...], deaths: tuple[str, ...]
 ) -> None:
-    flags = ("--accumulation", str(accumulation))
     calm = run(spawn, tmp_path, ACCELERATE, *flags, name="calm")
     told = [flag for death in deaths for flag in ("--die", death)]
     node = run(spawn, tmp_path, ACCELERATE, *flags, *told, name="deaths")

@@ -13,6 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from elaunch.integrations.transformers import Trainer
+from tests.jobs.cpus_for_devices import take_cpus_for_devices
 
 
 class Deaths(TrainerCallback):  # type: ignore[misc]
@@ -45,6 +46,11 @@ def rows(count: int, ragged: int = 5) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -52,13 +58,22 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--unlogged", type=int, default=0, help="steps at the end without a log")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--fsdp", choices=["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
     options = parser.parse_args()
+    if options.fsdp:
+        take_cpus_for_devices()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
-    model = GPT2LMHeadModel(config)
+    model: Any = GPT2LMHeadModel(config)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     args = TrainingArguments(
         output_dir=options.out,
         per_device_train_batch_size=4,
@@ -71,6 +86,8 @@ def main() -> None:
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
+        fsdp=bool(options.fsdp),
+        fsdp_config={"version": 2, "state_dict_type": options.fsdp} if options.fsdp else None,
     )
     trainer = Trainer(
         model=model,
@@ -80,7 +97,7 @@ def main() -> None:
         callbacks=[Deaths(options.die, options.unlogged)],
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
-    weights = sum(one.double().abs().sum().item() for one in model.parameters())
+    weights = sum(one.detach().double().abs().sum().item() for one in map(whole, trainer.model.parameters()))
     loss = trainer.evaluate()["eval_loss"]
     sys.stdout.write(f"end: {result.global_step} {result.training_loss:.9f} {loss:.9f} {weights:.9f}.\n")
     trainer.save_model()

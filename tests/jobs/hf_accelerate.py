@@ -10,16 +10,19 @@ import time
 from typing import Any
 
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elaunch.integrations.accelerate import Accelerator, elastic
+from tests.jobs.cpus_for_devices import take_cpus_for_devices
 
 
 @elastic
 def train(options: Any) -> None:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulation)
+    sharding = FullyShardedDataParallelPlugin(fsdp_version=2) if options.fsdp else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulation, fsdp_plugin=sharding)
     inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(1)).double()
     targets = inputs.sum(1, keepdim=True) ** 2
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -57,5 +60,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--die", action="append", default=[], help="RANK:EPOCH.BATCH")
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true")
     torch.set_num_threads(1)
-    train(parser.parse_args())
+    options = parser.parse_args()
+    if options.fsdp:
+        take_cpus_for_devices()
+    train(options)

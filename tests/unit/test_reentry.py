@@ -112,6 +112,70 @@ def test_what_travels_to_a_guard_in_one_message_comes_out_as_it_was() -> None:
         assert guards[0].newest[0][2].unique().tolist() == [21.0]
 
 
+def test_what_does_not_change_travels_to_the_guard_once() -> None:
+    boxes: list[dict[int, Any]] = [{0: LOW, 1: ((0, 2),)}, {0: HIGH, 1: ((2, 5),)}]
+    specs = [
+        {"path": "a", "dtype": "torch.float32", "shape": [4, 4]},
+        {"path": "b", "dtype": "torch.float32", "shape": [5]},
+    ]
+
+    def copy_of(step: int, rank: int) -> StateCopy:
+        shapes = [[stop - start for start, stop in box] for box in boxes[rank].values()]
+        tensors = [torch.full(shape, 10.0 * step + rank) for shape in shapes]
+        return StateCopy(step, {"version": 1, "objects": {}, "tensors": specs}, {}, tensors, boxes[rank], {0})
+
+    with crew(2) as transports:
+        members = ["a/0#0", "a/1#0"]
+        guards = [Guards(), Guards()]
+        for generation in (1, 2):  # each entry has its own
+            groups = [Group(transport, generation, members) for transport in transports]
+            for guard in guards:
+                guard.enter()
+            each(lambda guard, group, own: guard.tell(group, own), guards, groups, boxes)
+            for step in range(10 * generation, 10 * generation + 3):
+                copies = [copy_of(step, rank) for rank in (0, 1)]
+                each(lambda guard, group, copy: guard.ship(group, copy, lambda: None).wait(), guards, groups, copies)
+                for rank, guard in enumerate(guards):
+                    found = {place: (box, tensor.unique().tolist()) for place, box, tensor in guard.newest}
+                    other = 1 - rank
+                    assert found == {
+                        0: (boxes[other][0], [100.0 * generation + other]),
+                        1: (boxes[other][1], [10.0 * step + other]),
+                    }
+        guards[0].forget_newest()
+        assert sorted(tensor.unique().item() for _, _, tensor in guards[0].newest) == [201.0, 211.0]
+
+
+def test_what_does_not_change_is_copied_once() -> None:
+    frozen, trained = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
+    net = nn.Sequential(frozen, trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    copies = Copies()
+    copies.gate({"net": net, "optimizer": optimizer}, ["net.0"])
+    made = []
+    for step in range(4):
+        train_a_step(net, optimizer)
+        made.append(copies.begin(step, {"net": net, "optimizer": optimizer}, {}))
+        copies.finish()
+        assert sorted(made[step].constant) == [0, 1]
+        assert made[step].tensors[0] is made[0].tensors[0]
+        assert torch.equal(made[step].tensors[0], frozen.weight)
+        assert torch.equal(made[step].tensors[2], trained.weight)
+    assert not torch.equal(made[3].tensors[2], made[2].tensors[2])
+    # Who enters again has other objects, and what is kept of the last commit must stay as it is.
+    before, other = frozen.weight.clone(), nn.Linear(3, 3)
+    copies.gate({"net": other}, ["net"])
+    again = copies.begin(4, {"net": other}, {})
+    copies.finish()
+    assert copies.former is made[3]
+    assert torch.equal(made[3].tensors[0], before)
+    assert torch.equal(again.tensors[0], other.weight)
+    with torch.no_grad():
+        other.bias.add_(1.0)
+    with pytest.raises(StateError, match=r"net\.bias changed, but state\.bind\(constant=\.\.\.\) says"):
+        copies.begin(5, {"net": other}, {})
+
+
 def test_what_was_described_before_is_described_alike_whatever_has_changed() -> None:
     class Holder:
         def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Copies of the state in host memory: the one of the last commit, and the one before.
 
 What only an optimizer changes is copied while the next forward and backward run; the optimizer waits for that before it
-steps. All else is copied at once. On an accelerator the copies go to pinned memory, on a stream of their own.
+steps. What does not change is copied once, all else at each commit, at once. On an accelerator the copies go to pinned
+memory, on a stream of their own.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class StateCopy:
         values: what else makes up the state, as JSON; the same on all.
         tensors: this worker's parts, in the order of the manifest.
         boxes: by place in it, the parts that are not whole.
+        constant: places of what does not change as long as the same objects are bound.
         torn: paths of tensors that were changed while they were copied.
     """
 
@@ -156,6 +158,7 @@ class StateCopy:
     values: dict[str, Any]
     tensors: list[Tensor]
     boxes: Mapping[int, Box] = field(default_factory=dict)
+    constant: Collection[int] = ()
     torn: tuple[str, ...] = ()
 
     @property
@@ -182,6 +185,8 @@ class Copies:
         self._hooks: list[Any] = []
         self._gated: set[str] = set()
         self._found: TensorPlaces | None = None
+        self._constant: tuple[str, ...] = ()
+        self._constants: dict[str, tuple[int, int]] = {}  # by path: where it lies, and its version when it was copied
 
     def describe(self, objects: Mapping[str, Any]) -> Described:
         """Returns what `describe_shards` does, quicker where the tensors lie where they lay the last time."""
@@ -189,8 +194,14 @@ class Copies:
         self._found = described[1].found
         return described
 
-    def gate(self, objects: Mapping[str, Any]) -> None:
-        """Has the optimizers among some objects wait for a copy that is under way before they step."""
+    def gate(self, objects: Mapping[str, Any], constant: Collection[str] = ()) -> None:
+        """Has the optimizers among some objects wait for a copy that is under way before they step.
+
+        Args:
+            objects: by name; the next copies are of these.
+            constant: paths of tensors that do not change, or of what they are part of.
+        """
+        self._constant, self._constants = tuple(constant), {}
         for hook in self._hooks:
             hook.remove()
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
@@ -225,12 +236,13 @@ class Copies:
         self.finish()
         manifest, encoder = self.describe(objects) if described is None else described
         sources = encoder.tensors
-        spare = self.former.tensors if self.former is not None else []
-        places = [_place(source, spare[i] if i < len(spare) else None) for i, source in enumerate(sources)]
-        copy = StateCopy(step, manifest, values, places, dict(encoder.boxes))
-        copied_later = self._later(objects, encoder)
+        constant = self._places_of_constants(encoder)
+        kept = self._kept(constant, encoder)
+        places = [kept[i] if i in kept else _place(source, self._spare(i)) for i, source in enumerate(sources)]
+        copy = StateCopy(step, manifest, values, places, dict(encoder.boxes), constant)
+        copied_later = self._later(objects, encoder) - constant
         copied_later |= {place for place, spec in enumerate(encoder.specs) if spec["path"] in later}
-        now = [place for place in range(len(sources)) if place not in copied_later]
+        now = [place for place in range(len(sources)) if place not in copied_later and place not in kept]
         for place in now:
             places[place].copy_(sources[place])
         self.former, self.newest = self.newest, copy
@@ -267,6 +279,40 @@ class Copies:
         """Lets all copies go."""
         self.finish()
         self.newest = self.former = None
+
+    def _places_of_constants(self, encoder: ShardEncoder) -> set[int]:
+        if not self._constant:
+            return set()
+        names = set(self._constant)
+        return {place for place, spec in enumerate(encoder.specs) if _is_part(spec["path"], names)}
+
+    def _kept(self, constant: Collection[int], encoder: ShardEncoder) -> dict[int, Tensor]:
+        """Returns by place the copies of what does not change, as far as they have been made.
+
+        Raises:
+            StateError: something has changed nevertheless; names it.
+        """
+        if not constant:
+            return {}
+        before, known, tensors = self.newest, self._constants, encoder.tensors
+        paths = {encoder.specs[place]["path"]: place for place in constant}
+        self._constants = {path: (tensors[place].data_ptr(), tensors[place]._version) for path, place in paths.items()}
+        changed = [path for path, found in self._constants.items() if known.get(path, found) != found]
+        if changed:
+            raise StateError(
+                f"{', '.join(changed[:5])} changed, but state.bind(constant=...) says that it does not: leave it out"
+            )
+        if not known or before is None:
+            return {}
+        made = {before.manifest["tensors"][place]["path"]: before.tensors[place] for place in before.constant}
+        return {place: made[path] for path, place in paths.items() if path in known and path in made}
+
+    def _spare(self, place: int) -> Tensor | None:
+        """Returns memory that a copy of the tensor at a place may overwrite, if there is some."""
+        former = self.former
+        if former is None or place >= len(former.tensors) or place in former.constant:
+            return None
+        return former.tensors[place]
 
     @torch.no_grad()
     def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
@@ -360,6 +406,15 @@ class _Copying:
             for (place, source), version in zip(self._sources, self._versions, strict=True)
             if source._version != version
         )
+
+
+def _is_part(path: str, names: Collection[str]) -> bool:
+    """Returns whether a path is one of those given, or of a part of what one of them is."""
+    while path not in names:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            return False
+    return True
 
 
 def _address(parameter: Any) -> int:

@@ -134,13 +134,32 @@ class PackedParts:
         return cls(forms, memory, parts)
 
 
+@dataclass(frozen=True)
+class KeptParts:
+    """Parts of a commit that one worker keeps for another.
+
+    Attributes:
+        changing: those that are others with each commit.
+        constant: the others, which travel once in an entry.
+    """
+
+    changing: PackedParts
+    constant: PackedParts
+
+    @property
+    def parts(self) -> list[Part]:
+        """Returns all of them."""
+        return [*self.changing.parts, *self.constant.parts]
+
+
 class Guards:
     """What one worker keeps for another, in one entry."""
 
     def __init__(self) -> None:
-        self._newest: PackedParts | None = None
-        self._former: PackedParts | None = None
+        self._newest: KeptParts | None = None
+        self._former: KeptParts | None = None
         self._leaving: PackedParts | None = None
+        self._has_constants = False  # the guard has those of this entry
         self._own: Boxes = {}
         self._guard, self._ward = 0, 0
         self._given: dict[int, Box] = {}
@@ -170,7 +189,7 @@ class Guards:
             {place: held[rank][place] for place in alone(rank, held, group.members)}
             for rank in (group.rank, self._ward)
         )
-        self._own, self._told = dict(boxes), True
+        self._own, self._told, self._has_constants = dict(boxes), True, False  # places may be others
 
     def ship(self, group: Group, copy: StateCopy, copied: Callable[[], None]) -> Shipment:
         """Begins to give this worker's guard what it alone holds of a copy, and to take what it keeps itself.
@@ -185,22 +204,36 @@ class Guards:
         spare, self._former, self._newest = self._former, self._newest, None
         if group.size == 1:
             return Shipment(copied)
-        specs = copy.manifest["tensors"]
+        specs, constant = copy.manifest["tensors"], copy.constant
 
-        def forms_of(boxes: Mapping[int, Box]) -> tuple[tuple[int, Box, torch.dtype], ...]:
-            return tuple((place, box, dtype_of(specs[place]["dtype"])) for place, box in boxes.items())
+        def packed(boxes: Mapping[int, Box], constants: bool, spare: PackedParts | None) -> PackedParts:
+            forms = tuple(
+                (place, box, dtype_of(specs[place]["dtype"]))
+                for place, box in boxes.items()
+                if (place in constant) == constants
+            )
+            return PackedParts.of(forms, spare)
 
         # The shipment before has arrived, or was interrupted: its memory is free.
-        self._leaving = leaving = PackedParts.of(forms_of(self._given), self._leaving)
-        self._newest = coming = PackedParts.of(forms_of(self._taken), spare)
+        self._leaving = packed(self._given, False, self._leaving)
+        leaving = [self._leaving]
+        changing = packed(self._taken, False, spare.changing if spare is not None else None)
+        coming = [changing]
+        if self._has_constants and self._former is not None:
+            self._newest = KeptParts(changing, self._former.constant)
+        else:
+            self._newest = KeptParts(changing, packed(self._taken, True, None))
+            leaving.append(packed(self._given, True, None))
+            coming.append(self._newest.constant)
+        self._has_constants = True
 
         def move() -> None:
             copied()
-            views = [tensor for _, _, tensor in leaving.parts]
+            leave, come = ([one for one in packs if one.parts] for packs in (leaving, coming))
+            views = [tensor for one in leave for _, _, tensor in one.parts]
             if views:
-                torch._foreach_copy_(views, [copy.tensors[place] for place, _, _ in leaving.parts])
-            sends = [(self._guard, leaving.memory)] if views else []
-            group.exchange(sends, [(self._ward, coming.memory)] if coming.parts else [])
+                torch._foreach_copy_(views, [copy.tensors[place] for one in leave for place, _, _ in one.parts])
+            group.exchange([(self._guard, one.memory) for one in leave], [(self._ward, one.memory) for one in come])
 
         return Shipment(move)
 
@@ -211,7 +244,9 @@ class Guards:
     def forget(self) -> None:
         """Lets all parts go."""
         self._newest = self._former = self._leaving = None
+        self._has_constants = False
 
     def enter(self) -> None:
         """Forgets which parts the members have: there are others from now on, or they are cut anew."""
         self._own, self._given, self._taken, self._told = {}, {}, {}, False
+        self._has_constants = False

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -254,7 +254,12 @@ class Reentry:
         """Sets the generators of random numbers to where they were at the last commit, if this worker was there."""
         continue_generators(self._generators.get(self.step, b""))
 
-    def bind(self, objects: dict[str, Any], load: Callable[[], object] | None = None) -> dict[str, Any] | None:
+    def bind(
+        self,
+        objects: dict[str, Any],
+        load: Callable[[], object] | None = None,
+        constant: Collection[str] = (),
+    ) -> dict[str, Any] | None:
         """Takes the objects that make up the state, and gives them that of the last commit; returns its values.
 
         Returns:
@@ -289,7 +294,7 @@ class Reentry:
                 self._load(group, load, lost)
         elif load is not None:
             self._load(group, load, None)
-        self._copies.gate(objects)
+        self._copies.gate(objects, constant)
         self._bound = Bound(objects, any(map(is_sharded, objects.values())), self.step)
         self._holds = True
         return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,7 +89,7 @@ class ElasticState:
         """Has a function called once, before the function is entered again (see `reset` of `elastic`)."""
         self._reentry.resets.append(function)
 
-    def bind(self, *, load: Callable[[], object] | None = None, **objects: Any) -> None:
+    def bind(self, *, load: Callable[[], object] | None = None, constant: Collection[str] = (), **objects: Any) -> None:
         """Names what makes up the state, and gives it the state of the last commit, if there is one. Once in an entry.
 
         All members call it with the same names, after the process groups and the objects are made: modules and
@@ -100,6 +100,9 @@ class ElasticState:
             load: loads the script's newest checkpoint, if there is one, into the objects, and with `load_state_dict`
                 into this state. All members call it, where no member has the state: when the job begins, and when all
                 copies of a part have been lost.
+            constant: paths of tensors that training does not change, such as the frozen weights under an adapter:
+                `"model.layer.weight"` for that of an object `model`, or `"model.layer"` for all in it. They are copied
+                once in an entry, and not in each commit.
             objects: by name.
 
         Raises:
@@ -116,7 +119,7 @@ class ElasticState:
                         f"state.bind({name}=...): {type(thing).__name__} has no {method}(); numbers, texts, lists and "
                         "dicts go into state.values"
                     )
-        values = self._reentry.bind(objects, None if load is None else lambda: self._load(load))
+        values = self._reentry.bind(objects, None if load is None else lambda: self._load(load), constant)
         if values is not None:
             self._position = values.pop(POSITION)
             self.values = values

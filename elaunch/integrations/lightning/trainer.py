@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from elaunch.integrations.adapters import under_adapters
 from elaunch.integrations.lightning import loggers, loops
 from elaunch.integrations.lightning.data import DealtLoader, dealt
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
@@ -196,7 +197,7 @@ class ElasticFit:
             if isinstance(callback, ModelCheckpoint) and "file_exists" not in vars(callback):
                 self._write_again(callback)
         state = self.state
-        state.bind(**objects)
+        state.bind(constant=under_adapters(objects), **objects)
         if not self.restored:
             return
         put_back_metrics(trainer, state.values.get(METRICS, {}))

@@ -1,24 +1,16 @@
-"""Transformers' Trainer that survives: import `Trainer` from here in place of transformers'.
-
-`elastic` makes the same of trainers that other libraries derive from it, such as TRL's SFTTrainer.
-
-Under torchrun and in a plain process it is transformers' own. Under elaunch the import has accelerate form no process
-group: `train()` does that, over the members there are, and is left and entered again when they change.
-"""
+"""Transformers' Trainer, whose `train()` is left and entered again when the members change."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.state import PartialState
 from accelerate.utils import extract_model_from_parallel
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -30,6 +22,9 @@ from elaunch.integrations.accelerate import (
     dealt_out,
     forget_group,
 )
+from elaunch.integrations.adapters import under_adapters
+from elaunch.integrations.transformers.outside import Outside
+from elaunch.integrations.transformers.sharded import UnshardedModel, fsdp_version, local_parts, take_local_parts
 from elaunch.workers.agent_client import has_agent
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.state import ElasticState
@@ -55,58 +50,10 @@ TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 UNKNOWN_ORDERS = ("group_by_length", "batch_rebalance")
 """Ways of sampling whose order depends on more than a seed and the pass."""
 
-GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Kind = TypeVar("Kind", bound=type)
 
-
-class _Outside:
-    """Has accelerate form no process group before `train()`: every worker is alone, but knows its rank.
-
-    Attributes:
-        alone: whether that is so now.
-    """
-
-    alone = False
-    _form: Callable[..., None]
-    _set_up: Callable[..., Any]
-
-    @classmethod
-    def begin(cls) -> None:
-        """Takes the place of accelerate's forming of a group."""
-        cls.alone = True
-        cls._form = PartialState.__init__
-        PartialState.__init__ = lambda state, *args, **kwargs: cls._start(state, *args, **kwargs)
-        devices = transformers.TrainingArguments.__dict__["_setup_devices"]
-        cls._set_up = devices.func
-        devices.func = cls._one_device
-
-    @classmethod
-    def _start(cls, state: Any, *args: Any, **kwargs: Any) -> None:
-        if not cls.alone or PartialState._shared_state:
-            cls._form(state, *args, **kwargs)
-            return
-        hidden = {name: os.environ.pop(name) for name in GROUP_VARIABLES if name in os.environ}
-        try:
-            kwargs.pop("backend", None)
-            cls._form(state, *args, **kwargs)
-        finally:
-            os.environ.update(hidden)
-        state.process_index = int(hidden.get("RANK", 0))
-        state.local_process_index = int(hidden.get("LOCAL_RANK", 0))
-        if state.device.type != "cpu" and state.device.index is None:
-            state.device = torch.device(state.device.type, state.local_process_index)
-            torch.accelerator.set_device_index(state.local_process_index)
-
-    @classmethod
-    def _one_device(cls, args: Any) -> Any:
-        device = cls._set_up(args)
-        if cls.alone and args._n_gpu > 0:
-            args._n_gpu, device = 1, args.distributed_state.device
-        return device
-
-
 if has_agent():
-    _Outside.begin()
+    Outside.begin()
 
 
 @dataclasses.dataclass
@@ -156,6 +103,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     _training: _Training | None = None
     _began_as_first: bool | None = None
     _history: tuple[int, str] | None = None
+    _unsharded: UnshardedModel | None = None
+    _trained_parts: dict[str, torch.Tensor] | None = None
 
     def train(
         self,
@@ -172,13 +121,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         own = super().train
         if not has_agent():
             return own(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
-        if not _Outside.alone:
+        if not Outside.alone:
             raise UsageError("under elaunch a process calls Trainer.train() once: this is the second call")
         self._check_elastic()
+        self._unsharded = UnshardedModel(self.model) if fsdp_version(self.args) else None
         reentry = Reentry(1)
         self._given = self._snapshot()
         self._accumulation = self.args.gradient_accumulation_steps
-        _Outside.alone = False
+        Outside.alone = False
         result = reentry.run(
             lambda state: self._enter(
                 reentry,
@@ -188,11 +138,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         self.args.gradient_accumulation_steps = self._accumulation
         self._form_group()  # as under torchrun, for what comes after the training
+        if self._trained_parts is not None:
+            self._shard_trained()
         return result
 
     def _check_elastic(self) -> None:
         for name, found in (
-            ("fsdp", self.is_fsdp_enabled),
+            ("FSDP 1 (FSDP 2: fsdp_config={'version': 2})", fsdp_version(self.args) == 1),
+            ("fsdp_config={'xla': True}", self.is_fsdp_xla_enabled),
+            ("a model that from_pretrained() has sharded", self.is_distributed_loading_by_transformers),
+            ("parallelism_config", self.args.parallelism_config is not None),
             ("deepspeed", self.is_deepspeed_enabled),
             ("auto_find_batch_size", self.args.auto_find_batch_size),
             *(
@@ -233,9 +188,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _leave_group(self, ended: bool) -> None:
         """Lets go of everything that a group hangs on, and, unless training has ended, of the optimizer made for it."""
         self.model = extract_model_from_parallel(self.model, keep_fp32_wrapper=False)
+        if self._unsharded is not None:
+            self._trained_parts = local_parts(self.model) if ended else None
+            self.model = self._unsharded.make()
         self.model_wrapped = self.callback_handler.model = self.model
         self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not ended and self._given["optimizer"] is None:
+        if self._given["optimizer"] is None and not (ended and self._unsharded is None):
             self.optimizer = None
         if self.neftune_noise_alpha is not None and hasattr(self, "neftune_hook_handle"):
             self.neftune_hook_handle.remove()
@@ -243,6 +201,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.accelerator.free_memory()
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def _shard_trained(self) -> None:
+        """Has the trained model be sharded over the group that was formed after the training."""
+        assert self._trained_parts is not None
+        self.create_optimizer()  # accelerate prepares both together
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model_wrapped = self.callback_handler.model = self.model
+        take_local_parts(self.model, self._trained_parts)
+        self._trained_parts = None
 
     def _snapshot(self) -> dict[str, Any]:
         """Returns what the training begins with: an update that did not commit must leave nothing of it behind."""
@@ -343,7 +310,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             }
             if self.accelerator.scaler is not None:
                 objects["scaler"] = self.accelerator.scaler
-            training.state.bind(**objects)
+            training.state.bind(constant=under_adapters(objects), **objects)
             training.state.values = dict(training.values)
             self._begin()
         return prepared

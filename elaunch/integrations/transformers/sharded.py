@@ -1,0 +1,75 @@
+"""Models that FSDP shards in place: a whole one is made anew for each group of members."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elaunch.errors import UsageError
+
+
+def fsdp_version(args: Any) -> int:
+    """Returns which FSDP the arguments of a Trainer, or accelerate's variables, ask for; 0: none."""
+    if getattr(args, "fsdp", None):
+        return int((args.fsdp_plugin_args or {}).get("fsdp_version", 1))
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        return int(os.environ.get("FSDP_VERSION", "1"))
+    return 0
+
+
+class UnshardedModel:
+    """A model as it is before it is sharded, without the values of its parameters.
+
+    Args:
+        model: whole; it may be sharded afterwards.
+
+    Raises:
+        UsageError: a parameter is of a class of its own, such as a quantized one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = _with(model, lambda one: torch.empty_like(one, device="meta"))
+        self._devices = {name: one.device for name, one in model.named_parameters()}
+
+    def make(self) -> nn.Module:
+        """Returns such a model, which is whole, and whose parameters have any values."""
+        devices = {one: self._devices[name] for name, one in self._model.named_parameters()}
+        return _with(self._model, lambda one: torch.empty_like(one, device=devices[one]))
+
+
+def _with(model: nn.Module, values: Any) -> nn.Module:
+    """Returns a deep copy of a model but for its parameters, which get other values; those that are tied, stay so."""
+    made: dict[int, Any] = {}
+    for name, one in model.named_parameters():
+        if type(one) is not nn.Parameter:
+            raise UsageError(
+                f"elaunch.integrations.transformers.Trainer with FSDP: {name} is a {type(one).__name__}, and not an "
+                "ordinary parameter: leave fsdp out, or the quantization"
+            )
+        value: Tensor = values(one)
+        other = nn.Parameter(value, one.requires_grad)
+        other.__dict__.update(copy.deepcopy(one.__dict__))
+        made[id(one)] = other
+    return copy.deepcopy(model, made)
+
+
+def local_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what this worker has of a model: its parts of parameters, and the buffers."""
+    parts = [*model.named_parameters(), *model.named_buffers()]
+    return {name: _local(one).detach() for name, one in parts}
+
+
+@torch.no_grad()
+def take_local_parts(model: nn.Module, parts: dict[str, Tensor]) -> None:
+    """Gives a model what another one of the same members has here."""
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        _local(one).copy_(parts[name])
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
