@@ -69,24 +69,21 @@ class ClusterTrace:
 
 TRACE = ClusterTrace(
     jobs=(
-        TraceJob(0.0, "a", 419, 2, 4, "good"),
-        TraceJob(40.0, "b", 277, 2, 4, "poor"),
+        TraceJob(0.0, "a", 470, 2, 4, "good"),
+        TraceJob(40.0, "b", 290, 2, 4, "poor"),
         TraceJob(85.0, "c", 115, 2, 2, "good", priority=5),
-        TraceJob(240.0, "d", 119, 2, 4, "good"),
+        TraceJob(255.0, "d", 105, 2, 4, "good"),
     ),
     nodes=(TraceNode(130.0, "drain", "n3"), TraceNode(180.0, "add", "n3")),
     limit_s=600.0,
 )
 
 CALIBRATION = ClusterTrace(
-    jobs=(TraceJob(3.0, "x", 120, 2, 4, "good"), TraceJob(42.0, "z", 12, 2, 2, "good", priority=5)),
-    nodes=(
-        *(TraceNode(0.0, "drain", node) for node in ("n2", "n3", "n4")),
-        TraceNode(22.0, "add", "n2"),
-    ),
+    jobs=(TraceJob(3.0, "x", 95, 2, 4, "good"), TraceJob(30.0, "z", 14, 2, 2, "good", priority=5)),
+    nodes=(TraceNode(0.0, "drain", "n3"), TraceNode(0.0, "drain", "n4")),
     limit_s=240.0,
 )
-"""x starts on one node, grows to two, gives one back to z, and gets it again."""
+"""x starts on two nodes, gives one of them to z, and gets it again."""
 
 
 @dataclasses.dataclass(frozen=True)
