@@ -28,7 +28,8 @@ from elaunch.scheduler.plan_speed import DefaultPlan, Distances, PlanSpeed
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.speeds import ChangeCost, MoveCost, RestartCost, TableSpeed
 from elaunch.simulator.arrivals import philly_like, scaled_to
-from elaunch.simulator.cluster import ClusterJob, ClusterRun, ClusterSettings, simulate_cluster
+from elaunch.simulator.cluster import simulate_cluster
+from elaunch.simulator.cluster_model import ClusterJob, ClusterRun, ClusterSettings
 from elaunch.simulator.first import fastest_symmetric
 from elaunch.simulator.jobs import cluster_nodes
 from elaunch.simulator.model import JobModel, Timings

@@ -16,19 +16,28 @@ from elaunch.ranges import parse_range
 from elaunch.scheduler.settings import QUEUE_ORDERS, SuikaSettings
 from elaunch.scheduler.speeds import MoveCost, RestartCost
 from elaunch.simulator.arrivals import philly_like, scaled_to
-from elaunch.simulator.cluster import ClusterSettings, simulate_cluster
+from elaunch.simulator.cluster import simulate_cluster
+from elaunch.simulator.cluster_model import ClusterSettings
 from elaunch.simulator.faults import exponential, present, stragglers
 from elaunch.simulator.job import simulate_job
 from elaunch.simulator.jobs import cluster_nodes, scaling_jobs
 from elaunch.simulator.model import JobModel, Timings
 from elaunch.simulator.plots import plot_cluster, plot_jobs
 from elaunch.simulator.policies import POLICIES
-from elaunch.simulator.report import change_lines, cluster_table, job_lines, job_table
+from elaunch.simulator.report import change_lines, cluster_table, decided_lines, job_lines, job_table
 from elaunch.simulator.strategies import STRATEGIES, make_strategy
 from elaunch.simulator.traces import Arrival, NodeChange, merged, read_jobs, read_nodes, read_sizes, sized
 
 HOUR_S = 3600.0
 DEFAULTS = Timings()
+CLUSTER_TIMES = (
+    ("--interval", 0.0, "between two looks of the scheduler; 0: it sees everything at once"),
+    ("--start", 0.0, "from when a job is given devices until its first step begins"),
+    ("--join", 0.0, "until further devices take part; the job goes on with the others meanwhile"),
+    ("--leave", 0.0, "until devices that a job gives back, or leaves by its end, are there for others"),
+    ("--change", DEFAULTS.change_s, "in which a job does not train when its devices change, beside moving state"),
+    ("--detect", DEFAULTS.detect_s, "until the loss of a node is known"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +87,12 @@ def _job_flags(p: argparse.ArgumentParser) -> None:
     )
     ways.add_argument("--notice", default=0.0, type=float, metavar="S", help="seconds before a node leaves it says so")
     ways.add_argument("--detect", default=DEFAULTS.detect_s, type=float, metavar="S", help="until a loss is known")
-    ways.add_argument("--decide", default=DEFAULTS.decide_s, type=float, metavar="S", help="of choosing a plan")
+    ways.add_argument(
+        "--decide",
+        default=str(DEFAULTS.decide_s),
+        metavar="S",
+        help="of choosing a plan; `measured`: as long as it takes here",
+    )
     ways.add_argument("--join", default=DEFAULTS.join_s, type=float, metavar="S", help="until a new node can train")
     ways.add_argument("--restart", default=DEFAULTS.restart_s, type=float, metavar="S", help="of processes anew")
     ways.add_argument(
@@ -111,6 +125,9 @@ def _cluster_flags(p: argparse.ArgumentParser) -> None:
     nodes.add_argument("--nodes", required=True, metavar="NxD", help="N nodes of D devices")
     nodes.add_argument("--rack", default=16, type=int, metavar="N", help="nodes of a rack")
     nodes.add_argument("--link", default=25.0, type=float, metavar="GB/S", help="of a device, to other nodes")
+    nodes.add_argument(
+        "--trace", metavar="FILE", help="lines of MILLISECONDS,add|remove|drain,NODE; nodes are n1, n2, …"
+    )
     nodes.add_argument("--mtbf", type=float, metavar="H", help="hours after which a node fails, in the mean")
     nodes.add_argument("--repair", default=1.0, type=float, metavar="H", help="hours until it is back")
     nodes.add_argument("--seed", default=0, type=int, metavar="N", help="of what is made up")
@@ -118,6 +135,8 @@ def _cluster_flags(p: argparse.ArgumentParser) -> None:
     ways.add_argument("--policies", default="none,suika", metavar="NAME,…", help=f"to compare: {', '.join(POLICIES)}")
     ways.add_argument("--aggressiveness", default=1.0, type=float, metavar="N", help="lambda of Suika's threshold")
     ways.add_argument("--queue", default="fifo", choices=QUEUE_ORDERS, help="which waiting job starts first")
+    for flag, default, text in CLUSTER_TIMES:
+        ways.add_argument(flag, default=default, type=float, metavar="S", help=text)
     ways.add_argument("--restart", default=DEFAULTS.restart_s, type=float, metavar="S", help="of processes anew")
     ways.add_argument(
         "--storage", default=DEFAULTS.storage_bytes_per_s / 1e9, type=float, metavar="GB/S", help="of checkpoints"
@@ -127,7 +146,9 @@ def _cluster_flags(p: argparse.ArgumentParser) -> None:
 
 def _output_flags(p: argparse.ArgumentParser) -> None:
     output = p.add_argument_group("what comes out")
-    output.add_argument("--changes", action="store_true", help="a line for each change, or for each job, too")
+    output.add_argument(
+        "--changes", action="store_true", help="a line for each change, and for each job of a cluster, too"
+    )
     output.add_argument("--json", metavar="FILE", help="write all of it; '-': print it and nothing else")
     output.add_argument("--plot", metavar="FILE", help="draw it (.png, .svg, .pdf); needs matplotlib")
 
@@ -147,7 +168,7 @@ def _job(args: argparse.Namespace) -> str:
     changes, end_s = _nodes(args)
     timings = Timings(
         detect_s=_at_least("--detect", args.detect),
-        decide_s=_at_least("--decide", args.decide),
+        decide_s=_decide_s(args.decide),
         join_s=_at_least("--join", args.join),
         restart_s=_at_least("--restart", args.restart),
         storage_bytes_per_s=1e9 * _above("--storage", args.storage),
@@ -177,26 +198,33 @@ def _cluster(args: argparse.Namespace) -> str:
         raise UsageError(f"--nodes={args.nodes}: expected NxD, for N nodes of D devices")
     nodes = cluster_nodes(int(count), int(per_node), max(1, args.rack))
     arrivals = _arrivals(args, int(count) * int(per_node))
-    moving = MoveCost(DEFAULTS.change_s, 1e9 * args.state, 1e9 * _above("--link", args.link))
+    moving = MoveCost(
+        _at_least("--change", args.change), 1e9 * _at_least("--state", args.state), 1e9 * _above("--link", args.link)
+    )
     restart = RestartCost(
         _at_least("--restart", args.restart), 1e9 * args.state, 1e9 * _above("--storage", args.storage)
     )
     settings = SuikaSettings(queue=args.queue, aggressiveness=_at_least("--aggressiveness", args.aggressiveness))
-    changes: list[NodeChange] = []
+    names = [node.name for node in nodes]
+    changes = read_nodes(Path(args.trace), names) if args.trace else []
     if args.mtbf is not None:
         span_s = 4 * max(one.at_s + one.duration_s for one in arrivals)
-        names = [node.name for node in nodes]
         mtbf_s, repair_s = HOUR_S * _above("--mtbf", args.mtbf), HOUR_S * _above("--repair", args.repair)
-        changes = exponential(names, mtbf_s, span_s, args.seed, repair_s)
+        changes += exponential(names, mtbf_s, span_s, args.seed, repair_s)
     runs = []
     for name in names_of(args.policies, list(POLICIES), "--policies"):
         way = POLICIES[name]
         cost = moving if way.moves else restart
         jobs = [way.job(one) for one in scaling_jobs(arrivals, int(per_node), args.most, args.scaling, cost)]
         run_settings = ClusterSettings(
-            interval_s=way.interval_s, checkpoint_every_s=0.0 if way.moves else DEFAULTS.checkpoint_every_s
+            interval_s=max(way.interval_s, _at_least("--interval", args.interval)),
+            start_s=_at_least("--start", args.start),
+            join_s=_at_least("--join", args.join),
+            leave_s=_at_least("--leave", args.leave),
+            detect_s=_at_least("--detect", args.detect),
+            checkpoint_every_s=0.0 if way.moves else DEFAULTS.checkpoint_every_s,
         )
-        runs.append(simulate_cluster(jobs, nodes, way.make(settings), name, changes, settings=run_settings))
+        runs.append(simulate_cluster(jobs, nodes, way.make(settings), name, merged(changes), settings=run_settings))
     if args.plot:
         plot_cluster(runs, Path(args.plot))
     if args.json:
@@ -206,7 +234,7 @@ def _cluster(args: argparse.Namespace) -> str:
         Path(args.json).write_text(f"{text}\n")
     lines = [cluster_table(runs)]
     if args.changes:
-        lines += [job_lines(run) for run in runs]
+        lines += [text for run in runs for text in (job_lines(run), decided_lines(run))]
     return "\n\n".join(lines)
 
 
@@ -308,6 +336,16 @@ def _speeds(text: str) -> tuple[float, float]:
     if not 0 < found[0] <= found[1] < float("inf"):
         raise UsageError(f"--slow-speed={text}: expected MIN:MAX with 0 < MIN <= MAX")
     return found
+
+
+def _decide_s(text: str) -> float | None:
+    if text == "measured":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        raise UsageError(f"--decide={text}: expected a number of 0 or more, or `measured`") from None
+    return _at_least("--decide", found)
 
 
 def _at_least(flag: str, value: float) -> float:

@@ -8,6 +8,7 @@ change comes between two steps. A loss meanwhile begins the recovery anew, from 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -244,12 +245,23 @@ class _Simulation:
             self._decide()
         elif what == "detect":
             self._span("detect")
-            self._enter("decide", self._timings.decide_s)
+            self._enter("decide", self._decide_s())
         elif what == "decide":
             self._span("decide")
             self._decide()
         else:
             self._arrive()
+
+    def _decide_s(self) -> float:
+        """Returns how long the choice takes that is made now."""
+        if self._timings.decide_s is not None:
+            return self._timings.decide_s
+        began_s = time.perf_counter()
+        try:
+            measured_s = self._way(self._wanted()).decide_s
+        except NotPossible:
+            measured_s = None
+        return time.perf_counter() - began_s if measured_s is None else measured_s
 
     def _decide(self) -> None:
         """Chooses how to go on, and begins to."""

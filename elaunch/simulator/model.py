@@ -75,7 +75,7 @@ class Timings:
 
     Attributes:
         detect_s: from the loss of a node until the others know: a host that loses its network.
-        decide_s: choosing a plan that was not made ahead.
+        decide_s: choosing a plan that was not made ahead; None: as long as it takes here.
         change_s: agreement and links, where the profile has not measured them.
         join_s: from a node's being there until its workers are ready; the others train meanwhile.
         slow_steps: until a slow worker is known to be one.
@@ -87,7 +87,7 @@ class Timings:
     """
 
     detect_s: float = 3.94
-    decide_s: float = 0.25
+    decide_s: float | None = 0.25
     change_s: float = 0.028
     join_s: float = 2.8
     slow_steps: int = 12
@@ -298,6 +298,7 @@ class Way:
         restarts: it starts anew: `stall_s` is that of a restart.
         loses: steps since the last checkpoint are lost, even if the state is not.
         reason: for people.
+        decide_s: that choosing it took here; None: nobody has measured.
     """
 
     plan: Plan
@@ -308,3 +309,4 @@ class Way:
     restarts: bool = False
     loses: bool = False
     reason: str = ""
+    decide_s: float | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.errors import UsageError
-from elaunch.simulator.cluster import ClusterRun
+from elaunch.simulator.cluster_model import ClusterRun
 from elaunch.simulator.model import JobRun
 
 

@@ -18,7 +18,7 @@ from elaunch.scheduler.rubick import RubickLike
 from elaunch.scheduler.settings import SuikaSettings
 from elaunch.scheduler.sia import SiaLike
 from elaunch.scheduler.suika import Suika
-from elaunch.simulator.cluster import ClusterJob
+from elaunch.simulator.cluster_model import ClusterJob
 
 
 @dataclass(frozen=True)

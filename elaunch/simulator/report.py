@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from elaunch.rendezvous.membership import names_text
-from elaunch.simulator.cluster import ClusterRun, JobOutcome
+from elaunch.simulator.cluster_model import ClusterRun, JobOutcome
 from elaunch.simulator.model import JobRun
 
 Cell = str | int | float
@@ -104,6 +104,20 @@ def job_lines(run: ClusterRun) -> str:
         for job in run.jobs.values()
     ]
     return f"{run.policy}\n{table(rows)}"
+
+
+def decided_lines(run: ClusterRun) -> str:
+    """Returns a line for each change of what a job is to have."""
+    rows: list[Mapping[str, Cell]] = [
+        {
+            "at s": one.at_s,
+            "job": one.job,
+            "is to have": ", ".join(f"{n} on {node}" for node, n in sorted(one.allocation.items())) or "nothing",
+            "": one.text,
+        }
+        for one in run.decided
+    ]
+    return f"{run.policy}\n{table(rows)}" if rows else f"{run.policy}: no changes"
 
 
 def _held_s(job: JobOutcome, end_s: float) -> float:

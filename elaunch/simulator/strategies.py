@@ -12,6 +12,7 @@ restart              as many whole pipelines as before have place, from the last
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args
@@ -64,7 +65,7 @@ class Chosen:
         self.name: str = policy
         self._timings = timings
         self._settings = SelectorSettings(policy=policy)
-        self._known: dict[tuple[str, ...], Choice] = {}
+        self._known: dict[tuple[str, ...], tuple[Choice, float]] = {}
 
     def first(self, job: JobModel, members: Sequence[str]) -> Plan:
         """Returns the fastest plan that there is."""
@@ -72,15 +73,24 @@ class Chosen:
 
     def next(self, here: JobSituation) -> Way:
         """Returns what is chosen for the real job."""
-        choice = self._chosen(here)
+        choice, decide_s = self._chosen(here)
         way = choice.chosen.transition
         assert way is not None
         return Way(
-            choice.plan, choice.preferred_plan, choice.chosen.policy, way.total_s, way.moved_bytes, reason=choice.reason
+            choice.plan,
+            choice.preferred_plan,
+            choice.chosen.policy,
+            way.total_s,
+            way.moved_bytes,
+            reason=choice.reason,
+            decide_s=decide_s,
         )
 
-    def _chosen(self, here: JobSituation) -> Choice:
-        """Asks for each situation once, whatever its nodes are called, and to two digits of `next_s`."""
+    def _chosen(self, here: JobSituation) -> tuple[Choice, float]:
+        """Asks for each situation once, whatever its nodes are called, and to two digits of `next_s`.
+
+        Returns the answer, and the seconds that it took when it was asked for.
+        """
         names = plain_names([*here.now.workers, *here.preferred_plan.workers, *here.members])
         back = {plain: name for name, plain in names.items()}
         now, preferred = here.now.renamed(names), here.preferred_plan.renamed(names)
@@ -91,8 +101,11 @@ class Chosen:
         key = (str(now), str(preferred), ",".join(members), str(sorted(workers.items())), settings.to_json())
         if key not in self._known:
             profile = replace(self._timings.known_to(here.profile), workers=workers)
-            self._known[key] = choose(now, preferred, members, profile, settings)
-        return self._known[key].renamed(back)
+            began_s = time.perf_counter()
+            choice = choose(now, preferred, members, profile, settings)
+            self._known[key] = choice, time.perf_counter() - began_s
+        choice, decide_s = self._known[key]
+        return choice.renamed(back), decide_s
 
 
 class Templates:

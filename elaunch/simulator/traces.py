@@ -5,8 +5,10 @@ Nodes, in either of two forms:
     0,add,node1                                     milliseconds, add or remove, a node
     [60000, "remove", {"nodes": ["node-4"]}]        milliseconds; add, remove, no-op or DONE; nodes
 
-Jobs, with a line of names: `submit_s`, `duration_s` and `num_gpus` must be there, `name`, `most_gpus`, `user` (or
-`vc`), `model` and `priority` may be; other columns are passed over.
+Those of a cluster may be drained, too: `60000,drain,n4`.
+
+Jobs, with a line of names: `submit_s`, `duration_s` and `num_gpus` must be there, `name`, `most_gpus`, `unit`, `user`
+(or `vc`), `model`, `priority` and `rates` (`1=10 2=19.5`) may be; other columns are passed over.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elaunch.errors import UsageError
+from elaunch.rendezvous.membership import names_text
 
 KINDS = ("add", "remove", "no-op", "DONE")
-_FORMS = "expected 'MILLISECONDS,add|remove,NODE' or '[MILLISECONDS, \"add|remove\", {\"nodes\": [NODE, ...]}]'"
+DRAIN = "drain"
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class NodeChange:
         joined: nodes that are there from now on.
         left: nodes that are gone.
         speeds: of nodes that compute faster or slower from now on; 1 is as before.
+        drained: nodes that nobody is to use any more; who is there leaves between two steps.
     """
 
     at_s: float
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     speeds: Mapping[str, float] = field(default_factory=dict)
+    drained: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Arrival:
         duration_s: that it takes on the devices that it asks for.
         devices: that it asks for.
         most: that it can use; None: nobody has said.
+        unit: it grows by so many; None: nobody has said.
+        rates: samples per second by devices; empty: nobody has said.
         user: whose it is.
         model: that it trains, if the trace says.
         priority: higher goes first.
@@ -62,21 +69,28 @@ class Arrival:
     duration_s: float
     devices: int
     most: int | None = None
+    unit: int | None = None
+    rates: Mapping[int, float] = field(default_factory=dict)
     user: str = ""
     model: str = ""
     priority: int = 0
 
 
-def read_nodes(path: Path) -> list[NodeChange]:
+def read_nodes(path: Path, there: Collection[str] | None = None) -> list[NodeChange]:
     """Reads a trace of nodes.
+
+    Args:
+        path: of the file.
+        there: nodes that are there from the beginning, those of a cluster, which may be drained; None: none are.
 
     Raises:
         UsageError: names the file, the line and the value that cannot be used.
         OSError: the file cannot be read.
     """
-    here: set[str] = set()
+    kinds = KINDS if there is None else (*KINDS[:2], DRAIN, *KINDS[2:])
+    here = set(there or ())
     found: list[NodeChange] = []
-    for where, at_s, kind, nodes in _node_lines(path):
+    for where, at_s, kind, nodes in _node_lines(path, kinds):
         if found and at_s < found[-1].at_s:
             raise UsageError(
                 f"{where}: {at_s * 1e3:g} ms comes after {found[-1].at_s * 1e3:g} ms; sort the lines by time"
@@ -85,10 +99,15 @@ def read_nodes(path: Path) -> list[NodeChange]:
             if (node in here) == (kind == "add"):
                 what = "is there already" if kind == "add" else "is not there"
                 raise UsageError(f"{where}: {kind} {node!r}, but that node {what}")
+            if there is not None and node not in there:
+                raise UsageError(
+                    f"{where}: there is no node {node!r} in this cluster; it has {names_text(sorted(there))}"
+                )
             here ^= {node}
-        found.append(NodeChange(at_s, *((nodes, ()) if kind == "add" else ((), nodes))))
+        of = {kind: nodes}
+        found.append(NodeChange(at_s, of.get("add", ()), of.get("remove", ()), drained=of.get(DRAIN, ())))
     if not found:
-        raise UsageError(f"{path}: no changes of nodes; {_FORMS} in each line")
+        raise UsageError(f"{path}: no changes of nodes; {_forms(kinds)} in each line")
     return merged(found)
 
 
@@ -99,46 +118,52 @@ def merged(changes: Iterable[NodeChange]) -> list[NodeChange]:
         by_time.setdefault(change.at_s, []).append(change)
     found = []
     for at_s, some in by_time.items():
-        state: dict[str, bool] = {}
+        state: dict[str, str] = {}
         speeds: dict[str, float] = {}
         for one in some:
-            for nodes, joins in ((one.joined, True), (one.left, False)):
+            for nodes, kind in ((one.joined, "joined"), (one.left, "left"), (one.drained, "drained")):
                 for node in nodes:
-                    if state.pop(node, joins) == joins:
-                        state[node] = joins
+                    if (state.pop(node, kind) == "joined") == (kind == "joined"):
+                        state[node] = kind
             speeds |= one.speeds
-        joined = tuple(node for node, joins in state.items() if joins)
-        left = tuple(node for node, joins in state.items() if not joins)
-        found.append(NodeChange(at_s, joined, left, speeds))
+        joined, left, drained = (
+            tuple(node for node, kind in state.items() if kind == wanted) for wanted in ("joined", "left", "drained")
+        )
+        found.append(NodeChange(at_s, joined, left, speeds, drained))
     return found
 
 
-def _node_lines(path: Path) -> Iterator[tuple[str, float, str, tuple[str, ...]]]:
+def _node_lines(path: Path, kinds: Sequence[str]) -> Iterator[tuple[str, float, str, tuple[str, ...]]]:
     for number, text in enumerate(path.read_text().splitlines(), 1):
         where = f"{path}:{number}"
         if not (text := text.strip()) or text.startswith("#"):
             continue
-        ms, kind, nodes = _json_line(where, text) if text.startswith("[") else _csv_line(where, text)
+        ms, kind, nodes = _json_line(where, text, kinds) if text.startswith("[") else _csv_line(where, text, kinds)
         if kind in ("no-op", "DONE"):
             nodes = ()
         yield where, ms / 1e3, "add" if kind in ("no-op", "DONE") else kind, nodes
 
 
-def _csv_line(where: str, text: str) -> tuple[float, str, tuple[str, ...]]:
+def _forms(kinds: Sequence[str]) -> str:
+    plain = "|".join(kinds[:-2])
+    return f"expected 'MILLISECONDS,{plain},NODE' or '[MILLISECONDS, \"{plain}\", {{\"nodes\": [NODE, ...]}}]'"
+
+
+def _csv_line(where: str, text: str, kinds: Sequence[str]) -> tuple[float, str, tuple[str, ...]]:
     cells = [cell.strip() for cell in text.split(",")]
-    if len(cells) != 3 or cells[1] not in KINDS[:2] or not cells[2]:
-        raise UsageError(f"{where}: {_FORMS}, found {text[:80]!r}")
+    if len(cells) != 3 or cells[1] not in kinds[:-2] or not cells[2]:
+        raise UsageError(f"{where}: {_forms(kinds)}, found {text[:80]!r}")
     return _number(where, "milliseconds", cells[0]), cells[1], (cells[2],)
 
 
-def _json_line(where: str, text: str) -> tuple[float, str, tuple[str, ...]]:
+def _json_line(where: str, text: str, kinds: Sequence[str]) -> tuple[float, str, tuple[str, ...]]:
     try:
         ms, kind, more = json.loads(text)
         nodes = more.get("nodes", [])
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"{where}: {_FORMS}, found {text[:80]!r}") from None
-    if kind not in KINDS:
-        raise UsageError(f"{where}: expected one of {', '.join(KINDS)}, found {kind!r}")
+        raise UsageError(f"{where}: {_forms(kinds)}, found {text[:80]!r}") from None
+    if kind not in kinds:
+        raise UsageError(f"{where}: expected one of {', '.join(kinds)}, found {kind!r}")
     if not isinstance(nodes, list) or not all(isinstance(node, str) and node for node in nodes):
         raise UsageError(f"{where}: nodes must be a list of names, found {nodes!r}")
     return _number(where, "milliseconds", ms), kind, tuple(nodes)
@@ -185,7 +210,22 @@ def _arrival(where: str, number: int, row: Mapping[str, str | None]) -> Arrival:
         user=cell("user") or cell("vc"),
         model=cell("model"),
         priority=_whole(where, "priority", cell("priority"), -(1 << 31)) if cell("priority") else 0,
+        unit=_whole(where, "unit", cell("unit"), 1) if cell("unit") else None,
+        rates=_rates(where, cell("rates"), devices),
     )
+
+
+def _rates(where: str, text: str, devices: int) -> dict[int, float]:
+    """Reads samples per second by devices, such as `1=10 2=19.5`; a job can run on what it asks for."""
+    found: dict[int, float] = {}
+    for word in text.split():
+        size, sign, rate = word.partition("=")
+        if not sign:
+            raise UsageError(f"{where}: rates must be DEVICES=SAMPLES_PER_S, with blanks between, found {word!r}")
+        found[_whole(where, "devices of rates", size, 1)] = _number(where, "samples per second", rate, above=0.0)
+    if found and devices < min(found):
+        raise UsageError(f"{where}: rates say nothing of {devices} devices, which num_gpus asks for")
+    return found
 
 
 def read_sizes(path: Path) -> list[tuple[float, int]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
-from elaunch.scheduler.model import ClusterNode
+from elaunch.scheduler.model import ClusterNode, JobState
 from elaunch.scheduler.service.advance import WaitLimits
 from elaunch.scheduler.service.changes import JobNow
 from elaunch.scheduler.service.decide import next_schedule
@@ -23,7 +26,12 @@ from elaunch.scheduler.service.documents import AgentStage, JobStage, by_name
 from elaunch.scheduler.service.known import KnownSpeeds
 from elaunch.scheduler.service.reports import JobReport
 from elaunch.scheduler.service.stored import Stored, read_all
+from elaunch.scheduler.speeds import TableSpeed
 from elaunch.scheduler.suika import Suika
+from elaunch.simulator.cluster import simulate_cluster
+from elaunch.simulator.cluster_model import ClusterJob
+from elaunch.simulator.jobs import cluster_nodes
+from elaunch.simulator.traces import NodeChange
 from tests.helpers import ROOT, Spawned, Spawner, wait_until
 from tests.jobs.watch import Node as Agent
 from tests.jobs.watch import digests, losses
@@ -204,6 +212,32 @@ def test_elastic_jobs_share_a_slurm(cluster: Cluster) -> None:
     assert not any(event["interrupted"] for event in interrupted), "nodes come and leave between two steps"
     kinds = {event["kind"] for event in events(cluster.folder / "schedule.jsonl")}
     assert {"leads", "decided", "starts", "grows", "shrinks", "joined", "done"} <= kinds
+    assert decisions(events(cluster.folder / "schedule.jsonl")) == simulated_decisions(drained)
+
+
+def decisions(logged: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What jobs were to have, as the daemon has told it: `grow: grows from 1 to 2 devices (n1: 1, n3: 1)`."""
+    told = [(event["job"], event["text"]) for event in logged if event["kind"] == "decided"]
+    return [(job, text.partition(")")[0]) for job, text in told if not text.startswith("wait: ")]
+
+
+def simulated_decisions(drained: str) -> list[tuple[str, str]]:
+    """The same of the simulator, with the same jobs and nodes; there things happen far apart, in the same order."""
+
+    def job(
+        name: str, at_s: float, samples: float, most: int, rates: dict[int, float], priority: int = 0
+    ) -> ClusterJob:
+        return ClusterJob(JobState(name, at_s, 1, most, priority=priority), samples, TableSpeed(rates))
+
+    jobs = [
+        job("a", 0.0, 10_000.0, 3, {1: 10.0, 2: 19.5, 3: 28.0}),
+        job("b", 0.0, 12_000.0, 3, {1: 10.0, 2: 19.5, 3: 20.0}),
+        job("c", 200.0, 100.0, 1, {1: 1.0}, priority=5),
+    ]
+    changes = [NodeChange(100.0, drained=(drained,)), NodeChange(400.0, joined=(drained,))]
+    run = simulate_cluster(jobs, cluster_nodes(4, 1, per_rack=4), Suika(), changes=changes)
+    assert run.jobs["c"].ended_s == 300.0
+    return [(one.job, f"{one.action}: {one.text}".partition(")")[0]) for one in run.decided]
 
 
 @pytest.mark.soak
@@ -234,6 +268,47 @@ def test_a_lost_node_and_an_agent_that_does_not_leave(cluster: Cluster) -> None:
     )
     losses(cluster.agents("a"))
     assert cluster.stored().progress["a"].attempt == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("only_the_script", [True, False])
+def test_a_time_limit_ends_a_job_as_the_docs_say(
+    spawn: Spawner, tmp_path: Path, etcd: EmbeddedEtcd, only_the_script: bool
+) -> None:
+    """The batch script of docs/running.md; without `B:` in it, the signal kills the workers, too."""
+    (text,) = re.findall(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs" / "running.md").read_text(), re.DOTALL)
+    words = {
+        "etcd.example:2379": etcd.endpoint,
+        "--nodes=4": "--nodes=2",
+        "--nnodes=4 --nproc-per-node=8": f"--nnodes=2 --events {tmp_path}/%n.jsonl",
+        "--time=1-0": "--time=1",
+        "B:USR1@180": "B:USR1@30" if only_the_script else "USR1@30",
+        "/shared/run7 train.py": f"{tmp_path}/saved {SCRIPT} {tmp_path}/end 0.05",
+    }
+    for word, ours in words.items():
+        assert word in text
+        text = text.replace(word, ours)
+    script = tmp_path / "job.sh"
+    script.write_text(text)
+    with slurm(spawn, nodes=2, cpus=1) as commands:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        submitted = spawn(
+            ["sbatch", f"--output={tmp_path}/out", script],
+            env={"SLURM_CONF": str(commands.configuration), "PATH": path, "ELAUNCH_PRELOAD": ""},
+        )
+        assert submitted.wait(LIMIT_S) == 0, submitted.tail()
+        wait_until(lambda: not commands("squeue", "-h").strip(), 2 * LIMIT_S, lambda: (tmp_path / "out").read_text())
+    out = (tmp_path / "out").read_text()
+    logs = [Agent(None, path) for path in tmp_path.glob("*.jsonl")]  # type: ignore[arg-type]
+    exits = [event for log in logs for event in log.events("worker_exited")]
+    assert len(losses(logs)) > 20
+    if only_the_script:
+        assert re.search(r"have left, [0-9.]+ s after it was asked for", out), out
+        assert "from which the job goes on when it is started again" in out
+        assert len(exits) == 2
+        assert list((tmp_path / "saved").glob("step-*"))
+    else:
+        assert signal.SIGUSR1 in [event.get("signal") for event in exits], out
 
 
 def events(path: Path) -> list[dict[str, Any]]:

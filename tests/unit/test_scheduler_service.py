@@ -117,6 +117,7 @@ def test_jobs_start_grow_give_back_for_a_better_one_and_end() -> None:
     assert {name: one.progress(name).stage for name in "ab"} == {"a": JobStage.DONE, "b": JobStage.DONE}
     assert one.world.committed == {"a": 60, "b": 60}
     assert max(one.world.submissions.values()) == 1
+    assert {name: one.progress(name).changes for name in "ab"} == {"a": 1, "b": 0}, "a gave two back"
 
 
 def test_a_job_moves_from_a_drained_node_without_waiting_for_members() -> None:

@@ -42,6 +42,9 @@ def test_a_job_over_a_trace_has_a_line_for_each_strategy_and_one_for_each_change
     assert runs["auto"]["spans"][-1][1] == runs["auto"]["until_s"] == 1320.0
     assert main([*flags, "--json=-"]) == 0
     assert json.loads(capsys.readouterr().out) == document
+    assert main([*flags, "--decide=measured", "--json=-"]) == 0
+    auto = json.loads(capsys.readouterr().out)["runs"][0]
+    assert 0.0 < auto["seconds"]["decide"] != runs["auto"]["seconds"]["decide"]
 
 
 @pytest.mark.parametrize("flags", [["--nodes=4", "--mtbf=2", "--repair=0.2", "--slow-per-hour=1", "--hours=3"], []])
@@ -64,6 +67,18 @@ def test_a_cluster_has_a_line_for_each_policy_and_one_for_each_job(
     none, suika = json.loads(file.read_text())["runs"]
     assert suika["jct_s"] < none["jct_s"]
     assert len(none["jobs"]) == 15
+    file.unlink()
+    trace = tmp_path / "nodes.csv"
+    trace.write_text("900000,drain,n2\n1800000,add,n2\n")
+    flags = ["--interval=2", "--start=9", "--join=8", "--leave=3", "--change=1", "--state=0", f"--trace={trace}"]
+    assert (
+        main(["cluster", f"--jobs={JOBS}", "--nodes=16x8", "--policies=suika", "--changes", f"--json={file}", *flags])
+        == 0
+    )
+    assert "is to have" in capsys.readouterr().out
+    (slower,) = json.loads(file.read_text())["runs"]
+    assert suika["jct_s"] < slower["jct_s"] < none["jct_s"]
+    assert not any("n2" in one["allocation"] for one in slower["decided"] if 900.0 <= one["at_s"] < 1800.0)
     flags = ["cluster", "--arrivals=30", "--nodes=4x8", "--load=0.5", "--hours=4", "--mtbf=20", "--queue=sjf"]
     assert main(flags) == 0
     assert "30" in capsys.readouterr().out.splitlines()[1].split()
@@ -78,6 +93,7 @@ def test_a_cluster_has_a_line_for_each_policy_and_one_for_each_job(
         (["--nodes=2", "--strategies="], "--strategies=: expected some of auto"),
         (["--nodes=2", "--mtbf=0"], "--mtbf=0: expected a number above 0"),
         (["--nodes=2", "--detect=-1"], "--detect=-1: expected a number of 0 or more"),
+        (["--nodes=2", "--decide=soon"], "--decide=soon: expected a number of 0 or more, or `measured`"),
         (["--nodes=2", "--micro-batch=25"], "--micro-batch=25 is more than --batch=24"),
         (["--nodes=2", "--dp=0"], "--dp=0: expected a whole number of 1 or more"),
         (["--nodes=2", "--slow-per-hour=1", "--slow-speed=2:1"], "--slow-speed=2:1: expected MIN:MAX"),
@@ -103,6 +119,8 @@ def test_what_a_job_cannot_be_simulated_with_is_said_in_a_line(
         (["--nodes=4x8", "--arrivals=3", "--scaling=2"], "--scaling=2: expected a number from 0.5"),
         (["--nodes=4x8", "--arrivals=3", "--load=0"], "--load=0: expected a number above 0"),
         (["--nodes=4x8", f"--jobs={TRACE}"], "trace_0304.txt:1: column submit_s is missing"),
+        (["--nodes=1x8", "--arrivals=3", f"--trace={TRACE}"], "there is no node 'node-0' in this cluster; it has n1"),
+        (["--nodes=4x8", "--arrivals=3", "--join=-1"], "--join=-1: expected a number of 0 or more"),
     ],
 )
 def test_what_a_cluster_cannot_be_simulated_with_is_said_in_a_line(

@@ -248,7 +248,7 @@ def ticked(changes: list[NodeChange], until_s: float, tick_s: float = 0.01) -> i
                 members = set(there)
             if members & set(change.left):
                 members -= set(change.left)
-                done, stopped_until_s, leaving = 0.0, now_s + TIMINGS.detect_s + TIMINGS.decide_s, True
+                done, stopped_until_s, leaving = 0.0, now_s + TIMINGS.detect_s + (TIMINGS.decide_s or 0.0), True
         if now_s < stopped_until_s:
             continue
         ready = {node for node, at_s in there.items() if at_s <= now_s}

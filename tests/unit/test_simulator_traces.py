@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import UsageError
+from elaunch.scheduler.speeds import MoveCost
 from elaunch.simulator.arrivals import philly_like, scaled_to
 from elaunch.simulator.clock import EventQueue
 from elaunch.simulator.faults import exponential, rate_of, stragglers
+from elaunch.simulator.jobs import scaling_jobs
 from elaunch.simulator.traces import NodeChange, merged, read_jobs, read_nodes, read_sizes, sized
 from tests.helpers import ROOT
 
@@ -61,6 +63,22 @@ def test_the_published_traces_can_be_read(name: str) -> None:
     assert len(changes) > 5
 
 
+def test_nodes_of_a_cluster_are_there_and_may_be_drained(tmp_path: Path) -> None:
+    path = written(tmp_path, '5,drain,n2\n[9, "remove", {"nodes": ["n1"]}]\n9,add,n2\n')
+    assert read_nodes(path, ["n1", "n2"]) == [
+        NodeChange(0.005, drained=("n2",)),
+        NodeChange(0.009, joined=("n2",), left=("n1",)),
+    ]
+    for text, found in (
+        ("5,drain,n2\n6,drain,n2\n", ":2: drain 'n2', but that node is not there"),
+        ("5,add,n9\n", ":1: there is no node 'n9' in this cluster; it has n1, n2"),
+        ("5,close,n1\n", ":1: expected 'MILLISECONDS,add|remove|drain,NODE'"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            read_nodes(written(tmp_path, text), ["n1", "n2"])
+        assert found in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -94,6 +112,13 @@ def test_jobs_are_read_by_the_names_of_their_columns(tmp_path: Path) -> None:
     first, second = read_jobs(written(tmp_path, text))
     assert (first.at_s, first.duration_s, first.devices, first.most, first.user) == (10.0, 5.5, 1, None, "b")
     assert (second.name, second.most, second.model, second.priority) == ("job0", 16, "gpt", 2)
+    text = "submit_s,duration_s,num_gpus,unit,rates\n0,10,2,1,1=10 2=19.5\n"
+    (measured,) = read_jobs(written(tmp_path, text))
+    assert (measured.unit, measured.rates) == (1, {1: 10.0, 2: 19.5})
+    (job,) = scaling_jobs([measured], 8, 8, 0.9, MoveCost(fixed_s=3.0))
+    assert job.told is not None
+    assert (job.samples, job.state.unit, job.speed.rate({"n1": 2})) == (195.0, 1, 19.5)
+    assert [one.change_s({"n1": 1}, {"n1": 2}) for one in (job.speed, job.told)] == [3.0, 0.0]
     assert len(read_jobs(TRACES / "philly_8h.csv")) == 15
 
 
@@ -106,6 +131,8 @@ def test_jobs_are_read_by_the_names_of_their_columns(tmp_path: Path) -> None:
         ("submit_s,duration_s,num_gpus\n0,0,1\n", ":2: duration_s must be a number above 0, found '0'"),
         ("submit_s,duration_s,num_gpus\n0,1,two\n", ":2: num_gpus must be a whole number of 1 or more, found 'two'"),
         ("submit_s,duration_s,num_gpus,most_gpus\n0,1,4,2\n", ":2: most_gpus must be a whole number of 4 or more"),
+        ("submit_s,duration_s,num_gpus,rates\n0,1,1,10\n", ":2: rates must be DEVICES=SAMPLES_PER_S, with blanks"),
+        ("submit_s,duration_s,num_gpus,rates\n0,1,1,2=5\n", ":2: rates say nothing of 1 devices, which num_gpus asks"),
         ("submit_s,duration_s,num_gpus,name\n0,1,1,a\n0,1,1,a\n", ": two jobs are named 'a'; names must be unique"),
     ],
 )

@@ -300,6 +300,7 @@ class _Advance:
                 begun_step=progress.step,
                 failures=progress.failures,
                 not_before_t=self._seen.now_t + pause_s,
+                changes=progress.changes,
             )
             return
         self._set(stage=progress.outcome, frozen="", not_before_t=0.0, ended_t=self._seen.now_t)

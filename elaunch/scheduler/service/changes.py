@@ -74,6 +74,8 @@ def _changed(job: JobNow, free: dict[str, int], now_t: float, limits: WaitLimits
     if not wanted:
         reason = job.placement.reason or "its devices go to others"
         return end(progress, JobStage.WAITING, reason, now_t), [Note(spec.name, "stopped", f"stops: {reason}")]
+    if job.placement.changed_t == now_t:
+        progress = replace(progress, changes=progress.changes + 1)
     leaving, missing = difference(progress.staying, wanted)
     arriving = any(agent.stage is not AgentStage.JOINED for agent in progress.staying if agent not in leaving)
     asked_t = (progress.asked_t or now_t) if leaving or missing or arriving else 0.0
@@ -114,6 +116,7 @@ def _started(job: JobNow, free: dict[str, int], now_t: float) -> tuple[JobProgre
         frozen="",
         not_before_t=0.0,
         asked_t=now_t,
+        changes=job.progress.changes + (job.progress.attempt > job.spec.first_attempt),
     )
     progress = _with_agents(progress, list(base.items()), now_t)
     return progress, [Note(job.spec.name, "starts", f"starts with {devices_text(base)}, attempt {progress.attempt}")]

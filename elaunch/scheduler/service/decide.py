@@ -44,6 +44,7 @@ def job_state(job: JobNow, now_t: float, limits: WaitLimits) -> JobState:
         base=placement.base if counts else {},
         growths=growths,
         changed_s=job.placement.changed_t if counts else float("-inf"),
+        changes=progress.changes,
         settling=progress.asked_t > 0 and now_t < progress.asked_t + limits.move_s,
         frozen=progress.frozen,
     )

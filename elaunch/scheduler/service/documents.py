@@ -187,6 +187,7 @@ class JobProgress:
         frozen: why it is not to grow.
         not_before_t: Unix time until which it is not to start, or, with `frozen`, not to grow.
         asked_t: Unix time at which its placement began to differ from what it has; 0: it does not.
+        changes: how often its placement has changed since it first started, attempts that began anew counted.
         ended_t: Unix time at which it became final.
     """
 
@@ -206,6 +207,7 @@ class JobProgress:
     frozen: str = ""
     not_before_t: float = 0.0
     asked_t: float = 0.0
+    changes: int = 0
     ended_t: float = 0.0
 
     @property
