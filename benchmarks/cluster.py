@@ -53,8 +53,12 @@ class Model:
     def profile(self, time_scale: float) -> Profile:
         """What the emulation takes; messages and parameters are so small there that they count as nothing."""
         found = Profile.load(HERE / "profiles" / self.file).scaled(time_scale)
-        small = {"parameter_bytes": 0, "optimizer_bytes": 0, "activation_bytes_per_row": 0, "output_bytes_per_row": 0}
-        layers = tuple(dataclasses.replace(layer, **small) for layer in found.layers)
+        layers = tuple(
+            dataclasses.replace(
+                layer, parameter_bytes=0, optimizer_bytes=0, activation_bytes_per_row=0, output_bytes_per_row=0
+            )
+            for layer in found.layers
+        )
         return dataclasses.replace(found, layers=layers, latency_s=0.0)
 
 

@@ -195,6 +195,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace) -> None:
+    from elaunch.cli.profile_table import table
     from elaunch.policy.profile import Profile
 
     with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
@@ -204,7 +205,7 @@ def _profile(args: argparse.Namespace) -> None:
             f"job {job!r} at {endpoint} has measured nothing yet: scripts that call elaunch.hybrid() or elaunch.init() "
             "measure their first steps"
         )
-    print(text if args.json else Profile.from_json(text).table())
+    print(text if args.json else table(Profile.from_json(text)))
 
 
 # -- nodes ----------------------------------------------------------------------------------------------------------

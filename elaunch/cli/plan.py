@@ -152,7 +152,9 @@ def table(here: Situation, choice: Choice) -> str:
         for row in rows
     ]  # fmt: skip
     refused = [f"{one.policy} is not possible: {one.rejected}" for one in choice.candidates if one.rejected]
-    return "\n".join([choice.reason, "", *lines, *(["", *refused] if refused else [])])
+    doubts = [f"the profile contradicts itself: {text}" for text in here.profile.contradictions]
+    paragraphs = [[choice.reason], lines, refused, doubts]
+    return "\n\n".join("\n".join(some) for some in paragraphs if some)
 
 
 def _row(

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from elaunch.plan.components import Component, components
 from elaunch.plan.schedule import schedule, sequence
-from elaunch.plan.tiling import ORDERS, Order, Plan
+from elaunch.plan.tiling import ORDERS, Order, Plan, Tile
 from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
 from elaunch.plan.views import gradient_groups, holders, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
@@ -128,16 +128,47 @@ def _fastest(plan: Plan, profile: Profile, rest: _Rest, ways: Sequence[_Way]) ->
 
 
 def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
-    """Returns, by worker with a tile, the bytes of parameters, their gradients, and its part of masters and optimizer
-    states.
+    """Returns, by worker with a tile, the bytes of parameters, and its part of masters and optimizer states; and of
+    gradients, where nothing is known of their sums.
     """
     found: dict[str, float] = defaultdict(float)
     for layer, tp_groups in zip(profile.layers, holders(plan), strict=True):
+        n_bytes: float = (2 if layer.gradient_bytes is None else 1) * layer.parameter_bytes
+        n_bytes += layer.optimizer_bytes / len(tp_groups)
         for workers in tp_groups:
-            n_bytes = 2 * layer.parameter_bytes + layer.optimizer_bytes / len(tp_groups)
             for worker in workers:
                 found[worker] += n_bytes / len(workers)
     return {worker: math.ceil(n) for worker, n in found.items()}
+
+
+class EngineBytes:
+    """What workers hold in a step of the engine beside what they keep from step to step and for backward.
+
+    Attributes:
+        known: whether the profile tells of sums of gradients.
+        arriving: by worker, from the beginning of a step: room for the gradients that replicas send to the owner.
+        sharing: by worker, at the end of a step: the gradient of what it owns, its new values, and those of its layers.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self.known = all(layer.gradient_bytes is not None for layer in profile.layers)
+        self.arriving: dict[str, int] = defaultdict(int)
+        self.sharing: dict[str, int] = defaultdict(int)
+        if not self.known:
+            return
+        alone: dict[str, int] = defaultdict(int)
+        for layer, tp_groups in zip(profile.layers, holders(plan), strict=True):
+            n, gradient_bytes = len(tp_groups), layer.gradient_bytes or 0
+            for workers in tp_groups:
+                new_bytes = math.ceil(layer.parameter_bytes / len(workers))
+                for worker in workers:
+                    self.arriving[worker] += math.ceil(gradient_bytes * (n - 1) / n / len(workers))
+                    self.sharing[worker] += math.ceil(gradient_bytes / len(workers)) + new_bytes
+                    # Values that go to nobody else are made for one layer after the other.
+                    self.sharing[worker] += math.ceil(new_bytes / n) if n > 1 else 0
+                    alone[worker] = max(alone[worker], new_bytes if n == 1 else 0)
+        for worker, n_bytes in alone.items():
+            self.sharing[worker] += n_bytes
 
 
 def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
@@ -150,7 +181,10 @@ def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float
         kept_rows: whose activations are there at the worst moment.
     """
     own = profile.layers[layers.start : layers.stop]
-    needed = sum(2 * layer.parameter_bytes + layer.optimizer_bytes / replicas for layer in own)
+    needed = 0.0
+    for layer in own:
+        gradient_bytes = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+        needed += gradient_bytes + layer.parameter_bytes + layer.optimizer_bytes / replicas
     return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in own)
 
 
@@ -239,7 +273,7 @@ def _joined(each: Sequence[tuple[Component, _Played]], rest: _Rest) -> StepEstim
     makespan_s = max(ends_s.values(), default=0.0)
     bubble = 1 - sum(busy_s.values()) / (len(busy_s) * makespan_s) if makespan_s else 0.0
     step_s = max((end_s + rest.tail_s(worker, last_s[worker]) for worker, end_s in ends_s.items()), default=0.0)
-    peak_bytes = {worker: rest.fixed[worker] + n for worker, n in kept.items()}
+    peak_bytes = {worker: rest.peak_bytes(worker, n) for worker, n in kept.items()}
     return StepEstimate(step_s + rest.common_s, bubble, busy_s, peak_bytes)
 
 
@@ -250,7 +284,15 @@ class _Rest:
         self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
         self._overlap = profile.overlap
         self.common_s = max(shared_s.values(), default=0.0) + profile.step_s
-        self.fixed = static_bytes(plan, profile)
+        self._fixed = static_bytes(plan, profile)
+        self._engine = EngineBytes(plan, profile)
+
+    def peak_bytes(self, worker: str, kept_bytes: int) -> int:
+        """Returns the bytes of a worker at the worst moment, if its actions keep so many at theirs."""
+        engine = self._engine
+        if not engine.known:
+            return self._fixed[worker] + kept_bytes
+        return self._fixed[worker] + max(kept_bytes + engine.arriving[worker], engine.sharing[worker])
 
     def tail_s(self, worker: str, last_s: float) -> float:
         """Returns the seconds of a worker after its last action, which took `last_s`."""
@@ -275,12 +317,15 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
     played = timeline(component, order, price, transfer_s(profile, component))
     activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
     gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
+    sums = [_Sums(profile, tile) for tile in component.tiles]
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
         # The members of a TP group have one order.
         actions = order.by_worker[worker]
         if id(actions) not in known:
             kept = most = 0.0
+            for tile in {one.tile for one in actions}:
+                sums[tile].begin()
             for kind, tile, micro_batch in actions:
                 if kind == "F":
                     per_row = activations[tile]
@@ -288,6 +333,9 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
                     per_row = gradients[tile]
                 else:
                     per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
+                    if sums[tile].known:
+                        most = max(most, kept + sums[tile].fresh_bytes)
+                        kept += sums[tile].add()
                 kept += rows[tile][micro_batch] * per_row
                 most = max(most, kept)
             last = actions[-1]
@@ -300,6 +348,33 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
         tuple(played.busy_s[worker] for worker in workers),
         tuple(most for _, _, most in found),
     )
+
+
+class _Sums:
+    """The sums of gradients that each worker of a tile keeps, one micro-batch after the other."""
+
+    def __init__(self, profile: Profile, tile: Tile) -> None:
+        own = profile.layers[tile.layers.start : tile.layers.stop]
+        of_layers = [layer.gradient_bytes for layer in own if layer.gradient_bytes is not None]
+        self.known = len(of_layers) == len(own)
+        self._in_tree = any(layer.summed_in_tree for layer in own)
+        self._n_bytes = sum(of_layers) / len(tile.workers)
+        # Of one layer at a time: the gradients that come, and their sum with those before.
+        self.fresh_bytes = 2 * max(of_layers, default=0) / len(tile.workers)
+        self._added = 0
+
+    def begin(self) -> None:
+        """Begins with no sum."""
+        self._added = 0
+
+    def add(self) -> float:
+        """Takes another micro-batch; returns the bytes that sums need more than before. Of leaves in a row, as many
+        partial sums are left as their number has ones in binary.
+        """
+        before, self._added = self._added, self._added + 1
+        if self._in_tree:
+            return (self._added.bit_count() - before.bit_count()) * self._n_bytes
+        return 0.0 if before else self._n_bytes
 
 
 def _bytes_per_row(component: Plan, by_layer: Sequence[int]) -> list[float]:
@@ -332,6 +407,11 @@ def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[
                 shared[worker] += seconds / len(workers)
                 updated[worker] += update_s / len(workers) / profile.speed(worker)
     return reduced, shared, updated
+
+
+def shared_s(plan: Plan, profile: Profile) -> float:
+    """Returns the seconds in which new values of parameters are shared, on the worker that it takes longest."""
+    return max(_synchronised(plan, profile)[1].values(), default=0.0)
 
 
 def _not_hidden(computing_s: float, telling_s: float, overlap: float) -> float:

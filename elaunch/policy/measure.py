@@ -13,12 +13,14 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import ClockRange
-from elaunch.policy.estimate import estimate_step
+from elaunch.policy.estimate import estimate_step, shared_s
+from elaunch.policy.measuring.contradictions import Contradiction, contradictions
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile, median_link
-from elaunch.policy.sample import SAME, MeasuredTurn, Point, Sample, moved
+from elaunch.policy.sample import SAME, MeasuredTurn, Overheads, Point, Sample, moved
 from elaunch.policy.stragglers.slow import Detector
 from elaunch.policy.stragglers.slow_links import LinkDetector, Slower
 from elaunch.policy.stragglers.track import Change
@@ -49,6 +51,7 @@ class Recorder:
         self._kept: dict[int, float] = {}
         self._weights: dict[int, tuple[float, float]] = {}
         self._update_s: deque[float] = deque(maxlen=RECENT)
+        self._overheads: deque[Overheads] = deque(maxlen=RECENT)
         self._told: Sample | None = None
         self._n_told = 0
         self._fresh = False
@@ -61,6 +64,7 @@ class Recorder:
         update_s: float,
         elements: int,
         weights: Mapping[int, tuple[float, float]] | None = None,
+        overheads: Overheads | None = None,
     ) -> None:
         """Takes in what a step has shown.
 
@@ -70,6 +74,7 @@ class Recorder:
             update_s: of the optimizer's step.
             elements: of parameters on which it was done.
             weights: see `Sample`, if weight gradients were deferred.
+            overheads: what was spent beside the layers.
         """
         now: dict[Point, deque[tuple[float, float, float]]] = {}
         for one in turns:
@@ -82,6 +87,8 @@ class Recorder:
         self._weights |= weights or {}
         if elements:
             self._update_s.append(update_s / elements)
+        if overheads is not None:
+            self._overheads.append(overheads)
 
     def news(
         self,
@@ -113,6 +120,7 @@ class Recorder:
             memory_bytes,
             clocks,
             dict(self._weights),
+            _median_overheads(self._overheads),
         )
         known = self._n_told >= RECENT and not anew
         if not sample.turns or (known and not sample.differs(self._told)):
@@ -157,6 +165,9 @@ class Measured:
         self._moved: dict[int, int] = {}
         self._step_s: deque[float] = deque(maxlen=RECENT)
         self._change_s: deque[float] = deque(maxlen=RECENT)
+        # Of the last plan in which somebody waited for rows of others.
+        self._hop_s = 0.0 if prior is None else prior.hop_s
+        self._parts_s: float | None = None
 
     def speeds(self) -> dict[str, float]:
         """Returns the speeds of the workers that are not as fast as most, by slot."""
@@ -236,13 +247,26 @@ class Measured:
     def plan_changed(self) -> None:
         """Forgets the seconds of steps, which differ under another plan."""
         self._step_s.clear()
+        self._parts_s = None
+
+    def contradictions(self, profile: Profile) -> list[Contradiction]:
+        """Returns where the figures contradict each other, if `profile` was just made of them."""
+        step = None
+        if self._parts_s is not None and "step_s" not in profile.unstable:
+            step = statistics.median(self._step_s), self._parts_s
+        links = {
+            (slot, other): LinkProfile(*found)
+            for slot, sample in self._samples.items()
+            for other, found in sample.links.items()
+        }
+        return contradictions(self._samples, self.speeds(), links, self._links.usual(), step)
 
     def profile(self, plan: Plan | None = None) -> Profile:
         """Returns the profile: all that is known.
 
         Args:
-            plan: under which the steps were done; what they took longer than its parts is of every step, and the
-                layers' figures are for TP groups as wide as most of its are.
+            plan: under which the steps were done; what they took longer than its parts is of every step and of every
+                message between stages, and the layers' figures are for TP groups as wide as most of its are.
         """
         width = 1 if plan is None else statistics.mode(len(tile.workers) for tile in plan.tiles)
         self._find_usual()
@@ -277,14 +301,57 @@ class Measured:
             latency_s=anywhere.latency_s,
             width=width,
             memory_bytes=prior.memory_bytes if most is None and prior is not None else most,
+            **self._overheads(),
+            hop_s=self._hop_s,
             change_s=statistics.median(self._change_s) if self._change_s else 0.0,
             workers=special,
             links=links,
         )
         if plan is not None and self._step_s:
-            parts_s = estimate_step(plan, found).step_s
-            found = replace(found, step_s=max(0.0, statistics.median(self._step_s) - parts_s))
+            found = self._with_rest(plan, found)
         return replace(found, unstable=self._unstable())
+
+    def _overheads(self) -> dict[str, Any]:
+        """Returns what is spent beside the layers, by field of a profile."""
+        known = [one.overheads for one in self._samples.values() if one.overheads is not None]
+        if not known:
+            names = ("action_s", "send_s", "load_s_per_row")
+            return {} if self._prior is None else {name: getattr(self._prior, name) for name in names}
+        sent = [one.send_s for one in known if one.send_s]
+        loaded = [one.load_s_per_row for one in known if one.load_s_per_row]
+        return {
+            "action_s": statistics.median(one.action_s for one in known),
+            "send_s": statistics.median(sent) if sent else 0.0,
+            "load_s_per_row": statistics.median(loaded) if loaded else 0.0,
+        }
+
+    def _with_rest(self, plan: Plan, found: Profile) -> Profile:
+        """Shares out what a step takes longer than its parts: as much as its end is seen to take is of every step, the
+        rest of the messages between stages that somebody waits for, or also of every step if there are none.
+        """
+        found = replace(found, hop_s=0.0)
+        parts_s = estimate_step(plan, found).step_s
+        step_s = statistics.median(self._step_s)
+        self._parts_s, rest_s = parts_s, step_s - parts_s
+        ends = [one.overheads.end_s for one in self._samples.values() if one.overheads is not None]
+        # The last one at the barrier waits for nobody there.
+        first_s = min((end_s for end_s in ends if end_s is not None), default=None)
+        end_s = 0.0 if first_s is None else max(0.0, first_s - shared_s(plan, found))
+        self._parts_s += end_s
+        if rest_s <= 0:
+            return found
+        if first_s is None:
+            return replace(found, step_s=rest_s, hop_s=self._hop_s)
+        end_s = min(rest_s, end_s)
+
+        def later_s(hop_s: float) -> float:
+            return estimate_step(plan, replace(found, hop_s=hop_s)).step_s - parts_s
+
+        hop_s = _reaching(later_s, rest_s - end_s, 2 * sum(len(tile.micro_batches) for tile in plan.tiles))
+        if hop_s is None:
+            return replace(found, step_s=rest_s, hop_s=self._hop_s)
+        self._hop_s = hop_s
+        return replace(found, step_s=end_s, hop_s=hop_s)
 
     # -- how fast the workers are ---------------------------------------------------------------------------------
 
@@ -379,6 +446,38 @@ def _own_s(spent: Sequence[float]) -> float:
     """Returns a worker's own share of (forward, backward, waiting in them), in seconds."""
     forward_s, backward_s, waited_s = spent
     return max(1e-9, forward_s + backward_s - waited_s)
+
+
+def _median_overheads(some: Collection[Overheads]) -> Overheads | None:
+    if not some:
+        return None
+    ends = [one.end_s for one in some if one.end_s is not None]
+    return Overheads(
+        statistics.median(one.action_s for one in some),
+        statistics.median(one.send_s for one in some),
+        statistics.median(one.load_s_per_row for one in some),
+        statistics.median(ends) if ends else None,
+    )
+
+
+def _reaching(cost_s: Callable[[float], float], wanted_s: float, most: int) -> float | None:
+    """Returns about where a cost that is 0 at 0 and grows, ever faster, reaches `wanted_s`; None if it stays 0.
+
+    Args:
+        cost_s: of a message's seconds; asked twice.
+        wanted_s: 0 or more.
+        most: as many messages one after the other, at most.
+    """
+    few_s = wanted_s / max(1, most)
+    if not few_s:
+        return 0.0 if cost_s(1e-6) else None
+    low_s = cost_s(few_s)
+    if low_s <= 0:
+        return None
+    # As it grows faster, this is too much, and what lies between the two is about right.
+    many_s = few_s * wanted_s / low_s
+    high_s = cost_s(many_s)
+    return few_s if high_s <= low_s else few_s + (many_s - few_s) * (wanted_s - low_s) / (high_s - low_s)
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:

@@ -50,6 +50,9 @@ class LayerProfile:
         weight_bytes_per_row: kept beside the activations from the input gradient to the weight gradients: gradients of
             outputs of the layer's operations. None: not measured; as much as the activations is assumed, which is more
             than it is where every output is an activation that is kept.
+        gradient_bytes: of a sum of the parameters' gradients. None: not known; then as much as the parameters is taken,
+            once, and nothing of what the engine has beside it (see `elaunch.policy.estimate.EngineBytes`).
+        summed_in_tree: whether a worker keeps several partial sums of gradients, along a tree over the micro-batches.
     """
 
     forward_s_per_row: float
@@ -63,6 +66,8 @@ class LayerProfile:
     update_s: float = 0.0
     weight_share: float = 0.5
     weight_bytes_per_row: int | None = None
+    gradient_bytes: int | None = None
+    summed_in_tree: bool = False
 
     def forward_s(self, rows: int) -> float:
         """Returns the seconds of the forward of `rows` rows."""
@@ -161,11 +166,16 @@ class Profile:
         overlap: exponent of the overlap of gradient reduction with the last backward (Suika A.2, with the exponent 1/k:
             docs/papers.md, error 2): 1 is none, infinity is all.
         memory_bound: the part of the seconds of computing that a higher clock of the device does not shorten, 0..1.
-        step_s: of a step, whatever the plan: samples, agreement, the like.
+        step_s: of a step, whatever the plan: agreement, the like.
+        action_s: of a forward or a backward, whatever its layers.
+        send_s: of one whose rows go to another worker, which can do nothing else meanwhile.
+        load_s_per_row: of a forward that begins with the inputs or ends with what is compared with the targets.
+        hop_s: from when the rows have come until the worker that waits for them goes on.
         change_s: of a transition, whatever moves: agreement, plan, links.
         workers: those that are not as the others, by slot.
         links: those that were measured, by the slots of sender and receiver.
         unstable: the figures that still move.
+        contradictions: where the figures contradict each other, in sentences.
     """
 
     name: str
@@ -179,10 +189,15 @@ class Profile:
     overlap: float = 1.0
     memory_bound: float = 0.0
     step_s: float = 0.0
+    action_s: float = 0.0
+    send_s: float = 0.0
+    load_s_per_row: float = 0.0
+    hop_s: float = 0.0
     change_s: float = 0.0
     workers: Mapping[str, WorkerProfile] = field(default_factory=dict)
     links: Mapping[tuple[str, str], LinkProfile] = field(default_factory=dict)
     unstable: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -221,7 +236,7 @@ class Profile:
             ends = link.pop("source"), link.pop("target")
             links[ends] = LinkProfile(**link)
         made: dict[str, Any] = {"layers": tuple(layers), "workers": workers, "links": links}
-        made |= {name: tuple(fields[name]) for name in ("notes", "unstable") if name in fields}
+        made |= {name: tuple(fields[name]) for name in ("notes", "unstable", "contradictions") if name in fields}
         rest = {name: value for name, value in fields.items() if name != "version" and name not in made}
         return cls(**made, **rest)
 
@@ -262,16 +277,27 @@ class Profile:
         return min(map(self.speed, tile.workers))
 
     def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Returns the forward seconds of some layers at speed 1, on a TP group of `width` workers (0: that of the
+        """Returns the seconds of a forward of some layers at speed 1, on a TP group of `width` workers (0: that of the
         figures).
         """
-        return self._seconds(self._forward, layers, rows, width)
+        seconds = self._seconds(self._forward, layers, rows, width)
+        if self._has_overheads:
+            seconds += self.action_s
+            last = layers.stop == len(self.layers)
+            if layers.start == 0 or last:
+                seconds += rows * self.load_s_per_row
+            if not last:
+                seconds += self.send_s
+        return seconds
 
     def backward_s(self, layers: range, rows: float, width: int = 0) -> float:
-        """Returns the backward seconds of some layers at speed 1, on a TP group of `width` workers (0: that of the
+        """Returns the seconds of a backward of some layers at speed 1, on a TP group of `width` workers (0: that of the
         figures).
         """
-        return self._seconds(self._backward, layers, rows, width)
+        seconds = self._seconds(self._backward, layers, rows, width)
+        if self._has_overheads:
+            seconds += self.action_s + (self.send_s if layers.start else 0.0)
+        return seconds
 
     def weights_s(self, layers: range, rows: float, width: int = 0) -> float:
         """Returns the part of `backward_s` that can wait: the gradients of the parameters."""
@@ -295,6 +321,10 @@ class Profile:
     @cached_property
     def _whole_turns(self) -> dict[int, tuple[float, float]]:
         return {}
+
+    @cached_property
+    def _has_overheads(self) -> bool:
+        return any((self.action_s, self.send_s, self.load_s_per_row))
 
     def _seconds(self, sums: _Sums, layers: range, rows: float, width: int) -> float:
         fixed, per_row = sums
@@ -365,40 +395,6 @@ class Profile:
         """Returns the same model on devices that take `factor` times as long to compute; links stay as they are."""
         return dataclasses.replace(self, layers=tuple(layer.scaled(factor) for layer in self.layers))
 
-    def table(self) -> str:
-        """Returns text for people: a line for each run of equal layers, then the particulars of workers and links."""
-        rows = [("layers", "forward", "backward", "update", "parameters", "optimizer", "activation", "output", "")]
-        first = 0
-        for layer, equal in groupby(self.layers):
-            stop = first + len(list(equal))
-            moving = any(f"layers[{index}]" in self.unstable for index in range(first, stop))
-            rows.append(
-                (
-                    f"{first}:{stop}",
-                    _seconds_text(layer.fixed_forward_s, layer.forward_s_per_row),
-                    _seconds_text(layer.fixed_backward_s, layer.backward_s_per_row),
-                    f"{layer.update_s * 1e3:.3g} ms",
-                    f"{layer.parameter_bytes:,}",
-                    f"{layer.optimizer_bytes:,}",
-                    f"{layer.activation_bytes_per_row:,} a row",
-                    f"{layer.output_bytes_per_row:,} a row",
-                    "not stable yet" if moving else "",
-                )
-            )
-            first = stop
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        moving_step = ", not stable yet" if "step_s" in self.unstable else ""
-        lines += [
-            f"a step: {self.step_s * 1e3:.3g} ms besides{moving_step}; a change: {self.change_s * 1e3:.3g} ms besides",
-            f"links: {self._any}; {len(self.links)} measured",
-        ]
-        for slot, worker in self.workers.items():
-            memory = "" if worker.memory_bytes is None else f", {worker.memory_bytes:,} bytes"
-            lines.append(f"worker {slot}: speed {worker.speed:g}{memory}")
-        lines += [f"link {source} to {target}: {link}" for (source, target), link in self.links.items()]
-        return "\n".join(lines)
-
     def check(self, plan: Plan) -> None:
         """Checks that the profile has as many layers as a plan.
 
@@ -420,11 +416,6 @@ def _unusual(value: Any) -> dict[str, Any]:
         for name, (one, here) in found.items()
         if here != (one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
     }
-
-
-def _seconds_text(fixed_s: float, per_row_s: float) -> str:
-    fixed = f"{fixed_s * 1e3:.3g} ms + " if fixed_s else ""
-    return f"{fixed}{per_row_s * 1e3:.3g} ms a row"
 
 
 _Sums = tuple[list[float], list[float]]
@@ -487,6 +478,7 @@ def transfer_s(profile: Profile, plan: Plan) -> TransferPrice:
             return 0.0
         # The gradient of an output is as large as the output.
         layer = profile.layers[max(here.layers.start, there.layers.start) - 1]
-        return profile.link(here.workers[0], there.workers[0]).seconds(rows * layer.output_bytes_per_row)
+        link = profile.link(here.workers[0], there.workers[0])
+        return link.seconds(rows * layer.output_bytes_per_row) + profile.hop_s
 
     return seconds

@@ -76,10 +76,15 @@ DOCUMENT = {
     "overlap": Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
     "memory_bound": _PART,
     "step_s": _FIXED_SECONDS,
+    "action_s": _FIXED_SECONDS,
+    "send_s": _FIXED_SECONDS,
+    "load_s_per_row": _FIXED_SECONDS,
+    "hop_s": _FIXED_SECONDS,
     "change_s": _FIXED_SECONDS,
     "workers": Expected("an object", lambda value: isinstance(value, dict), optional=True),
     "links": Expected("a list", lambda value: isinstance(value, list), optional=True),
     "unstable": _TEXTS,
+    "contradictions": _TEXTS,
 }
 WORKER = {"speed": dataclasses.replace(_SPEED, optional=True), "memory_bytes": _MEMORY}
 LINK = {"source": _TEXT, "target": _TEXT, "bandwidth_bytes_per_s": _SPEED, "latency_s": _SECONDS}
@@ -96,4 +101,6 @@ LAYER = {
     "update_s": _FIXED_SECONDS,
     "weight_share": _PART,
     "weight_bytes_per_row": dataclasses.replace(_BYTES, optional=True),
+    "gradient_bytes": dataclasses.replace(_BYTES, optional=True),
+    "summed_in_tree": Expected("true or false", lambda value: isinstance(value, bool), optional=True),
 }

@@ -61,6 +61,24 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """What a worker spends beside its layers, in seconds.
+
+    Attributes:
+        action_s: of a forward or a backward: all that is in no layer, sending left out; the mean of the two.
+        send_s: of sending the rows of an action to another worker; 0: it sends none.
+        load_s_per_row: of getting the samples of a row, where the first or the last layer is; 0: it gets none.
+        end_s: of the end of a step, from its last gradient until it has committed here; None: not measured. Who comes
+            last waits for nobody in it.
+    """
+
+    action_s: float = 0.0
+    send_s: float = 0.0
+    load_s_per_row: float = 0.0
+    end_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """The figures that one worker has measured.
 
@@ -74,6 +92,7 @@ class Sample:
         links: by the slot of the receiver: bytes per second, seconds.
         memory_bytes: of its device; None: of a host.
         clocks: of its device, if they may be set.
+        overheads: what it spends beside its layers, if that was measured.
     """
 
     turns: Mapping[Point, tuple[float, float, float]] = field(default_factory=dict)
@@ -83,6 +102,7 @@ class Sample:
     memory_bytes: int | None = None
     clocks: ClockRange | None = None
     weights: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    overheads: Overheads | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values, kept short because they go to all members."""
@@ -94,6 +114,7 @@ class Sample:
             "memory": self.memory_bytes,
             "clocks": None if self.clocks is None else astuple(self.clocks),
             "weights": {str(layer): [_short(part), round(n)] for layer, (part, n) in self.weights.items()},
+            "overheads": None if self.overheads is None else [_shortened(one) for one in astuple(self.overheads)],
         }
 
     @classmethod
@@ -110,6 +131,7 @@ class Sample:
             fields["memory"],
             None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
             {int(layer): (part, n) for layer, (part, n) in fields["weights"].items()},
+            None if fields["overheads"] is None else Overheads(*fields["overheads"]),
         )
 
     def differs(self, other: Sample | None) -> bool:
@@ -119,7 +141,14 @@ class Sample:
         if self.weights.keys() != other.weights.keys():
             return True
         pairs = [(sum(self.turns[point][:2]), sum(other.turns[point][:2])) for point in self.turns]
-        return any(moved(*pair) for pair in pairs)
+        if any(moved(*pair) for pair in pairs):
+            return True
+        if self.overheads is None or other.overheads is None:
+            return self.overheads is not other.overheads
+        # What is beside the layers varies more, and counts as far as it changes what an action takes.
+        here_s, there_s = (2 * (one.action_s + one.send_s) for one in (self.overheads, other.overheads))
+        action_s = sum(now for now, _ in pairs)
+        return abs(here_s - there_s) > SAME / 2 * (action_s + there_s)
 
 
 def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int) -> ClockRange:
@@ -129,6 +158,10 @@ def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int)
 def moved(now: float, before: float) -> bool:
     """Returns whether a figure differs from what it was."""
     return abs(now - before) > SAME * before
+
+
+def _shortened(seconds: float | None) -> float | None:
+    return None if seconds is None else _short(seconds)
 
 
 def _short(seconds: float) -> float:

@@ -28,8 +28,9 @@ from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import History
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
 from elaunch.policy.measure import Measured, Recorder
+from elaunch.policy.measuring.contradictions import Contradiction, changed
 from elaunch.policy.profile import LayerProfile, Profile
-from elaunch.policy.sample import MeasuredTurn, Sample
+from elaunch.policy.sample import MeasuredTurn, Overheads, Sample
 from elaunch.policy.select import Candidate, Choice, SelectorSettings, choose
 from elaunch.policy.settings import SlowPolicy, from_environment
 from elaunch.policy.stragglers.remedies import Eviction, Remedies
@@ -88,6 +89,8 @@ class Selector:
         self._own_links = LinkWatch()
         self._remedies = Remedies(slow_policy, min_nodes)
         self._events: list[dict[str, Any]] = []
+        self._contradictions: list[Contradiction] = []
+        self._doubts: list[dict[str, Any]] = []
         self._eviction: Eviction | None = None
 
     # -- in every step --------------------------------------------------------------------------------------------
@@ -107,10 +110,11 @@ class Selector:
         update_s: float,
         elements: int,
         weights: Mapping[int, tuple[float, float]] | None = None,
+        overheads: Overheads | None = None,
     ) -> None:
         """Takes in what this worker has measured in a step; see `Recorder.add`."""
         self._cadence.metered = self._cadence.metered or bool(kept_bytes)
-        self._recorder.add(turns, kept_bytes, update_s, elements, weights)
+        self._recorder.add(turns, kept_bytes, update_s, elements, weights, overheads)
 
     def note(
         self,
@@ -174,6 +178,11 @@ class Selector:
             return None
         self._publishing.told()
         profile = self.profile()
+        found = self.measured.contradictions(profile)
+        if changed(self._contradictions, found):
+            self._doubts.append({"contradictions": [one.text for one in found]})
+        self._contradictions = found
+        profile = replace(profile, contradictions=tuple(one.text for one in found))
         if self._file is not None:
             _write(self._file, profile)
         return profile
@@ -187,6 +196,11 @@ class Selector:
         """Returns the fields of the `slow` events since the last call; on the first member only."""
         events, self._events = self._events, []
         return events
+
+    def doubts(self) -> list[dict[str, Any]]:
+        """Returns the fields of the `profile_doubtful` events since the last call; on the first member only."""
+        doubts, self._doubts = self._doubts, []
+        return doubts
 
     def eviction(self) -> Eviction | None:
         """Returns, once, the request for this worker to leave, when all members know it since the last barrier."""

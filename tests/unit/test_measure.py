@@ -12,7 +12,7 @@ from elaunch.plan import Stage, stages, symmetric
 from elaunch.policy.estimate import estimate_step
 from elaunch.policy.measure import RECENT, Measured, Recorder
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
-from elaunch.policy.sample import Sample
+from elaunch.policy.sample import Overheads, Sample
 
 KNOWN = LayerProfile(0.0, 0.0, 400, 1200, 10, 50)
 W = ["a/0#0", "a/1#0", "b/0#0", "b/1#0"]
@@ -309,3 +309,91 @@ def test_a_pace_is_of_the_last_step_beside_what_was_told_without_waiting_and_tol
 def test_a_sample_is_read_as_it_was_written() -> None:
     sample = told(Took(3, 2, 0.125, 0.25, 0.0625), kept_bytes={3: 7}, links={"a/0": (5, 0.5)}, memory_bytes=9)
     assert Sample.from_json(sample.to_json()) == sample
+    for overheads in (Overheads(0.5, 0.25, 0.125, None), Overheads(0.5, 0.25, 0.125, 2.0)):
+        assert Sample.from_json(replace(sample, overheads=overheads).to_json()).overheads == overheads
+
+
+def of_two_stages(end_s: float = 0.1) -> dict[str, Sample]:
+    overheads = Overheads(0.2, 0.1, 0.05, end_s)
+    return {
+        "a/0": told(Took(0, 1, 1.0, 2.0), overheads=overheads),
+        "a/1": told(Took(1, 1, 1.0, 2.0), overheads=replace(overheads, end_s=3.0)),
+    }
+
+
+def test_what_is_spent_beside_layers_counts_in_every_action_of_any_plan() -> None:
+    known = measured(2)
+    tell(known, of_two_stages())
+    found = known.profile()
+    assert (found.action_s, found.send_s, found.load_s_per_row) == (0.2, 0.1, 0.05)
+    bare = replace(found, action_s=0.0, send_s=0.0, load_s_per_row=0.0)
+    one, two = symmetric(W[:1], 2, 4, 1), symmetric(W[:2], 2, 4, 1, pp=2)
+    # Nothing is sent where all layers are: four micro-batches of a forward and a backward, and their samples.
+    alone_s = estimate_step(one, found).step_s - estimate_step(one, bare).step_s
+    assert alone_s == pytest.approx(4 * (2 * 0.2 + 0.05))
+    # In each of two stages half the layers cost as much beside them as all do in one.
+    assert found.forward_s(range(1), 1) == pytest.approx(1.0 + 0.2 + 0.05 + 0.1)
+    assert found.backward_s(range(1), 1) == pytest.approx(2.0 + 0.2)
+    assert found.backward_s(range(1, 2), 1) == pytest.approx(2.0 + 0.2 + 0.1)
+    # Fill and drain of a pipeline have such actions, too.
+    more_s = estimate_step(two, found).step_s - estimate_step(two, bare).step_s
+    assert more_s == pytest.approx(5 * (2 * 0.2 + 0.1 + 0.05))
+
+
+def test_what_a_pipeline_takes_longer_than_its_parts_is_of_its_messages() -> None:
+    known = measured(2)
+    tell(known, of_two_stages())
+    plan = symmetric(W[:2], 2, 8, 1, pp=2)
+    true = replace(known.profile(), hop_s=0.02, step_s=0.1)
+    known.step_took(estimate_step(plan, true).step_s)
+    found = known.profile(plan)
+    assert found.step_s == pytest.approx(0.1), "the end of a step, by who comes last to it"
+    assert found.hop_s == pytest.approx(0.02, rel=0.05)
+    for other in (symmetric(W, 2, 8, 1, dp=2, pp=2), symmetric(W[:2], 2, 2, 1, pp=2), symmetric(W[:1], 2, 8, 1)):
+        assert estimate_step(other, found).step_s == pytest.approx(estimate_step(other, true).step_s, rel=0.001)
+
+
+def test_without_messages_between_stages_all_that_is_left_is_of_every_step() -> None:
+    known = measured(2)
+    sample = told(Took(0, 1, 1.0, 2.0), Took(1, 1, 1.0, 2.0), overheads=Overheads(0.0, 0.0, 0.0, 0.1))
+    tell(known, {"a/0": sample, "a/1": sample})
+    plan = symmetric(W[:2], 2, 8, 1, dp=2)
+    known.step_took(estimate_step(plan, known.profile()).step_s + 0.5)
+    found = known.profile(plan)
+    assert found.step_s == pytest.approx(0.5)
+    assert found.hop_s == 0.0
+
+
+def test_a_hop_that_is_known_stays_known_under_a_plan_without_any() -> None:
+    known = measured(2)
+    tell(known, of_two_stages())
+    plan = symmetric(W[:2], 2, 8, 1, pp=2)
+    known.step_took(estimate_step(plan, replace(known.profile(), hop_s=0.02, step_s=0.1)).step_s)
+    known.profile(plan)
+    known.plan_changed()
+    assert known.profile(symmetric(W[:2], 2, 8, 1, dp=2)).hop_s == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_profile_that_contradicts_its_step_is_told_once_the_step_is_stable() -> None:
+    known = measured(2)
+    tell(known, of_two_stages())
+    plan = symmetric(W[:2], 2, 8, 1, pp=2)
+    parts_s = estimate_step(plan, known.profile()).step_s
+    known.step_took(parts_s / 2)
+    assert known.contradictions(known.profile(plan)) == []
+    for _ in range(RECENT - 1):
+        known.step_took(parts_s / 2)
+    (found,) = known.contradictions(known.profile(plan))
+    assert found.kind == "step"
+    known.plan_changed()
+    assert known.contradictions(known.profile(plan)) == []
+
+
+def test_what_is_spent_beside_layers_is_told_anew_if_it_changes_what_an_action_takes() -> None:
+    def after(first: Overheads, then: Overheads) -> bool:
+        turn = Took(0, 2, 1.0, 2.0)
+        return told(turn, overheads=then).differs(told(turn, overheads=first))
+
+    assert not after(Overheads(0.001), Overheads(0.02))
+    assert after(Overheads(0.001), Overheads(0.2))
+    assert after(Overheads(0.001, 0.0), Overheads(0.001, 0.2))

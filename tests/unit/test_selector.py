@@ -19,6 +19,7 @@ from elaunch.policy.candidates.balance import shares_by_speed
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
+from elaunch.policy.estimate import estimate_step
 from elaunch.policy.measure import Measured
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.policy.select import Choice, SelectorSettings, choose
@@ -90,7 +91,7 @@ def ahead(one: Selector) -> Prepared:
     return cast(Prepared, one._ahead)
 
 
-def step(workers: dict[str, Selector], slow: dict[str, float] | None = None) -> None:
+def step(workers: dict[str, Selector], slow: dict[str, float] | None = None, seconds: float = 30.0) -> None:
     """A step of all, in which a layer takes a second and two for each row."""
     notes = {worker: one.note(dict) for worker, one in workers.items()}
     assert json.loads(json.dumps(notes)) == notes
@@ -99,7 +100,7 @@ def step(workers: dict[str, Selector], slow: dict[str, float] | None = None) -> 
             factor = (slow or {}).get(worker, 1.0)
             layers = {index for tile in HOME.tiles_of(worker) for index in HOME.tiles[tile].layers}
             one.add([Took(index, 2, 2 * factor, 4 * factor) for index in sorted(layers)], {}, 0.1, 100)
-        one.heard(notes, 30.0)
+        one.heard(notes, seconds)
 
 
 def test_the_first_steps_are_measured_and_then_some() -> None:
@@ -421,6 +422,31 @@ def test_only_the_first_member_tells_of_who_is_slow() -> None:
     assert (event["worker"], event["state"], event["action"]) == (W[1], "slow", "rebalance")
     assert json.loads(json.dumps(event)) == event
     assert not any(one.events() for one in workers.values())
+
+
+def test_a_profile_that_contradicts_itself_is_told_once_and_when_it_no_longer_does() -> None:
+    workers = crew()
+    first = workers[W[0]]
+
+    def published(seconds: float) -> Profile:
+        for _ in range(3):
+            step(workers, seconds=seconds)
+        first._publishing.at_once = True
+        notes = {worker: one.note(dict) for worker, one in workers.items()}
+        found = [one.heard(notes, seconds) for one in workers.values()]
+        assert found[0] is not None
+        return found[0]
+
+    parts_s = estimate_step(HOME, published(1.0)).step_s
+    (event,) = first.doubts()
+    (text,) = event["contradictions"]
+    assert text.startswith("step: it takes 1 s")
+    assert json.loads(json.dumps(event)) == event
+    assert published(1.0).contradictions == (text,)
+    assert not first.doubts(), "told once"
+    assert published(parts_s).contradictions == ()
+    assert first.doubts() == [{"contradictions": []}]
+    assert not any(one.doubts() for one in workers.values())
 
 
 def test_who_only_wants_to_be_told_gets_no_other_plan() -> None:

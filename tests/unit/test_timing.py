@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaunch.policy.sample import Overheads
+from elaunch.workers.barrier import StepRecord
 from elaunch.workers.layers.chain.chain import Chain
 from elaunch.workers.layers.model import Draw, build, describe
 from elaunch.workers.layers.tensor_parallel import TPRank
@@ -153,3 +155,38 @@ def test_measuring_changes_no_gradient() -> None:
     pairs = list(zip(gradients(None), gradients(Stopwatch(CPU, meter=True)), strict=True))
     assert len(pairs) == 4
     assert all(torch.equal(plain, measured) for plain, measured in pairs)
+
+
+def test_what_an_action_takes_beside_its_layers_and_what_it_sends_are_told_apart() -> None:
+    watch, layers, draw = Stopwatch(CPU), chain((1.0, 2.0), (3.0, 5.0)), Draw(0, 0, (), 2)
+    with watch.loading(2):
+        clock.now_s += 0.5
+    clock.now_s += 100  # waits for rows
+    with watch.action("F") as action:
+        clock.now_s += 0.25
+        y, saved = layers.forward(torch.ones(2, 6), draw, watch)
+        action.layers = [span for one in saved for span in one.spans]
+        clock.now_s += 4.0  # the loss, which is of the last layer
+        action.layers[-1].lasts("F")
+        with action.sending():
+            clock.now_s += 0.125
+    with watch.action("B") as action:
+        action.layers = [span for one in saved for span in one.spans]
+        layers.backward(saved, torch.ones_like(y), draw, lambda layer, grads: None)
+        clock.now_s += 0.75
+    assert watch.overheads() == Overheads(0.5, 0.125, 0.25, None)
+    assert [turn.forward_s for turn in watch.turns()] == [1.0, 7.0]
+
+
+def test_the_end_of_a_step_is_what_follows_its_barrier_without_the_optimizer() -> None:
+    watch = Stopwatch(CPU)
+    record = StepRecord.at(0)
+
+    def barrier(given: StepRecord) -> StepRecord:
+        clock.now_s += 2.0
+        return given
+
+    assert watch.at_end(barrier)(record) is record
+    clock.now_s += 1.5
+    watch.ended(1.0)
+    assert watch.overheads().end_s == 2.5

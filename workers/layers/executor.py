@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges
 from elaunch.workers.layers.model import Draw, Layer
 from elaunch.workers.layers.samples import Load
 from elaunch.workers.layers.sums import Node, TreeSum
-from elaunch.workers.layers.timing import Stopwatch
+from elaunch.workers.layers.timing import ActionSpan, Span, Stopwatch
 from elaunch.workers.state.layout import LayerSpec, OptimizerShard, StateLayout
 
 LOOK_AHEAD = 2
@@ -221,14 +222,26 @@ class _Step:
         tile, peers = self._plan.tiles[action.tile], self._of._exchanges[key]
         samples = tile.micro_batches[action.micro_batch]
         first, last = tile.layers.start == 0, tile.layers.stop == self._plan.n_layers
-        data = self._load(samples) if self._of.loads(tile) else None
+        data = self._loaded(samples) if self._of.loads(tile) else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
         self._ready(tile.layers)
-        x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), self._watch)
-        if last:
-            assert data is not None
-            self._dy[key] = self._loss(x, data[1], samples, reports=tile.workers[0] == self._of._worker)
-        self._hand_over(Kind.ACTIVATION, x, peers.y_to)
+        with self._timed("F") as timed:
+            x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), self._watch)
+            if last:
+                assert data is not None
+                self._dy[key] = self._loss(x, data[1], samples, reports=tile.workers[0] == self._of._worker)
+            if timed is not None:
+                timed.layers = _spans(self._saved[key])
+                if last and timed.layers:
+                    timed.layers[-1].lasts("F")
+            self._hand_over(Kind.ACTIVATION, x, peers.y_to, timed)
+
+    def _loaded(self, samples: MicroBatch) -> tuple[Tensor, Any]:
+        with nullcontext() if self._watch is None else self._watch.loading(n_rows(samples)):
+            return self._load(samples)
+
+    def _timed(self, kind: Literal["F", "B"]) -> AbstractContextManager[ActionSpan | None]:
+        return nullcontext() if self._watch is None else self._watch.action(kind)
 
     def _loss(self, y: Tensor, target: Any, samples: MicroBatch, reports: bool) -> Tensor:
         """The gradient of the output, in units of a whole micro-batch's mean loss."""
@@ -268,13 +281,17 @@ class _Step:
             else:
                 add(layer.spec.index, grads)
 
-        dx = self._of._chains[action.tile].backward(self._saved.pop(key), dy, self._draw(samples), done)
-        if peers.dx_to:
-            # Others wait for this, and for the gradients of the first layer, which come with it, nobody does yet.
-            assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
-            self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to)
-            add(tile.layers.start, *held)
-        self._send_later(later)
+        with self._timed("B") as timed:
+            saved = self._saved.pop(key)
+            if timed is not None:
+                timed.layers = _spans(saved)
+            dx = self._of._chains[action.tile].backward(saved, dy, self._draw(samples), done)
+            if peers.dx_to:
+                # Others wait for this, and for the gradients of the first layer, which come with it, nobody does yet.
+                assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
+                self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to, timed)
+                add(tile.layers.start, *held)
+            self._send_later(later)
 
     def _input_gradient(self, action: Action) -> None:
         """Does the part of a backward for which others wait."""
@@ -363,15 +380,16 @@ class _Step:
             whole[first : first + len(rows_here)] = rows_here
         return whole
 
-    def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows]) -> None:
-        if not rows:
-            return
-        sent = whole if all(one.peer == self._of._worker for one in rows) else whole.detach().contiguous()
+    def _hand_over(self, kind: Kind, whole: Tensor, rows: Sequence[Rows], timed: ActionSpan | None = None) -> None:
         for one in rows:
             if one.peer == self._of._worker:
                 self._local[tag(kind, one.number)] = whole[one.first : one.first + one.count]
-            else:
-                self._carrier.send(one.peer, tag(kind, one.number), sent[one.first : one.first + one.count])
+        away = [one for one in rows if one.peer != self._of._worker]
+        if away:
+            with nullcontext() if timed is None else timed.sending():
+                sent = whole.detach().contiguous()
+                for one in away:
+                    self._carrier.send(one.peer, tag(kind, one.number), sent[one.first : one.first + one.count])
 
     # -- gradients of parameters ----------------------------------------------------------------------------------
 
@@ -464,6 +482,10 @@ class _Step:
         whole = tree.total()
         total = added([*([] if whole is None else [whole]), *rest])
         return total.mul_(self._plan.micro_batch_size / self._plan.global_batch_size)
+
+
+def _spans(saved: Iterable[SavedActivations]) -> list[Span]:
+    return [span for piece in saved for span in piece.spans]
 
 
 def _add_all(some: list[Tensor], more: list[Tensor]) -> list[Tensor]:

@@ -228,9 +228,12 @@ class HybridJob(BaseJob):
         selector, watch = self._member.selector, None
         if selector is not None and selector.measures() and not engine.changing:
             watch = Stopwatch(self.device, selector.meters())
-        engine.train_step(self._member.pass_barrier, watch)
+        barrier = self._member.pass_barrier if watch is None else watch.at_end(self._member.pass_barrier)
+        engine.train_step(barrier, watch)
         if selector is not None and watch is not None:
-            selector.add(watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned, watch.weights())
+            watch.ended(engine.update_s)
+            measured = watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned, watch.weights()
+            selector.add(*measured, watch.overheads())
 
     def _compare(self, group: Group, saving: bool) -> None:
         """Compares the replicas of layers where that is due; never while layers move."""

@@ -375,6 +375,8 @@ class Builder:
                     optimizer_bytes=3 * masters,
                     activation_bytes_per_row=output,
                     output_bytes_per_row=output,
+                    gradient_bytes=masters,
+                    summed_in_tree=self._bitwise,
                 )
             )
             elements.append(sum(sizes.values()))

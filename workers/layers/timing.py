@@ -10,14 +10,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from elaunch.policy.sample import Overheads
+from elaunch.workers.barrier import StepRecord
 
 
 class ActivationMeter:
@@ -120,6 +123,10 @@ class Stopwatch:
     def __init__(self, device: torch.device, meter: bool = False) -> None:
         self._device, self._meter = device, meter
         self._spans: list[Span] = []
+        self._actions: list[ActionSpan] = []
+        self._loads: list[tuple[int, float]] = []
+        self._end_began_s = 0.0
+        self._end_s: float | None = None
         self.kept_bytes: dict[int, float] = {}
         self.weight_bytes: dict[int, float] = {}
         self.waited_s = 0.0
@@ -140,6 +147,45 @@ class Stopwatch:
         """Returns the span of a layer, or of this member's part of it, on a micro-batch; its forward follows."""
         self._spans.append(Span(self, layer, rows, width))
         return self._spans[-1]
+
+    @contextmanager
+    def action(self, kind: Literal["F", "B"]) -> Iterator[ActionSpan]:
+        """Measures what is done here: an action of this worker, without waiting for its rows."""
+        self._actions.append(ActionSpan(self, kind, self.moment()))
+        yield self._actions[-1]
+        self._actions[-1].end = self.moment()
+
+    @contextmanager
+    def loading(self, rows: int) -> Iterator[None]:
+        """Measures what is done here: getting the samples of an action."""
+        begin_s = time.perf_counter()
+        yield
+        self._loads.append((rows, time.perf_counter() - begin_s))
+
+    def at_end(self, barrier: Callable[[StepRecord], StepRecord]) -> Callable[[StepRecord], StepRecord]:
+        """Returns what passes the commit barrier and notes that the end of the step begins with it."""
+
+        def pass_barrier(record: StepRecord) -> StepRecord:
+            self._end_began_s = time.perf_counter()
+            return barrier(record)
+
+        return pass_barrier
+
+    def ended(self, update_s: float) -> None:
+        """Notes that the step has ended here; the optimizer's step took `update_s` of that."""
+        self._end_s = max(0.0, time.perf_counter() - self._end_began_s - update_s)
+
+    def overheads(self) -> Overheads:
+        """Returns what this worker has spent beside its layers in the step, whose actions are over."""
+        beside = {kind: [one.seconds(self.seconds) for one in self._actions if one.kind == kind] for kind in "FB"}
+        of_actions = [statistics.median(rest_s for rest_s, _ in some) for some in beside.values() if some]
+        sent = [sent_s for some in beside.values() for _, sent_s in some if sent_s]
+        return Overheads(
+            max(0.0, statistics.fmean(of_actions)) if of_actions else 0.0,
+            statistics.median(sent) if sent else 0.0,
+            statistics.median(seconds / rows for rows, seconds in self._loads) if self._loads else 0.0,
+            self._end_s,
+        )
 
     def turns(self) -> list[Turn]:
         """Returns all turns of the step, whose actions are over."""
@@ -174,11 +220,40 @@ class Stopwatch:
         return self._seconds(span, "W") if "W" in span.ends else 0.0
 
     def _seconds(self, span: Span, kind: str) -> float:
-        begin, end = span.begins[kind], span.ends[kind]
+        return self.seconds(span.begins[kind], span.ends[kind])
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Returns the seconds from one moment to another, when both are over."""
         if self._device.type == "cpu":
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(eq=False)
+class ActionSpan:
+    """An action of this worker: when it begins and ends, and the spans of its layers and of what it sends."""
+
+    watch: Stopwatch
+    kind: Literal["F", "B"]
+    begin: Any
+    end: Any = None
+    layers: Sequence[Span] = ()
+    sent: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Measures what is done here: sending its rows to other workers."""
+        begin = self.watch.moment()
+        yield
+        self.sent.append((begin, self.watch.moment()))
+
+    def seconds(self, between: Callable[[Any, Any], float]) -> tuple[float, float]:
+        """Returns the seconds beside its layers and sending, and those of sending."""
+        sent_s = sum(between(*one) for one in self.sent)
+        spans = [one for one in self.layers if self.kind in one.ends]
+        in_layers_s = sum(between(one.begins[self.kind], one.ends[self.kind]) for one in spans)
+        return between(self.begin, self.end) - in_layers_s - sent_s, sent_s
 
 
 @dataclass(eq=False)
@@ -207,6 +282,11 @@ class Span:
         if kind in self.begins and kind not in self.ends:
             self.ends[kind] = self.watch.moment()
             self.waited_s[kind] += self.watch.waited_s
+
+    def lasts(self, kind: Literal["F", "B", "W"]) -> None:
+        """Notes that a part that had ended ends only now: what follows it belongs to the layer."""
+        if kind in self.ends:
+            self.ends[kind] = self.watch.moment()
 
     def kept_for_weights(self, n_bytes: int) -> None:
         """Notes how many bytes this member kept for the weight gradients, beside the activations."""

@@ -141,6 +141,7 @@ class Policy:
             return []
         profile = selector.heard(notes.of_selectors(members), seconds, step)
         news: list[Message] = [Report("slow", {"generation": generation, **event}) for event in selector.events()]
+        news += [Report("profile_doubtful", {"generation": generation, **event}) for event in selector.doubts()]
         if profile is not None:
             news.append(Profiled(profile.to_json()))
         eviction = selector.eviction()

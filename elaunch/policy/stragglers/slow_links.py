@@ -123,6 +123,10 @@ class LinkDetector:
         self._tracks = {link: track for link, track in self._tracks.items() if here >= set(link)}
         self._compare()
 
+    def usual(self) -> dict[Link, float]:
+        """Returns the bytes per second that links usually have, of those that are known."""
+        return {link: rate for link, (rate, _) in self._rates.items()}
+
     def told(self, slot: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """Takes in a slot's usual bytes per second, and bytes between two looks, by the other end."""
         if rates:

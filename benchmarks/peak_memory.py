@@ -1,0 +1,227 @@
+"""The estimator's peak of memory beside what torch's allocator counts, on CPUs: each worker a process of its own.
+
+    python benchmarks/peak_memory.py
+
+The GPT of `examples/train_gpt_hybrid.py`, float32, AdamW. What is counted are the bytes that torch's allocator for CPUs
+has given out, at their greatest in the steps after the first: the profiler tells of each allocation in each thread. The
+estimate is that of `elaunch.policy.estimate` with the profile that a job would measure: sizes of parameters as they are
+known without running, kept bytes of each layer as metered in the first step. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import multiprocessing.connection
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import torch
+import train_gpt_hybrid as example
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.report import Report, add_arguments
+from elaunch.plan import Pipeline, Plan, pipelines, symmetric
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.profile import LayerProfile, Profile
+from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.transport import Transport
+from elaunch.workers.layers.engine import Engine
+from elaunch.workers.layers.settings import EngineSettings
+from elaunch.workers.layers.timing import Stopwatch
+
+STEPS = 3
+LIMIT_S = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A plan, and how it is trained."""
+
+    name: str
+    plan: Plan
+    width: int
+    blocks: int
+    context: int = 64
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def allocated_bytes(traced: Any) -> list[tuple[int, int]]:
+    """The bytes that were given out on the CPU, after each allocation and each release, with their times in ns."""
+    found, now = [], 0
+    events = [one for one in traced.profiler.kineto_results.events() if one.name() == "[memory]"]
+    for one in sorted(events, key=lambda one: one.start_ns()):
+        if one.device_type() == torch.autograd.DeviceType.CPU:
+            now += one.nbytes()
+            found.append((one.start_ns(), now))
+    return found
+
+
+def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) -> None:
+    """A worker: tells its address, hears all, trains, tells its peak and what its layers keep."""
+    torch.set_num_threads(1)
+    worker = case.plan.workers[place]
+    transport = Transport(worker, "memory")
+    pipe.send(transport.address)
+    transport.connect(pipe.recv(), generation=1, timeout_s=60)
+    args = example.parse([f"--layers={case.blocks}", f"--width={case.width}", f"--context={case.context}"])
+    dataset = example.Sources(200_000, args.context)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        engine = Engine(
+            example.gpt(args),
+            example.loss_fn,
+            partial(example.adamw, lr=1e-3),
+            case.plan,
+            EngineSettings(dataset=dataset, snapshots=0, **case.settings),
+            group=Group(transport, 1, case.plan.workers),
+        )
+        watch = Stopwatch(torch.device("cpu"), meter=True)
+        engine.train_step(watch=watch)
+        began_ns = torch.autograd.profiler.record_function("begun")
+        with began_ns:
+            pass
+        for _ in range(STEPS - 1):
+            engine.train_step()
+    begun = next(one for one in traced.profiler.kineto_results.events() if one.name() == "begun")
+    peak = max(n_bytes for ns, n_bytes in allocated_bytes(traced) if ns >= begun.start_ns())
+    layers, _ = engine.builder.described()
+    pipe.send((peak, watch.kept_bytes, engine.memory_bytes(), layers))
+    pipe.recv()
+    transport.interrupt(1 << 60)
+    transport.close()
+
+
+def measure(case: Case) -> tuple[dict[str, int], Profile]:
+    """The peak of each worker, and the profile that the workers have measured."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for place in range(len(case.plan.workers)):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=work, args=(case, place, there), daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+
+    def heard(pipe: multiprocessing.connection.Connection) -> Any:
+        if not pipe.poll(LIMIT_S):
+            raise TimeoutError(f"{case.name}: a worker has said nothing for {LIMIT_S} s")
+        return pipe.recv()
+
+    try:
+        addresses = dict(zip(case.plan.workers, map(heard, pipes), strict=True))
+        for pipe in pipes:
+            pipe.send(addresses)
+        told = [heard(pipe) for pipe in pipes]
+        for pipe in pipes:
+            pipe.send("end")
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    kept: dict[int, float] = {}
+    for _, of_layers, _, _ in told:
+        for layer, n_bytes in of_layers.items():
+            kept[layer] = max(n_bytes, kept.get(layer, 0.0))
+    known: tuple[LayerProfile, ...] = told[0][3]
+    layers = tuple(
+        dataclasses.replace(
+            one,
+            forward_s_per_row=1.0,
+            backward_s_per_row=2.0,
+            activation_bytes_per_row=round(kept.get(index, one.activation_bytes_per_row)),
+        )
+        for index, one in enumerate(known)
+    )
+    widths = {len(tile.workers) for tile in case.plan.tiles}
+    profiled = Profile(case.name, layers, max(widths), 1e9, 1e-4, width=max(widths))
+    return dict(zip(case.plan.workers, (one[0] for one in told), strict=True)), profiled
+
+
+def cases(quick: bool) -> list[Case]:
+    """What is run."""
+    width, blocks, batch, micro = (64, 2, 16, 2) if quick else (256, 6, 32, 4)
+    n_layers = blocks + 2
+
+    def plan(**degrees: Any) -> Plan:
+        workers = [f"a/{number}#0" for number in range(math.prod(degrees.values()))]
+        return symmetric(workers, n_layers, batch, micro, **degrees)
+
+    def case(name: str, which: Plan, **settings: Any) -> Case:
+        return Case(name, which, width, blocks, settings=settings)
+
+    units = batch // micro
+    whole = range(n_layers)
+    shares = pipelines(
+        n_layers,
+        batch,
+        micro,
+        [
+            Pipeline(range(units // 4), ((whole, ("a/0#0",)),)),
+            Pipeline(range(units // 4, units), ((whole, ("a/1#0",)),)),
+        ],
+    )
+    return [
+        case("one worker", plan()),
+        case("one worker, fast", plan(), consistency="fast"),
+        case("PP 2", plan(pp=2)),
+        case("PP 4", plan(pp=4)),
+        case("DP 2", plan(dp=2)),
+        case("DP 4", plan(dp=4)),
+        case("DP 2 x PP 2", plan(dp=2, pp=2)),
+        case("DP 2, micro-batches 1 to 3", shares),
+        case("PP 2, recomputed", plan(pp=2), recompute=True),
+        case("TP 2", plan(tp=2)),
+        case("PP 2, bfloat16", plan(pp=2), dtype=torch.bfloat16),
+        Case("PP 2, long samples", plan(pp=2), width, blocks, context=512),
+        Case("DP 2, long samples", plan(dp=2), width, blocks, context=512),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--only", default="", metavar="CASE,…", help="names of cases (default: all)")
+    args = parser.parse_args()
+    report = Report("peak memory: estimated, and counted by the allocator")
+    errors: list[tuple[float, str]] = []
+    wanted = [name for name in args.only.split(",") if name]
+    for case in cases(args.quick):
+        if wanted and case.name not in wanted:
+            continue
+        print(case.name, file=sys.stderr, flush=True)
+        counted, profiled = measure(case)
+        estimated = estimate_step(case.plan, profiled).peak_bytes
+        for stage, worker in enumerate(case.plan.workers):
+            error = estimated[worker] / counted[worker] - 1
+            errors.append((error, f"{case.name}, worker {stage}"))
+            report.row(
+                {
+                    "plan": case.name,
+                    "worker": stage,
+                    "counted_kb": counted[worker] / 1e3,
+                    "estimated_kb": estimated[worker] / 1e3,
+                    "error_pct": 100 * error,
+                }
+            )
+    if errors:
+        worst, where = max(errors, key=lambda one: abs(one[0]))
+        mean = statistics.fmean(abs(error) for error, _ in errors)
+        report.target(f"error of {len(errors)} peaks, mean", 100 * mean, "%", at_most=5)
+        report.target("the same, worst", 100 * abs(worst), "%", at_most=5)
+        report.notes.append(f"the worst, {100 * worst:+.1f} %, is {where}")
+    report.print()
+    report.write(args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

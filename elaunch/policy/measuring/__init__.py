@@ -1,0 +1,1 @@
+"""What is made of the figures that a job's workers tell."""
