@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,23 @@ def test_a_forked_child_does_not_keep_the_connections_open() -> None:
         os.close(read)
         os.close(write)
         each(sum_of, bulks, [1.0, 2.0])  # and the parent's are as they were
+
+
+def test_a_connection_that_one_thread_has_given_back_is_freed_by_another() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(server.getsockname())
+    theirs, _ = server.accept()
+    with server, ours, theirs:
+        known = sockets.Socket(ours.fileno(), os.fstat(ours.fileno()).st_ino, ours.dup())
+        ours.sendall(b"x")
+        known.close()
+        assert known.count_unsent() == 0
+        known.end_reading()
+        known.drain()
+        known.shut_down()
+        known.close()
+        theirs.sendall(b"y")  # and its own one is as it was
+        assert ours.recv(1) == b"y"
 
 
 def test_nobody_waits_in_the_opening_for_one_who_never_comes() -> None:

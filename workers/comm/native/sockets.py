@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import termios
+import threading
 from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
@@ -85,28 +86,33 @@ class Socket:
 
     def __init__(self, fd: int, inode: int, duplicate: socket.socket) -> None:
         self._fd, self._inode, self._duplicate = fd, inode, duplicate
+        # One thread frees who waits here while another gives the duplicate back: its number may be another file's then.
+        self._lock = threading.Lock()
 
     def shut_down(self) -> None:
         """Ends the connection, in both directions: who waits at either end gets an error."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._duplicate.shutdown(socket.SHUT_RDWR)
 
     def end_reading(self) -> None:
         """Has Gloo find the end of the connection once it has read what has come. The peer finds none."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._duplicate.shutdown(socket.SHUT_RD)
 
     def count_unsent(self) -> int:
         """Returns how many bytes the peer's kernel has not taken yet."""
-        try:
-            return int.from_bytes(fcntl.ioctl(self._duplicate, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        except OSError:
-            return 0
+        with self._lock:
+            if self._duplicate.fileno() < 0:
+                return 0
+            try:
+                return int.from_bytes(fcntl.ioctl(self._duplicate, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+            except OSError:
+                return 0
 
     def drain(self) -> None:
         """Drops what the peer sends to a connection that Gloo has closed here, so that the peer can go on sending."""
         if self.is_closed():
-            with contextlib.suppress(OSError):
+            with self._lock, contextlib.suppress(OSError):
                 while self._duplicate.recv(DRAINED_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
                     pass
 
@@ -118,12 +124,13 @@ class Socket:
             return True
 
     def close(self) -> None:
-        """Gives the duplicate back."""
-        self._duplicate.close()
+        """Gives the duplicate back; of no effect for who still uses it."""
+        with self._lock:
+            self._duplicate.close()
 
     def close_in_child(self) -> None:
         """In a forked child: closes both, so that peers see the end of its parent."""
-        self._duplicate.close()
+        self._duplicate.close()  # without the lock, which a thread of the parent may have held
         if not self.is_closed():
             os.close(self._fd)
 
