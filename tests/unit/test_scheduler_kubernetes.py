@@ -20,6 +20,7 @@ from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, Cluste
 from elaunch.scheduler.clusters.kubernetes import KubernetesCluster, connect, read_template
 from elaunch.scheduler.clusters.kubernetes_objects import (
     KubernetesSettings,
+    held,
     job_name,
     label_value,
     manifest,
@@ -38,7 +39,8 @@ DATA = ROOT / "tests" / "data"
 ROLES = ROOT / "examples" / "kubernetes.yaml"
 NODES = list(yaml.safe_load_all((DATA / "kubernetes_nodes.yaml").read_text()))
 PODS = list(yaml.safe_load_all((DATA / "kubernetes_pods.yaml").read_text()))
-TEMPLATE: dict[str, Any] = {"metadata": {}, "spec": {"containers": [{"name": "elaunch", "image": "registry.example/train:1"}]}}
+AGENT = {"name": "elaunch", "image": "registry.example/train:1"}
+TEMPLATE: dict[str, Any] = {"metadata": {}, "spec": {"containers": [AGENT]}}
 SETTINGS = KubernetesSettings("main", Path("/shared"), ("elaunch",), TEMPLATE)
 REQUEST = AgentRequest("GPT_2.0.13", "gke-a100-0", 2, ("--rdzv-id=GPT_2.0", "train.py", "$(HOME) it's"), "/home/ann")
 LIMIT_S = 30.0
@@ -181,25 +183,24 @@ def test_the_manifests_of_the_example_are_valid() -> None:
 
 def pod_with(node: str, gpus: int, **values: Any) -> dict[str, Any]:
     containers = [{"name": "a", "resources": {"requests": {"nvidia.com/gpu": str(gpus)}}}]
-    metadata = {"name": "a", "annotations": values.pop("annotations", {})}
-    return {"metadata": metadata, "spec": {"nodeName": node, "containers": containers}, "status": values}
+    return {"metadata": {"name": "a"}, "spec": {"nodeName": node, "containers": containers}, "status": values}
 
 
 def test_nodes_have_the_devices_that_others_leave() -> None:
     for node in NODES:
         valid(node)
-    own = {"elaunch/scheduler": "main", "elaunch/agent": "a.0.0"}
     pods = [
         pod_with("gke-a100-0", 1, phase="Running"),
         pod_with("gke-a100-0", 1, phase="Succeeded"),
-        pod_with("gke-a100-0", 2, phase="Running", annotations=own),
-        pod_with("gke-a100-1", 3, phase="Pending", annotations=own | {"elaunch/agent": "forgotten.0.0"}),
+        pod_with("gke-a100-1", 2, phase="Pending"),
+        pod_with("gke-a100-1", 1, phase="Running"),
         pod_with("", 4, phase="Pending"),
     ]
+    taken = [held(pod, "nvidia.com/gpu") for pod in pods]
     settings = replace(
         SETTINGS, template={"metadata": {}, "spec": {**TEMPLATE["spec"], "nodeSelector": {"pool": "train"}}}
     )
-    assert parse_nodes(NODES, pods, {"a.0.0"}, settings) == [
+    assert parse_nodes(NODES, taken, settings) == [
         ClusterNode("gke-a100-0", 3, "NVIDIA-A100-SXM4-40GB", "europe-west4-a"),
         ClusterNode("gke-a100-1", 1, "NVIDIA-A100-SXM4-40GB", "europe-west4-b", usable=False),
         ClusterNode("gke-a100-2", 4, usable=False),
@@ -209,8 +210,8 @@ def test_nodes_have_the_devices_that_others_leave() -> None:
     assert silent_nodes(NODES) == {"gke-a100-3"}
     others = replace(settings, template=copy.deepcopy(settings.template), rack="pool", kind="none")
     others.template["spec"]["tolerations"] = [{"key": "team", "operator": "Exists"}]
-    assert parse_nodes(NODES, [], (), others)[4] == ClusterNode("gke-a100-4", 4, "", "train")
-    cpus = {node.name: node for node in parse_nodes(NODES, [], (), replace(SETTINGS, device="cpu"))}
+    assert parse_nodes(NODES, [], others)[4] == ClusterNode("gke-a100-4", 4, "", "train")
+    cpus = {node.name: node for node in parse_nodes(NODES, [], replace(SETTINGS, device="cpu"))}
     assert cpus["gke-cpu-0"] == ClusterNode("gke-cpu-0", 3)
     assert cpus["gke-a100-0"].devices == 46
     assert not cpus["gke-a100-0"].usable, "it is kept for pods that ask for GPUs"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elaunch.errors import UsageError
 from elaunch.scheduler.clusters.cluster import AgentReport, AgentRequest, ClusterStage, ClusterUnavailable
@@ -22,6 +23,8 @@ from elaunch.scheduler.clusters.kubernetes_objects import (
     AgentJob,
     Json,
     KubernetesSettings,
+    agent_of,
+    held,
     is_own,
     job_name,
     label_value,
@@ -31,6 +34,8 @@ from elaunch.scheduler.clusters.kubernetes_objects import (
     silent_nodes,
 )
 from elaunch.scheduler.model import ClusterNode
+
+T = TypeVar("T")
 
 LIMIT_S = 8.0  # of a request
 LOOK_S = 16.0  # of a look: within the lease of the leading daemon
@@ -65,7 +70,7 @@ class KubernetesCluster:
     ran: set[str] = field(default_factory=set)
     _client: Any = None
     _namespace: str = ""
-    _others: list[Json] = field(default_factory=list)
+    _others: list[tuple[str, Decimal]] = field(default_factory=list)
     _others_s: float = float("-inf")
     _until_s: float = float("inf")
 
@@ -76,16 +81,11 @@ class KubernetesCluster:
         own = f"{SCHEDULER}={label_value(settings.name)}"
         self._until_s = time.monotonic() + LOOK_S
         try:
-            jobs = self._list(self._path("jobs"), labelSelector=own)
-            pods = self._list(self._path("pods"), labelSelector=own)
-            nodes = self._list("/api/v1/nodes")
+            jobs = self._list(self._path("jobs"), whole, labelSelector=own)
+            pods = self._list(self._path("pods"), whole, labelSelector=own)
+            nodes = self._list("/api/v1/nodes", whole)
             if time.monotonic() > self._others_s + OTHERS_S:
-                found = self._list("/api/v1/pods", fieldSelector=ACTIVE)
-                self._others = [
-                    pod
-                    for pod in found
-                    if not (is_own(pod, settings) and pod["metadata"].get("namespace") == self._namespace)
-                ]
+                self._others = self._list("/api/v1/pods", self._held_by_others, fieldSelector=ACTIVE)
                 self._others_s = time.monotonic()
         finally:
             self._until_s = float("inf")
@@ -96,7 +96,8 @@ class KubernetesCluster:
         self.ran = {name for name, agent in self.agents.items() if name in self.ran or agent.pods or agent.logged}
         reports = [agent.report for agent in agents]
         living = {report.name for report in reports if report.stage is not ClusterStage.ENDED}
-        return parse_nodes(nodes, [*self._others, *pods], living, settings), reports
+        going = [held(pod, settings.device) for pod in pods if agent_of(pod) not in living]
+        return parse_nodes(nodes, [*self._others, *going], settings), reports
 
     def start(self, request: AgentRequest) -> None:
         """Creates a Job; Kubernetes refuses another one of the same name."""
@@ -143,21 +144,26 @@ class KubernetesCluster:
             self._client, of_context = connect(self.settings.context)
             self._namespace = self.settings.namespace or of_context
 
-    def _list(self, path: str, **query: str) -> list[Json]:
+    def _held_by_others(self, pod: Json) -> tuple[str, Decimal]:
+        """All that is kept of a pod, of which there may be thousands: where it holds how many devices."""
+        own = is_own(pod, self.settings) and pod["metadata"].get("namespace") == self._namespace
+        return ("", Decimal(0)) if own else held(pod, self.settings.device)
+
+    def _list(self, path: str, read: Callable[[Json], T], **query: str) -> list[T]:
         """Returns all objects of a kind; a list that has grown too old while it was read is begun once more."""
         try:
-            return self._pages(path, query)
+            return self._pages(path, read, query)
         except _Refused as error:
             if error.code != 410:
                 raise
-            return self._pages(path, query)
+            return self._pages(path, read, query)
 
-    def _pages(self, path: str, query: Mapping[str, str]) -> list[Json]:
-        found: list[Json] = []
+    def _pages(self, path: str, read: Callable[[Json], T], query: Mapping[str, str]) -> list[T]:
+        found: list[T] = []
         more: dict[str, str] = {}
         while True:
             answer = self._ask("GET", path, {**query, "limit": PAGE, **more})
-            found += answer.get("items") or []
+            found += map(read, answer.get("items") or ())
             token = (answer.get("metadata") or {}).get("continue")
             if not token:
                 return found
@@ -182,6 +188,7 @@ class KubernetesCluster:
         from kubernetes.config import ConfigException
         from urllib3.exceptions import HTTPError
 
+        self._connect()
         limit_s = min(LIMIT_S, self._until_s - time.monotonic())
         if limit_s <= 0:
             raise ClusterUnavailable(f"Kubernetes has not answered within {LOOK_S:g} s")
@@ -205,6 +212,11 @@ class KubernetesCluster:
         except (HTTPError, OpenApiException, ConfigException, OSError, ValueError) as error:
             text = " ".join(str(error).split())[:300]
             raise ClusterUnavailable(f"Kubernetes does not answer {method} {path}: {text}") from error
+
+
+def whole(thing: Json) -> Json:
+    """Returns an object as it is."""
+    return thing
 
 
 def _message(body: bytes) -> str:

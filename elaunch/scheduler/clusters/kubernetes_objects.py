@@ -163,30 +163,33 @@ def silent_nodes(nodes: Iterable[Json]) -> set[str]:
     return {node["metadata"]["name"] for node in nodes if (_condition(node, "Ready") or {}).get("status") == "Unknown"}
 
 
+def held(pod: Json, device: str) -> tuple[str, Decimal]:
+    """Returns the node that a pod is on, and what it holds there; with no node, or when it is over, nothing."""
+    over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    name = node_of(pod)
+    return name, requested(pod, device) if name and not over else Decimal(0)
+
+
 def parse_nodes(
-    nodes: Iterable[Json], pods: Iterable[Json], living: Collection[str], settings: KubernetesSettings
+    nodes: Iterable[Json], taken: Iterable[tuple[str, Decimal]], settings: KubernetesSettings
 ) -> list[ClusterNode]:
     """Returns the nodes that have devices and are among those that the template's `nodeSelector` chooses.
 
     Args:
         nodes: of the cluster.
-        pods: of everybody, on all nodes.
-        living: agents of this scheduler that have not ended; what other pods hold, their devices do not include.
+        taken: what is held by others on which node.
         settings: what a device is, which labels count, what pods tolerate.
     """
-    taken = defaultdict[str, Decimal](Decimal)
-    for pod in pods:
-        name = pod.get("spec", {}).get("nodeName")
-        over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-        if name and not over and not (is_own(pod, settings) and agent_of(pod) in living):
-            taken[name] += requested(pod, settings.device)
+    sums = defaultdict[str, Decimal](Decimal)
+    for name, amount in taken:
+        sums[name] += amount
     chosen = settings.template["spec"].get("nodeSelector") or {}
     found = []
     for node in nodes:
         name, labels = str(node["metadata"]["name"]), node["metadata"].get("labels") or {}
         total = _amount((node.get("status") or {}).get("allocatable") or {}, settings.device)
         if total >= 1 and chosen.items() <= labels.items():
-            devices = max(0, math.floor(total - taken[name]))
+            devices = max(0, math.floor(total - sums[name]))
             usable = _is_usable(node, settings.tolerations)
             found.append(
                 ClusterNode(name, devices, labels.get(settings.kind, ""), labels.get(settings.rack, ""), usable)
@@ -298,12 +301,13 @@ def parse_agents(
     for job in jobs:
         if is_own(job, settings):
             own = of_job[job["metadata"].get("uid", "")]
-            lost |= {name: f"node {name} is gone" for name in map(_node_of, own) if name and name not in there}
+            lost |= {name: f"node {name} is gone" for name in map(node_of, own) if name and name not in there}
             found.append(_agent(job, own, lost, agent_of(job) in ran, settings.container))
     return found
 
 
-def _node_of(pod: Json) -> str:
+def node_of(pod: Json) -> str:
+    """Returns the name of the node that a pod is on; empty: none yet."""
     return str((pod.get("spec") or {}).get("nodeName") or "")
 
 
@@ -315,8 +319,8 @@ def _agent(job: Json, pods: Iterable[Json], lost: Mapping[str, str], ran: bool, 
     names = tuple(row[0] for row in alive)
     if alive:
         _, pod, report = max(alive, key=lambda row: row[2].stage is ClusterStage.RUNNING)
-        if _node_of(pod) in lost:
-            report = AgentReport(name, ClusterStage.ENDED, lost[_node_of(pod)])
+        if node_of(pod) in lost:
+            report = AgentReport(name, ClusterStage.ENDED, lost[node_of(pod)])
         return AgentJob(report, names)
     if ended:
         return AgentJob(ended[-1][2], names, ended[-1][0])
