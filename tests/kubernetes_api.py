@@ -119,6 +119,14 @@ class TestKubernetes:
                 spec["unschedulable"] = True
                 spec["taints"] = [{"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}]
 
+    def suspend(self, agent: str, suspended: bool) -> None:
+        """Does what Kueue does with a Job that it admits, or stops for another one."""
+        with self.lock:
+            (job,) = [
+                job for job in self.objects["jobs"].values() if job["metadata"]["annotations"]["elaunch/agent"] == agent
+            ]
+            job["spec"]["suspend"] = suspended
+
     def lose(self, node: str) -> None:
         """Ends a node as the loss of its machine would: nobody says how its pods end, or that they do."""
         with self.lock:
@@ -309,6 +317,8 @@ class TestKubernetes:
         for pod in pods:
             if pod["status"]["phase"] in ("Succeeded", "Failed") and TRACKED in pod["metadata"]["finalizers"]:
                 pod["metadata"]["finalizers"].remove(TRACKED)
+                if spec.get("suspend"):  # pods that end because of that do not count
+                    continue
                 succeeded = pod["status"]["phase"] == "Succeeded"
                 status["succeeded" if succeeded else "failed"] = 1
                 limit = ("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")

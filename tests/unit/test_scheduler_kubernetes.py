@@ -456,6 +456,21 @@ def test_agents_that_wait_are_withdrawn(api: TestKubernetes, tmp_path: Path) -> 
     wait_until(lambda: not (api.objects["jobs"] or api.objects["pods"]), LIMIT_S, "the end of all objects")
 
 
+def test_an_agent_that_kueue_suspends_leaves_and_has_ended(api: TestKubernetes, tmp_path: Path) -> None:
+    here = cluster(tmp_path, SCRIPT)
+    here = KubernetesCluster(replace(here.settings, queue="train"))
+    here.look()
+    here.start(request(0, "n0", tmp_path))
+    assert reports(here) == {"a.0.0": (ClusterStage.QUEUED, "waits in the queue train of Kueue", False)}
+    api.suspend("a.0.0", False)
+    wait_until(lambda: reports(here)["a.0.0"][1] == "Running", LIMIT_S, "its start")
+    api.suspend("a.0.0", True)
+    ended = (ClusterStage.ENDED, "its Job was suspended", False)
+    wait_until(lambda: reports(here)["a.0.0"] == ended, LIMIT_S, "its end")
+    here.forget("a.0.0")
+    assert reports(here) == {}
+
+
 def test_long_lists_come_in_pages(api: TestKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "PAGE", 2)
     for index in range(3, 8):
