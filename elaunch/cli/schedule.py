@@ -26,6 +26,7 @@ from elaunch.rendezvous.conf import ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.store import Store
 
 if TYPE_CHECKING:
+    from elaunch.scheduler.clusters.cluster import Cluster
     from elaunch.scheduler.model import SchedulingPolicy
     from elaunch.scheduler.service.daemon import Daemon
 
@@ -47,10 +48,9 @@ def parser() -> argparse.ArgumentParser:
     daemon = commands.add_parser("run", help="run the daemon; of several with one name, one leads")
     daemon.set_defaults(run=_run)
     daemon.add_argument("--folder", required=True, help="for logs and exit codes of agents, shared by all nodes")
-    daemon.add_argument("--cluster", choices=["slurm", "ray"], default="slurm", help="whose nodes these are")
-    daemon.add_argument("--ray-address", default="http://127.0.0.1:8265", metavar="URL", help="of Ray's dashboard")
+    clusters = ["slurm", "ray", "kubernetes"]
+    daemon.add_argument("--cluster", choices=clusters, default="slurm", help="whose nodes these are")
     daemon.add_argument("--devices", choices=["gpu", "cpu"], default="gpu", help="what a device is")
-    daemon.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
     daemon.add_argument("--elaunch", default="", metavar="COMMAND", help="the launcher on the nodes")
     daemon.add_argument("--policy", choices=["suika", "fifo"], default="suika", help="fifo: no job grows")
     daemon.add_argument("--settings", metavar="FILE", help="TOML with the settings of the policy")
@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         daemon.add_argument(name, metavar="S", type=seconds, default=default, help=text)
     daemon.add_argument("--events", metavar="FILE", help="append events to this file, a line of JSON each")
     daemon.add_argument("--metrics", metavar="FILE", help="keep figures in this file, in Prometheus's text format")
+    _add_cluster_flags(daemon)
     submit = commands.add_parser("submit", help="hand in a job: a file, flags, or both, and behind -- its command")
     submit.set_defaults(run=_submit)
     submit.add_argument("file", nargs="?", metavar="JOB.toml", help="values of the job; flags go before them")
@@ -87,6 +88,28 @@ def parser() -> argparse.ArgumentParser:
         command.flag("--rdzv-conf", default="", metavar="KEY=VALUE,…", help="how etcd is reached, as for `elaunch`")
         command.add_argument("--scheduler", default=NAME, metavar="NAME", help="which one (default: %(default)s)")
     return p
+
+
+def _add_cluster_flags(daemon: argparse.ArgumentParser) -> None:
+    """Adds the flags that only one kind of cluster has."""
+    slurm = daemon.add_argument_group("Slurm")
+    slurm.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='-p train'")
+    ray = daemon.add_argument_group("Ray")
+    ray.add_argument("--ray-address", default="http://127.0.0.1:8265", metavar="URL", help="of the dashboard")
+    kubernetes = daemon.add_argument_group("Kubernetes")
+    for name, metavar, text in (
+        ("--pod-template", "FILE", "a pod in YAML or JSON; its first container runs the agent"),
+        ("--kube-context", "NAME", "of the kubeconfig (default: its current one; in a pod, the service account)"),
+        ("--kube-namespace", "NAME", "in which agents run (default: that of the context or pod)"),
+        ("--kueue-queue", "NAME", "the LocalQueue of Kueue that agents wait in"),
+    ):
+        kubernetes.add_argument(name, metavar=metavar, default="", help=text)
+    for name, default, text in (
+        ("--gpu-resource", "nvidia.com/gpu", "of which a device is one"),
+        ("--rack-label", "topology.kubernetes.io/zone", "of nodes, that names their rack"),
+        ("--kind-label", "nvidia.com/gpu.product", "of nodes, that names the kind of their devices"),
+    ):
+        kubernetes.add_argument(name, metavar="NAME", default=default, help=text)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,6 +189,7 @@ def _run(args: argparse.Namespace) -> None:
     policy = read_policy(args.policy, args.settings)
     folder = Path(args.folder, args.scheduler).resolve()  # exit codes of another one are not its own
     folder.mkdir(parents=True, exist_ok=True)
+    cluster = _cluster(args, folder)
     log = EventLog(args.events, identity)
 
     def tell(kind: str, job: str, text: str) -> None:
@@ -180,7 +204,7 @@ def _run(args: argparse.Namespace) -> None:
             store = None
             try:
                 store = _open(args)
-                for daemon in _turns(args, store, identity, policy, folder, tell, stopping):
+                for daemon in _turns(args, store, identity, policy, cluster, tell, stopping):
                     if args.metrics:
                         _replace_file(args.metrics, metrics(daemon.jobs, daemon.nodes))
             except StoreUnavailable as error:
@@ -198,25 +222,17 @@ def _turns(
     store: Store,
     identity: str,
     policy: SchedulingPolicy,
-    folder: Path,
+    cluster: Cluster,
     tell: Callable[[str, str, str], None],
     stopping: _Stopping,
 ) -> Iterator[Daemon]:
     """Makes a daemon, and yields it after each turn, until the process is to stop or etcd is away."""
     from elaunch.scheduler.clusters.cluster import ClusterUnavailable
-    from elaunch.scheduler.clusters.ray import RayCluster, RaySettings
-    from elaunch.scheduler.clusters.slurm import SlurmCluster, SlurmSettings
     from elaunch.scheduler.service.advance import WaitLimits
     from elaunch.scheduler.service.daemon import Daemon, DaemonSettings, LeadLost
     from elaunch.scheduler.service.known import KnownSpeeds
     from elaunch.scheduler.service.reports import StoredReports
 
-    elaunch = tuple(shlex.split(args.elaunch)) or (sys.executable, "-m", "elaunch")
-    gpus = args.devices == "gpu"
-    options = tuple(shlex.split(args.sbatch))
-    slurm = SlurmCluster(SlurmSettings(args.scheduler, folder, elaunch, options, gpus))
-    ray = RayCluster(RaySettings(args.scheduler, args.ray_address, elaunch, gpus))
-    cluster = ray if args.cluster == "ray" else slurm
     limits = WaitLimits(queue_s=args.queue_timeout, stop_s=args.kill_timeout)
     settings = DaemonSettings(args.scheduler, identity, args.rdzv_endpoint, limits)
     reports = StoredReports(store)
@@ -249,6 +265,40 @@ def _turns(
         daemon.resign()
     finally:
         reports.close()
+
+
+def _cluster(args: argparse.Namespace, folder: Path) -> Cluster:
+    """Returns the cluster that the flags name; no other one is imported."""
+    elaunch = tuple(shlex.split(args.elaunch)) or (sys.executable, "-m", "elaunch")
+    gpus = args.devices == "gpu"
+    if args.cluster == "ray":
+        from elaunch.scheduler.clusters.ray import RayCluster, RaySettings
+
+        return RayCluster(RaySettings(args.scheduler, args.ray_address, elaunch, gpus))
+    if args.cluster == "kubernetes":
+        from elaunch.scheduler.clusters.kubernetes import KubernetesCluster, read_template
+        from elaunch.scheduler.clusters.kubernetes_objects import KubernetesSettings
+
+        if not args.pod_template:
+            raise UsageError("--cluster=kubernetes needs --pod-template=FILE: a pod with the image of the jobs")
+        return KubernetesCluster(
+            KubernetesSettings(
+                args.scheduler,
+                folder,
+                tuple(shlex.split(args.elaunch)) or ("elaunch",),  # that of the image
+                read_template(args.pod_template),
+                device=args.gpu_resource if gpus else "cpu",
+                queue=args.kueue_queue,
+                context=args.kube_context,
+                namespace=args.kube_namespace,
+                rack=args.rack_label,
+                kind=args.kind_label,
+                grace_s=args.kill_timeout,
+            )
+        )
+    from elaunch.scheduler.clusters.slurm import SlurmCluster, SlurmSettings
+
+    return SlurmCluster(SlurmSettings(args.scheduler, folder, elaunch, tuple(shlex.split(args.sbatch)), gpus))
 
 
 class _Stopping:

@@ -1,1 +1,1 @@
-"""Clusters: one protocol, and behind it Slurm and Ray."""
+"""Clusters: one protocol, and behind it Slurm, Kubernetes and Ray."""
