@@ -375,6 +375,7 @@ def stages(kubernetes: KubernetesCluster) -> set[ClusterStage]:
 SCRIPT = """
 [ "$1" = ends ] && { echo $WORD; exit 3; }
 [ "$1" = stays ] && trap : TERM || trap 'exit 0' TERM
+: >"ready-$1"
 while :; do sleep 0.05; done
 """
 
@@ -387,7 +388,9 @@ def test_agents_start_once_leave_are_killed_and_are_forgotten(api: TestKubernete
         for _ in range(2):
             here.start(request(number, f"n{number}", tmp_path, *arguments))
     wait_until(lambda: reports(here).get("a.0.2", ("",))[0] is ClusterStage.ENDED, LIMIT_S, "the end of an agent")
-    wait_until(lambda: reports(here)["a.0.1"][1] == "Running", LIMIT_S, "its start")
+    for name in ("leaves", "stays"):
+        wait_until((tmp_path / f"ready-{name}").exists, LIMIT_S, "the start of the others")
+    assert reports(here)["a.0.1"][:2] == (ClusterStage.RUNNING, "Running")
     assert reports(here)["a.0.2"] == (ClusterStage.ENDED, "exit code 3", False)
     assert [node.devices for node in here.look()[0]] == [1, 1, 1], "what is the scheduler's own is not taken"
     here.forget("a.0.2")
