@@ -484,6 +484,8 @@ def serving(kubernetes: TestKubernetes) -> Iterator[TestKubernetes]:
     """Serves the API, and lets the controllers act, ten rounds a second."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections stay open, as to a real server
+
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             code, data = kubernetes.answer(self.command, self.path, self.headers.get("Authorization", ""), body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -514,14 +515,24 @@ def test_refusals_are_told_in_one_line(api: TestKubernetes, tmp_path: Path, code
     assert len(here.look()[0]) == 3
 
 
-def test_credentials_are_read_again_when_they_have_expired(api: TestKubernetes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plugin", [False, True])
+def test_credentials_are_read_again_when_they_have_expired(api: TestKubernetes, tmp_path: Path, plugin: bool) -> None:
+    file = api.kubeconfig
+    if plugin:  # such as those of clouds: a command that prints a token
+        file = tmp_path / "credential.json"
+        version = "client.authentication.k8s.io/v1"
+        credential = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": api.token}}
+        file.write_text(json.dumps(credential))
+        config = yaml.safe_load(api.kubeconfig.read_text())
+        command = {"apiVersion": version, "command": "cat", "args": [str(file)], "interactiveMode": "Never"}
+        config["users"][0]["user"] = {"exec": command}
+        api.kubeconfig.write_text(json.dumps(config))
     here = cluster(tmp_path)
     here.look()
     before, api.token = api.token, "another one"
     with pytest.raises(ClusterUnavailable, match="401 Unauthorized"):
         here.look()
-    text = api.kubeconfig.read_text()
-    api.kubeconfig.write_text(text.replace(before, api.token))
+    file.write_text(file.read_text().replace(before, api.token))
     assert len(here.look()[0]) == 3
 
 
