@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from elaunch.scheduler.clusters.kubernetes_objects import (
     tolerates,
 )
 from elaunch.scheduler.model import ClusterNode
-from tests.helpers import ROOT, Spawned, Spawner, mute_address, wait_until
+from tests.helpers import ROOT, Spawned, Spawner, make_certificates, mute_address, wait_until
 from tests.kubernetes_api import Answer, TestKubernetes, check, serving
 
 DATA = ROOT / "tests" / "data"
@@ -534,6 +536,23 @@ def test_credentials_are_read_again_when_they_have_expired(api: TestKubernetes, 
         here.look()
     file.write_text(file.read_text().replace(before, api.token))
     assert len(here.look()[0]) == 3
+
+
+def test_the_server_and_the_client_show_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl = shutil.which("openssl")
+    assert openssl is not None, "apt-get install openssl"
+    make_certificates(openssl, tmp_path)
+    with serving(TestKubernetes(tmp_path, ROLES), tmp_path) as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+        kubernetes.add_node("n0")
+        assert len(cluster(tmp_path).look()[0]) == 1
+        config = yaml.safe_load(kubernetes.kubeconfig.read_text())
+        config["clusters"][0]["cluster"] |= {
+            "certificate-authority-data": base64.b64encode((tmp_path / "other.pem").read_bytes()).decode()
+        }
+        kubernetes.kubeconfig.write_text(json.dumps(config))
+        with pytest.raises(ClusterUnavailable, match=r"^Kubernetes does not answer GET .*certificate verify failed"):
+            cluster(tmp_path).look()
 
 
 def test_when_no_node_is_heard_of_the_fault_is_elsewhere(api: TestKubernetes, tmp_path: Path) -> None:
