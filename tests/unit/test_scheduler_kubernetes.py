@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -595,6 +596,13 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
             assert "\n" not in str(away.value)
         with pytest.raises(ClusterUnavailable, match="cannot be reached without a configuration"):
             connect("none")
+
+
+@pytest.mark.parametrize("package", ["kubernetes", "yaml"])
+def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=r"needs its client: pip install 'elaunch\[kubernetes\]'"):
+        connect("") if package == "kubernetes" else read_template("pod.yaml")
 
 
 def test_in_a_pod_the_service_account_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
