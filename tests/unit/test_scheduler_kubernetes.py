@@ -397,6 +397,9 @@ def test_agents_start_once_leave_are_killed_and_are_forgotten(api: TestKubernete
     assert reports(here)["a.0.1"][:2] == (ClusterStage.RUNNING, "Running")
     assert reports(here)["a.0.2"] == (ClusterStage.ENDED, "exit code 3", False)
     assert [node.devices for node in here.look()[0]] == [1, 1, 1], "what is the scheduler's own is not taken"
+    assert [node.devices for node in cluster(tmp_path).look()[0]] == [1, 1, 1], "nor for a daemon that begins anew"
+    other = KubernetesCluster(replace(here.settings, name="other"))
+    assert [node.devices for node in other.look()[0]] == [0, 0, 1], "for another scheduler it is"
     here.forget("a.0.2")
     assert (tmp_path / "a.0.2.log").read_text() == "hello\n"
 
