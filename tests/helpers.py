@@ -289,6 +289,34 @@ class Spawner:
             print(spawned.tail())
 
 
+def make_certificates(openssl: str, folder: Path) -> None:
+    """An authority with a server's and a client's certificate, and a second authority."""
+
+    def run(*words: str) -> None:
+        subprocess.run([openssl, *words], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for name in ("ca", "other"):
+        run(
+            "req",
+            "-x509",
+            *new_key,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+        )
+    for name in ("server", "client"):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+        run("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
+        run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+
+
 def own_children() -> tuple[frozenset[int], int, int]:
     """Returns what differs as soon as this process has started another one: those that live, and traces of others.
 

@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 import signal
+import ssl
 import threading
 import time
 import uuid
@@ -480,10 +481,17 @@ def _parts(selector: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(kubernetes: TestKubernetes) -> Iterator[TestKubernetes]:
-    """Serves the API, and lets the controllers act, ten rounds a second."""
+def serving(kubernetes: TestKubernetes, certificates: Path | None = None) -> Iterator[TestKubernetes]:
+    """Serves the API, and lets the controllers act, ten rounds a second.
+
+    Args:
+        kubernetes: what is served.
+        certificates: the folder of those by which server and client show who they are (`make_certificates`).
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections stay open, as to a real server
+
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             code, data = kubernetes.answer(self.command, self.path, self.headers.get("Authorization", ""), body)
@@ -500,6 +508,19 @@ def serving(kubernetes: TestKubernetes) -> Iterator[TestKubernetes]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     stopping = threading.Event()
+    address = f"127.0.0.1:{server.server_port}"
+    cluster, user = {"server": f"http://{address}"}, {"token": TOKEN}
+    if certificates is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates / "ca.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        encoded = {
+            name: base64.b64encode((certificates / name).read_bytes()).decode()
+            for name in ("ca.pem", "client.pem", "client.key")
+        }
+        cluster = {"server": f"https://{address}", "certificate-authority-data": encoded["ca.pem"]}
+        user |= {"client-certificate-data": encoded["client.pem"], "client-key-data": encoded["client.key"]}
 
     def control() -> None:
         while not stopping.wait(0.1):
@@ -510,8 +531,8 @@ def serving(kubernetes: TestKubernetes) -> Iterator[TestKubernetes]:
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "test",
-        "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-        "users": [{"name": "test", "user": {"token": TOKEN}}],
+        "clusters": [{"name": "test", "cluster": cluster}],
+        "users": [{"name": "test", "user": user}],
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
     }
     kubernetes.kubeconfig.write_text(json.dumps(config))

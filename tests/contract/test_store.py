@@ -7,7 +7,6 @@ import queue
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch, WatchEvent
-from tests.helpers import Spawner, find_free_port, wait_until
+from tests.helpers import Spawner, find_free_port, make_certificates, wait_until
 from tests.jobs.plain_etcd import etcdctl
 
 LIMIT_S = 20.0
@@ -954,34 +953,6 @@ def expect_tls_error(store: EtcdStore) -> None:
         assert not isinstance(raised.value, StoreUnavailable)
     finally:
         store.close()
-
-
-def make_certificates(openssl: str, folder: Path) -> None:
-    """An authority with a server's and a client's certificate, and a second authority."""
-
-    def run(*words: str) -> None:
-        subprocess.run([openssl, *words], cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
-
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "other"):
-        run(
-            "req",
-            "-x509",
-            *new_key,
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-        )
-    for name in ("server", "client"):
-        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-        run("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
-        run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
 
 
 def kill(server: EmbeddedEtcd, store: Store, last_key: str = "/last") -> None:

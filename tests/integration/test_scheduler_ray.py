@@ -34,7 +34,7 @@ cluster.shutdown()
 """
 
 pytestmark = [
-    pytest.mark.soak,
+    pytest.mark.soak,  # Ray is 110 MB to install, and takes two minutes of processor time here
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs `pip install 'ray[default]'`"),
 ]

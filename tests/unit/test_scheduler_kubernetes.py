@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import json
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +35,7 @@ from elaunch.scheduler.clusters.kubernetes_objects import (
     tolerates,
 )
 from elaunch.scheduler.model import ClusterNode
-from tests.helpers import ROOT, Spawned, Spawner, mute_address, wait_until
+from tests.helpers import ROOT, Spawned, Spawner, make_certificates, mute_address, wait_until
 from tests.kubernetes_api import Answer, TestKubernetes, check, serving
 
 DATA = ROOT / "tests" / "data"
@@ -375,6 +379,7 @@ def stages(kubernetes: KubernetesCluster) -> set[ClusterStage]:
 SCRIPT = """
 [ "$1" = ends ] && { echo $WORD; exit 3; }
 [ "$1" = stays ] && trap : TERM || trap 'exit 0' TERM
+: >"ready-$1"
 while :; do sleep 0.05; done
 """
 
@@ -387,9 +392,14 @@ def test_agents_start_once_leave_are_killed_and_are_forgotten(api: TestKubernete
         for _ in range(2):
             here.start(request(number, f"n{number}", tmp_path, *arguments))
     wait_until(lambda: reports(here).get("a.0.2", ("",))[0] is ClusterStage.ENDED, LIMIT_S, "the end of an agent")
-    wait_until(lambda: reports(here)["a.0.1"][1] == "Running", LIMIT_S, "its start")
+    for name in ("leaves", "stays"):
+        wait_until((tmp_path / f"ready-{name}").exists, LIMIT_S, "the start of the others")
+    assert reports(here)["a.0.1"][:2] == (ClusterStage.RUNNING, "Running")
     assert reports(here)["a.0.2"] == (ClusterStage.ENDED, "exit code 3", False)
     assert [node.devices for node in here.look()[0]] == [1, 1, 1], "what is the scheduler's own is not taken"
+    assert [node.devices for node in cluster(tmp_path).look()[0]] == [1, 1, 1], "nor for a daemon that begins anew"
+    other = KubernetesCluster(replace(here.settings, name="other"))
+    assert [node.devices for node in other.look()[0]] == [0, 0, 1], "for another scheduler it is"
     here.forget("a.0.2")
     assert (tmp_path / "a.0.2.log").read_text() == "hello\n"
 
@@ -511,15 +521,42 @@ def test_refusals_are_told_in_one_line(api: TestKubernetes, tmp_path: Path, code
     assert len(here.look()[0]) == 3
 
 
-def test_credentials_are_read_again_when_they_have_expired(api: TestKubernetes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plugin", [False, True])
+def test_credentials_are_read_again_when_they_have_expired(api: TestKubernetes, tmp_path: Path, plugin: bool) -> None:
+    file = api.kubeconfig
+    if plugin:  # such as those of clouds: a command that prints a token
+        file = tmp_path / "credential.json"
+        version = "client.authentication.k8s.io/v1"
+        credential = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": api.token}}
+        file.write_text(json.dumps(credential))
+        config = yaml.safe_load(api.kubeconfig.read_text())
+        command = {"apiVersion": version, "command": "cat", "args": [str(file)], "interactiveMode": "Never"}
+        config["users"][0]["user"] = {"exec": command}
+        api.kubeconfig.write_text(json.dumps(config))
     here = cluster(tmp_path)
     here.look()
     before, api.token = api.token, "another one"
     with pytest.raises(ClusterUnavailable, match="401 Unauthorized"):
         here.look()
-    text = api.kubeconfig.read_text()
-    api.kubeconfig.write_text(text.replace(before, api.token))
+    file.write_text(file.read_text().replace(before, api.token))
     assert len(here.look()[0]) == 3
+
+
+def test_the_server_and_the_client_show_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl = shutil.which("openssl")
+    assert openssl is not None, "apt-get install openssl"
+    make_certificates(openssl, tmp_path)
+    with serving(TestKubernetes(tmp_path, ROLES), tmp_path) as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+        kubernetes.add_node("n0")
+        assert len(cluster(tmp_path).look()[0]) == 1
+        config = yaml.safe_load(kubernetes.kubeconfig.read_text())
+        config["clusters"][0]["cluster"] |= {
+            "certificate-authority-data": base64.b64encode((tmp_path / "other.pem").read_bytes()).decode()
+        }
+        kubernetes.kubeconfig.write_text(json.dumps(config))
+        with pytest.raises(ClusterUnavailable, match=r"^Kubernetes does not answer GET .*certificate verify failed"):
+            cluster(tmp_path).look()
 
 
 def test_when_no_node_is_heard_of_the_fault_is_elsewhere(api: TestKubernetes, tmp_path: Path) -> None:
@@ -562,6 +599,13 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
             assert "\n" not in str(away.value)
         with pytest.raises(ClusterUnavailable, match="cannot be reached without a configuration"):
             connect("none")
+
+
+@pytest.mark.parametrize("package", ["kubernetes", "yaml"])
+def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=r"needs its client: pip install 'elaunch\[kubernetes\]'"):
+        connect("") if package == "kubernetes" else read_template("pod.yaml")
 
 
 def test_in_a_pod_the_service_account_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
