@@ -220,7 +220,9 @@ class TestKubernetes:
             raise Answer(404, f'{kind}{group} "{name}" not found')
         if match["log"]:
             process = self._processes.get(_key(thing))
-            return 200, process.log.read_bytes()[: int(query["limitBytes"])] if process else b""
+            if process is None:
+                raise Answer(404, f'unable to retrieve container logs of pod "{name}"')
+            return 200, process.log.read_bytes()[: int(query["limitBytes"])]
         if verb == "delete" and kind == "jobs":
             self._delete_job(thing, query.get("propagationPolicy", "Background"))
             return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}

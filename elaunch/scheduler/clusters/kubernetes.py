@@ -126,7 +126,9 @@ class KubernetesCluster:
             with suppress(ClusterUnavailable, OSError):  # pods that were deleted, or whose node is away, have none
                 query = {"container": self.settings.container, "limitBytes": LOG_BYTES}
                 log = self._ask("GET", f"{self._path('pods', agent.logged)}/log", query, raw=True)
-                (self.settings.folder / f"{name}.log").write_bytes(log)
+                part = self.settings.folder / f"{name}.log.part"
+                part.write_bytes(log)
+                part.replace(part.with_suffix(""))  # who looks for the log finds all of it
         self._delete_job(name)
 
     def _delete_job(self, name: str) -> None:
