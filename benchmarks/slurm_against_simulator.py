@@ -1,6 +1,6 @@
 """The same jobs and nodes in a real Slurm of four nodes of this host, under the real daemon, and in the simulator.
 
-    python benchmarks/slurm_against_simulator.py                 # about nine minutes; needs root, slurm-wlm and munge
+    python benchmarks/slurm_against_simulator.py                 # about eight minutes; needs root, slurm-wlm and munge
 
 Compute is emulated (`cluster_job.py`); Slurm, etcd, daemon, agents, workers, messages and commits are real. First the
 rates and what changes cost are measured, in runs of their own:
@@ -63,6 +63,9 @@ from tests.helpers import Spawner
 from tests.slurm import TestSlurm, slurm
 
 POLL_S = 0.1
+WARM = ("--warm-start", "--preload=torch,elaunch.workers.data_parallel.job")
+"""The workers of an agent share its imports: all nodes share the cores of this host."""
+
 ALONE_S = 8.0
 WARM_STEPS = 3
 """Of a run alone; they do not count."""
@@ -116,7 +119,6 @@ def run_real(trace: ClusterTrace, rates: Mapping[str, Mapping[int, float]], fold
             env = {
                 "SLURM_CONF": str(commands.configuration),
                 "PET_RDZV_ENDPOINT": server.endpoint,
-                "ELAUNCH_PRELOAD": "",  # nobody dies: no warm parents
                 "OMP_NUM_THREADS": "1",
             }
             daemon = spawn(
@@ -194,7 +196,7 @@ class _Watch:
                 "rates": {str(n): rate for n, rate in self._rates[event.table].items()},
                 "folder": str(self._folder),
                 "command": [
-                    *["--events", str(self._folder / f"{event.name}-%n.jsonl"), str(HERE / "cluster_job.py")],
+                    *[*WARM, "--events", str(self._folder / f"{event.name}-%n.jsonl"), str(HERE / "cluster_job.py")],
                     *[f"--steps={event.steps}", "--rates"],
                     *[f"{n}={rate}" for n, rate in TABLES[event.table].items()],
                 ],
@@ -256,11 +258,11 @@ def measure_overheads(folder: Path) -> dict[int, float]:
         log = folder / f"alone-{workers}.jsonl"
         steps = WARM_STEPS + max(4, int(ALONE_S * table[workers] / BATCH))
         command = [
-            *[*ELAUNCH, "--standalone", f"--nproc-per-node={workers}", "--events", str(log)],
+            *[*ELAUNCH, "--standalone", f"--nproc-per-node={workers}", *WARM, "--events", str(log)],
             *[str(HERE / "cluster_job.py"), f"--steps={steps}", "--rates"],
             *[f"{n}={rate}" for n, rate in table.items()],
         ]
-        env = os.environ | {"ELAUNCH_PRELOAD": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, timeout=120, env=env, stdin=subprocess.DEVNULL, capture_output=True)
         times = [one.t for one in commits_of(json.loads(line) for line in log.read_text().splitlines())]
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times[WARM_STEPS:])]
