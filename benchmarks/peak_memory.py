@@ -78,7 +78,7 @@ class PeakMeter(TorchDispatchMode):
     """Looks after each operation of this thread at how much is allocated."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,18 +192,18 @@ def cases(quick: bool) -> list[Case]:
     )
     return [
         case("one worker", plan()),
-        case("one worker, fast", plan(), consistency="fast"),
+        case("one worker (fast)", plan(), consistency="fast"),
         case("PP 2", plan(pp=2)),
         case("PP 4", plan(pp=4)),
         case("DP 2", plan(dp=2)),
         case("DP 4", plan(dp=4)),
         case("DP 2 x PP 2", plan(dp=2, pp=2)),
-        case("DP 2, micro-batches 1 to 3", shares),
-        case("PP 2, recomputed", plan(pp=2), recompute=True),
+        case("DP 2 (micro-batches 1 to 3)", shares),
+        case("PP 2 (recomputed)", plan(pp=2), recompute=True),
         case("TP 2", plan(tp=2)),
-        case("PP 2, bfloat16", plan(pp=2), dtype=torch.bfloat16),
-        Case("PP 2, long samples", plan(pp=2), width, blocks, context=512),
-        Case("DP 2, long samples", plan(dp=2), width, blocks, context=512),
+        case("PP 2 (bfloat16)", plan(pp=2), dtype=torch.bfloat16),
+        Case("PP 2 (long samples)", plan(pp=2), width, blocks, context=512),
+        Case("DP 2 (long samples)", plan(dp=2), width, blocks, context=512),
     ]
 
 
@@ -224,6 +224,11 @@ def main() -> int:
         for stage, worker in enumerate(case.plan.workers):
             error = estimated[worker] / counted[worker] - 1
             errors.append((error, f"{case.name}, worker {stage}"))
+            print(
+                f"  {stage}: counted {counted[worker]:,}, estimated {estimated[worker]:,}, {100 * error:+.1f} %",
+                file=sys.stderr,
+                flush=True,
+            )
             report.row(
                 {
                     "plan": case.name,
