@@ -2,16 +2,19 @@
 
     python benchmarks/peak_memory.py
 
-The GPT of `examples/train_gpt_hybrid.py`, float32, AdamW. What is counted are the bytes that torch's allocator for CPUs
-has given out, at their greatest in the steps after the first: the profiler tells of each allocation in each thread. The
-estimate is that of `elaunch.policy.estimate` with the profile that a job would measure: sizes of parameters as they are
-known without running, kept bytes of each layer as metered in the first step. Nothing is timed.
+The GPT of `examples/train_gpt_hybrid.py`, float32, AdamW. What is counted are the bytes that malloc has given out, by
+which torch allocates on CPUs, at their greatest after any operation of the steps after the first; of what was there
+between two steps, parameters, masters and optimizer states count. The estimate is that of `elaunch.policy.estimate`
+with the profile that a job would measure: sizes of parameters as they are known without running, kept bytes of each
+layer as metered in the first step. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
+import gc
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -19,14 +22,14 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
 import train_gpt_hybrid as example
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.report import Report, add_arguments
 from elaunch.plan import Pipeline, Plan, pipelines, symmetric
@@ -54,15 +57,34 @@ class Case:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def allocated_bytes(traced: Any) -> list[tuple[int, int]]:
-    """The bytes that were given out on the CPU, after each allocation and each release, with their times in ns."""
-    found, now = [], 0
-    events = [one for one in traced.profiler.kineto_results.events() if one.name() == "[memory]"]
-    for one in sorted(events, key=lambda one: one.start_ns()):
-        if one.device_type() == torch.autograd.DeviceType.CPU:
-            now += one.nbytes()
-            found.append((one.start_ns(), now))
-    return found
+MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Malloc(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in MALLINFO_FIELDS.split()]
+
+
+def allocated_bytes() -> int:
+    """The bytes that malloc, by which torch allocates on CPUs, has given out in all threads of this process."""
+    now = MALLINFO()
+    return int(now.uordblks + now.hblkhd)
+
+
+MALLINFO = ctypes.CDLL(None).mallinfo2
+MALLINFO.restype = _Malloc
+
+
+class PeakMeter(TorchDispatchMode):
+    """Looks after each operation of this thread at how much is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.peak_bytes = max(self.peak_bytes, allocated_bytes())
+        return found
 
 
 def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) -> None:
@@ -74,24 +96,23 @@ def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) ->
     transport.connect(pipe.recv(), generation=1, timeout_s=60)
     args = example.parse([f"--layers={case.blocks}", f"--width={case.width}", f"--context={case.context}"])
     dataset = example.Sources(200_000, args.context)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        engine = Engine(
-            example.gpt(args),
-            example.loss_fn,
-            partial(example.adamw, lr=1e-3),
-            case.plan,
-            EngineSettings(dataset=dataset, snapshots=0, **case.settings),
-            group=Group(transport, 1, case.plan.workers),
-        )
-        watch = Stopwatch(torch.device("cpu"), meter=True)
-        engine.train_step(watch=watch)
-        began_ns = torch.autograd.profiler.record_function("begun")
-        with began_ns:
-            pass
+    engine = Engine(
+        example.gpt(args),
+        example.loss_fn,
+        partial(example.adamw, lr=1e-3),
+        case.plan,
+        EngineSettings(dataset=dataset, snapshots=0, **case.settings),
+        group=Group(transport, 1, case.plan.workers),
+    )
+    watch = Stopwatch(torch.device("cpu"), meter=True)
+    engine.train_step(watch=watch)
+    gc.collect()
+    # What the interpreter, torch and the links have allocated is no part of it.
+    before = allocated_bytes() - sum(engine.memory_bytes().values())
+    with PeakMeter() as meter:
         for _ in range(STEPS - 1):
             engine.train_step()
-    begun = next(one for one in traced.profiler.kineto_results.events() if one.name() == "begun")
-    peak = max(n_bytes for ns, n_bytes in allocated_bytes(traced) if ns >= begun.start_ns())
+    peak = meter.peak_bytes - before
     layers, _ = engine.builder.described()
     pipe.send((peak, watch.kept_bytes, engine.memory_bytes(), layers))
     pipe.recv()
@@ -171,18 +192,18 @@ def cases(quick: bool) -> list[Case]:
     )
     return [
         case("one worker", plan()),
-        case("one worker, fast", plan(), consistency="fast"),
+        case("one worker (fast)", plan(), consistency="fast"),
         case("PP 2", plan(pp=2)),
         case("PP 4", plan(pp=4)),
         case("DP 2", plan(dp=2)),
         case("DP 4", plan(dp=4)),
         case("DP 2 x PP 2", plan(dp=2, pp=2)),
-        case("DP 2, micro-batches 1 to 3", shares),
-        case("PP 2, recomputed", plan(pp=2), recompute=True),
+        case("DP 2 (micro-batches 1 to 3)", shares),
+        case("PP 2 (recomputed)", plan(pp=2), recompute=True),
         case("TP 2", plan(tp=2)),
-        case("PP 2, bfloat16", plan(pp=2), dtype=torch.bfloat16),
-        Case("PP 2, long samples", plan(pp=2), width, blocks, context=512),
-        Case("DP 2, long samples", plan(dp=2), width, blocks, context=512),
+        case("PP 2 (bfloat16)", plan(pp=2), dtype=torch.bfloat16),
+        Case("PP 2 (long samples)", plan(pp=2), width, blocks, context=512),
+        Case("DP 2 (long samples)", plan(dp=2), width, blocks, context=512),
     ]
 
 
@@ -203,6 +224,11 @@ def main() -> int:
         for stage, worker in enumerate(case.plan.workers):
             error = estimated[worker] / counted[worker] - 1
             errors.append((error, f"{case.name}, worker {stage}"))
+            print(
+                f"  {stage}: counted {counted[worker]:,}, estimated {estimated[worker]:,}, {100 * error:+.1f} %",
+                file=sys.stderr,
+                flush=True,
+            )
             report.row(
                 {
                     "plan": case.name,

@@ -34,9 +34,6 @@ from elaunch.policy.profile import LayerProfile, Profile
 
 HALF = 2  # bytes of a number
 TOKENS = 1024
-ROUNDS = 3
-"""Of fitting: estimates are nearly linear in the coefficients."""
-
 SHALLOW = 12
 """Stages, at most, of a pipeline that counts as shallow."""
 
@@ -82,7 +79,9 @@ class Time:
             )
             for replica in range(self.replicas)
         ]
-        return replace(pipelines(n_layers, model.batch, 1, made), order="backward")
+        # DeepSpeed's 1F1B takes all stages for equally long.
+        costs = [cost for size in sizes for cost in (1, *[0] * (size - 1))]
+        return replace(pipelines(n_layers, model.batch, 1, made), order="backward", costs=tuple(costs))
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,8 @@ def with_actions(profile: Profile, given: Sequence[float]) -> Profile:
 
 
 WAYS: dict[str, tuple[Way, tuple[float, ...]]] = {
-    "a factor on layers": (by_factor, (0.4,)),
-    "and seconds of each action": (with_actions, (0.3, 1e-3)),
+    "a factor on layers": (by_factor, (0.35,)),
+    "and seconds of each action": (with_actions, (0.3, 2e-3)),
 }
 
 
@@ -190,18 +189,33 @@ def errors(published: Published, times: Sequence[Time], way: Way, given: Sequenc
     return [estimate_step(one.plan, profiles[one.model.name]).step_s / one.seconds - 1 for one in times]
 
 
-def fitted(published: Published, times: Sequence[Time], way: Way, start: Sequence[float]) -> list[float]:
-    """The coefficients with the least sum of squares of errors, by Gauss and Newton; none falls below 0."""
-    now = list(start)
-    for _ in range(ROUNDS):
-        at = errors(published, times, way, now)
+@dataclass(frozen=True)
+class Linear:
+    """Errors of all estimates near some coefficients, and how they change with each of them."""
+
+    at: Sequence[float]
+    errors: Mapping[Time, float]
+    slopes: Sequence[Mapping[Time, float]]
+
+    @classmethod
+    def of(cls, published: Published, way: Way, at: Sequence[float]) -> Linear:
+        """Finds them by moving each coefficient by a tenth."""
+        times = published.times
+        here = errors(published, times, way, at)
         slopes = []
-        for place, value in enumerate(now):
-            more = [*now[:place], 1.01 * value + 1e-6, *now[place + 1 :]]
-            moved = more[place] - value
-            slopes.append([(b - a) / moved for a, b in zip(at, errors(published, times, way, more))])
-        now = [max(0.0, value - change) for value, change in zip(now, _least_squares(slopes, at))]
-    return now
+        for place, value in enumerate(at):
+            moved = errors(published, times, way, [*at[:place], 1.1 * value, *at[place + 1 :]])
+            slopes.append({one: (b - a) / (0.1 * value) for one, a, b in zip(times, here, moved, strict=True)})
+        return cls(at, dict(zip(times, here, strict=True)), slopes)
+
+    def fitted(self, times: Sequence[Time]) -> list[float]:
+        """The coefficients with the least sum of squares of these errors; none falls below 0. Seconds of a step are
+        linear in them as long as the critical path is the same.
+        """
+        changes = _least_squares(
+            [[slope[one] for one in times] for slope in self.slopes], [self.errors[one] for one in times]
+        )
+        return [max(0.0, value - change) for value, change in zip(self.at, changes, strict=True)]
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
@@ -235,9 +249,10 @@ def splits(times: Sequence[Time]) -> dict[str, tuple[list[Time], list[Time]]]:
 
 def rows(report: Report, published: Published) -> None:
     """Adds the table."""
+    linear = {what: Linear.of(published, way, start) for what, (way, start) in WAYS.items()}
     for name, (fit_on, test_on) in splits(published.times).items():
-        for what, (way, start) in WAYS.items():
-            given = fitted(published, fit_on, way, start)
+        for what, (way, _) in WAYS.items():
+            given = linear[what].fitted(fit_on)
             found = errors(published, test_on, way, given)
             worst, where = max(zip(found, test_on), key=lambda one: abs(one[0]))
             report.row(
@@ -257,18 +272,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a copy of the repository")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write machine and rows to PATH")
-    parser.add_argument("--each", action="store_true", help="also show each time")
     args = parser.parse_args()
     published = read(args.folder)
     report = Report("estimates beside published iteration times")
     rows(report, published)
-    if args.each:
-        for what, (way, start) in WAYS.items():
-            small = [one for one in published.times if one.model is MODELS[0]]
-            given = fitted(published, small, way, start)
-            for one, error in zip(published.times, errors(published, published.times, way, given), strict=True):
-                way_of = f"{one.replicas} x {one.stages}"
-                report.row(model=one.model.name, plan=way_of, seconds=one.seconds, error_pct=100 * error, by=what)
     report.print()
     report.write(args.json)
     return 0

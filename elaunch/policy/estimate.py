@@ -145,13 +145,13 @@ class EngineBytes:
     """What workers hold in a step of the engine beside what they keep from step to step and for backward.
 
     Attributes:
-        known: whether the profile tells of sums of gradients.
+        known: whether the profile tells of sums of gradients; else the other figures are 0.
         arriving: by worker, from the beginning of a step: room for the gradients that replicas send to the owner.
         sharing: by worker, at the end of a step: the gradient of what it owns, its new values, and those of its layers.
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
-        self.known = all(layer.gradient_bytes is not None for layer in profile.layers)
+        self.known = profile.knows_gradients
         self.arriving: dict[str, int] = defaultdict(int)
         self.sharing: dict[str, int] = defaultdict(int)
         if not self.known:
@@ -317,15 +317,15 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
     played = timeline(component, order, price, transfer_s(profile, component))
     activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
     gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
-    sums = [_Sums(profile, tile) for tile in component.tiles]
+    sums = [_Sums(profile, tile) for tile in component.tiles] if profile.knows_gradients else []
     known: dict[int, tuple[float, float, int]] = {}
     for worker in workers:
         # The members of a TP group have one order.
         actions = order.by_worker[worker]
         if id(actions) not in known:
             kept = most = 0.0
-            for tile in {one.tile for one in actions}:
-                sums[tile].begin()
+            for one in sums:
+                one.begin()
             for kind, tile, micro_batch in actions:
                 if kind == "F":
                     per_row = activations[tile]
@@ -333,7 +333,7 @@ def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
                     per_row = gradients[tile]
                 else:
                     per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
-                    if sums[tile].known:
+                    if sums:
                         most = max(most, kept + sums[tile].fresh_bytes)
                         kept += sums[tile].add()
                 kept += rows[tile][micro_batch] * per_row
@@ -355,8 +355,7 @@ class _Sums:
 
     def __init__(self, profile: Profile, tile: Tile) -> None:
         own = profile.layers[tile.layers.start : tile.layers.stop]
-        of_layers = [layer.gradient_bytes for layer in own if layer.gradient_bytes is not None]
-        self.known = len(of_layers) == len(own)
+        of_layers = [layer.gradient_bytes or 0 for layer in own]
         self._in_tree = any(layer.summed_in_tree for layer in own)
         self._n_bytes = sum(of_layers) / len(tile.workers)
         # Of one layer at a time: the gradients that come, and their sum with those before.

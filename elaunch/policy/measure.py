@@ -43,6 +43,10 @@ LINK = LinkProfile(1e9, 1e-4)
 """Where none was measured."""
 
 
+LONGEST_HOP_S = 5e-4
+"""A message that takes longer beside its bytes waits for a busy machine, which is no property of the plan."""
+
+
 class Recorder:
     """One worker's own figures."""
 
@@ -350,8 +354,10 @@ class Measured:
         hop_s = _reaching(later_s, rest_s - end_s, 2 * sum(len(tile.micro_batches) for tile in plan.tiles))
         if hop_s is None:
             return replace(found, step_s=rest_s, hop_s=self._hop_s)
-        self._hop_s = hop_s
-        return replace(found, step_s=end_s, hop_s=hop_s)
+        self._hop_s = min(hop_s, LONGEST_HOP_S)
+        if hop_s > LONGEST_HOP_S:
+            end_s = rest_s - later_s(LONGEST_HOP_S)
+        return replace(found, step_s=end_s, hop_s=self._hop_s)
 
     # -- how fast the workers are ---------------------------------------------------------------------------------
 

@@ -323,6 +323,11 @@ class Profile:
         return {}
 
     @cached_property
+    def knows_gradients(self) -> bool:
+        """Returns whether it is known of all layers what sums of their gradients need."""
+        return all(layer.gradient_bytes is not None for layer in self.layers)
+
+    @cached_property
     def _has_overheads(self) -> bool:
         return any((self.action_s, self.send_s, self.load_s_per_row))
 

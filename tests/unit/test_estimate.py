@@ -61,6 +61,45 @@ def test_replicas_and_tensor_parallel_partners_share_the_state() -> None:
     assert set(found.peak_bytes.values()) == {4 * (2 * 100 + 1200 // 2) // 2 + n * 4 * 2 * 10 // 2 for n in (1, 2)}
 
 
+COUNTED = replace(FREE, layers=(replace(LAYER, gradient_bytes=200, summed_in_tree=True),) * 8)
+
+
+@pytest.mark.parametrize(("units", "sums"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 3), (9, 3), (16, 4)])
+def test_as_many_partial_sums_are_kept_as_the_micro_batches_before_have_ones_in_binary(units: int, sums: int) -> None:
+    plan = symmetric(names(1), 8, 2 * units, 2)
+    large = replace(COUNTED, layers=tuple(replace(layer, parameter_bytes=0) for layer in COUNTED.layers))
+    (found,) = estimate_step(plan, large).peak_bytes.values()
+    # Before the last micro-batch's are added: one layer's come, and are added to those of before.
+    before = max(0 if n == 0 else n.bit_count() * 8 * 200 for n in range(units))
+    assert found == 8 * 1200 + max(before + 2 * 200 + 8 * 2 * 10, sums * 8 * 200)
+    (single,) = estimate_step(
+        plan, replace(large, layers=(replace(large.layers[0], summed_in_tree=False),) * 8)
+    ).peak_bytes.values()
+    assert single == 8 * 1200 + (8 * 200 if units > 1 else 0) + max(2 * 200 + 8 * 2 * 10, 0 if units > 1 else 8 * 200)
+
+
+def test_replicas_have_room_for_the_gradients_that_the_others_send() -> None:
+    plan = symmetric(names(4), 8, 8, 2, dp=4)
+    found = set(estimate_step(plan, COUNTED).peak_bytes.values())
+    kept = 8 * 200  # of one micro-batch
+    assert found == {8 * (100 + 1200 // 4) + kept + 8 * 200 * 3 // 4}
+
+
+def test_at_the_end_of_a_step_new_values_are_beside_the_old_ones() -> None:
+    bare = replace(COUNTED, layers=tuple(replace(layer, activation_bytes_per_row=0) for layer in COUNTED.layers))
+    heavy = replace(bare, layers=tuple(replace(layer, parameter_bytes=10_000) for layer in bare.layers))
+    alone, pair = (estimate_step(symmetric(names(n), 8, 8, 2, dp=n), heavy).peak_bytes["n0/0#0"] for n in (1, 2))
+    # What nobody else needs is made for one layer after the other.
+    assert alone == 8 * (10_000 + 1200) + 8 * 200 + 8 * 10_000 + 10_000
+    assert pair == 8 * (10_000 + 600) + 8 * 200 + 8 * 10_000 + 8 * 5_000
+
+
+def test_without_the_size_of_gradients_the_formula_of_the_papers_holds() -> None:
+    plan = symmetric(names(2), 8, 16, 2, dp=2)
+    (found,) = set(estimate_step(plan, FREE).peak_bytes.values())
+    assert found == 8 * (2 * 100 + 600) + 8 * 2 * 10
+
+
 profiles = st.builds(
     lambda layer, latency, speeds: replace(
         FREE,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elaunch.plan import Stage, stages, symmetric
 from elaunch.policy.estimate import estimate_step
-from elaunch.policy.measure import RECENT, Measured, Recorder
+from elaunch.policy.measure import LONGEST_HOP_S, RECENT, Measured, Recorder
 from elaunch.policy.profile import LayerProfile, LinkProfile, Profile, WorkerProfile
 from elaunch.policy.sample import Overheads, Sample
 
@@ -344,11 +344,11 @@ def test_what_a_pipeline_takes_longer_than_its_parts_is_of_its_messages() -> Non
     known = measured(2)
     tell(known, of_two_stages())
     plan = symmetric(W[:2], 2, 8, 1, pp=2)
-    true = replace(known.profile(), hop_s=0.02, step_s=0.1)
+    true = replace(known.profile(), hop_s=0.0004, step_s=0.1)
     known.step_took(estimate_step(plan, true).step_s)
     found = known.profile(plan)
     assert found.step_s == pytest.approx(0.1), "the end of a step, by who comes last to it"
-    assert found.hop_s == pytest.approx(0.02, rel=0.05)
+    assert found.hop_s == pytest.approx(0.0004, rel=0.05)
     for other in (symmetric(W, 2, 8, 1, dp=2, pp=2), symmetric(W[:2], 2, 2, 1, pp=2), symmetric(W[:1], 2, 8, 1)):
         assert estimate_step(other, found).step_s == pytest.approx(estimate_step(other, true).step_s, rel=0.001)
 
@@ -368,10 +368,10 @@ def test_a_hop_that_is_known_stays_known_under_a_plan_without_any() -> None:
     known = measured(2)
     tell(known, of_two_stages())
     plan = symmetric(W[:2], 2, 8, 1, pp=2)
-    known.step_took(estimate_step(plan, replace(known.profile(), hop_s=0.02, step_s=0.1)).step_s)
+    known.step_took(estimate_step(plan, replace(known.profile(), hop_s=0.0004, step_s=0.1)).step_s)
     known.profile(plan)
     known.plan_changed()
-    assert known.profile(symmetric(W[:2], 2, 8, 1, dp=2)).hop_s == pytest.approx(0.02, rel=0.05)
+    assert known.profile(symmetric(W[:2], 2, 8, 1, dp=2)).hop_s == pytest.approx(0.0004, rel=0.05)
 
 
 def test_a_profile_that_contradicts_its_step_is_told_once_the_step_is_stable() -> None:
@@ -397,3 +397,15 @@ def test_what_is_spent_beside_layers_is_told_anew_if_it_changes_what_an_action_t
     assert not after(Overheads(0.001), Overheads(0.02))
     assert after(Overheads(0.001), Overheads(0.2))
     assert after(Overheads(0.001, 0.0), Overheads(0.001, 0.2))
+
+
+def test_what_waits_for_a_busy_machine_is_of_the_step_and_not_of_messages() -> None:
+    known = measured(2)
+    tell(known, of_two_stages())
+    plan = symmetric(W[:2], 2, 8, 1, pp=2)
+    bare = known.profile()
+    step_s = estimate_step(plan, bare).step_s + 5.0
+    known.step_took(step_s)
+    found = known.profile(plan)
+    assert found.hop_s == LONGEST_HOP_S
+    assert estimate_step(plan, found).step_s == pytest.approx(step_s)
