@@ -28,7 +28,7 @@ from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import History
 from elaunch.policy.dvfs import Clocking, ClockRange, upclocked
 from elaunch.policy.measure import Measured, Recorder
-from elaunch.policy.measuring.contradictions import Contradiction, changed
+from elaunch.policy.measuring.contradictions import Doubts
 from elaunch.policy.profile import LayerProfile, Profile
 from elaunch.policy.sample import MeasuredTurn, Overheads, Sample
 from elaunch.policy.select import Candidate, Choice, SelectorSettings, choose
@@ -89,8 +89,7 @@ class Selector:
         self._own_links = LinkWatch()
         self._remedies = Remedies(slow_policy, min_nodes)
         self._events: list[dict[str, Any]] = []
-        self._contradictions: list[Contradiction] = []
-        self._doubts: list[dict[str, Any]] = []
+        self._doubts = Doubts()
         self._eviction: Eviction | None = None
 
     # -- in every step --------------------------------------------------------------------------------------------
@@ -179,9 +178,7 @@ class Selector:
         self._publishing.told()
         profile = self.profile()
         found = self.measured.contradictions(profile)
-        if changed(self._contradictions, found):
-            self._doubts.append({"contradictions": [one.text for one in found]})
-        self._contradictions = found
+        self._doubts.hear(found)
         profile = replace(profile, contradictions=tuple(one.text for one in found))
         if self._file is not None:
             _write(self._file, profile)
@@ -199,8 +196,7 @@ class Selector:
 
     def doubts(self) -> list[dict[str, Any]]:
         """Returns the fields of the `profile_doubtful` events since the last call; on the first member only."""
-        doubts, self._doubts = self._doubts, []
-        return doubts
+        return self._doubts.take()
 
     def eviction(self) -> Eviction | None:
         """Returns, once, the request for this worker to leave, when all members know it since the last barrier."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from elaunch.policy.profile import LinkProfile
 from elaunch.policy.sample import Point, Sample
@@ -171,3 +171,22 @@ def _text(seconds: float) -> str:
 def changed(before: Iterable[Contradiction], now: Iterable[Contradiction]) -> bool:
     """Returns whether there are contradictions of other kinds than before."""
     return {one.kind for one in before} != {one.kind for one in now}
+
+
+class Doubts:
+    """What there is to say of the contradictions of a profile, one after the other."""
+
+    def __init__(self) -> None:
+        self._found: list[Contradiction] = []
+        self._untold: list[dict[str, Any]] = []
+
+    def hear(self, found: list[Contradiction]) -> None:
+        """Takes in those that there are now."""
+        if changed(self._found, found):
+            self._untold.append({"contradictions": [one.text for one in found]})
+        self._found = found
+
+    def take(self) -> list[dict[str, Any]]:
+        """Returns, for each time since the last call that they had become others, the fields of the event."""
+        untold, self._untold = self._untold, []
+        return untold
