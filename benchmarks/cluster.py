@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, Training
+from benchmarks.jobs import ELAUNCH, HERE, Job, Training, ask_job
 from benchmarks.pipeline import cut
 from elaunch.plan import Pipeline, Plan, Stage, pipelines, share, stages
 from elaunch.policy.profile import Profile
@@ -222,19 +222,9 @@ class ClusterJob(Job):
     def ask(self, plan: Plan) -> None:
         """Have the job go on by another plan."""
         self._plan.write_text(f"{plan}\n")
-        found = subprocess.run(
-            [
-                *[*ELAUNCH, "ctl", "plan", "--set", str(self._plan), "--rdzv-id=policies"],
-                f"--rdzv-endpoint={self._etcd.endpoint}",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=STEP_LIMIT_S,
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-            check=False,
-        )
-        if found.returncode:
-            raise JobFailed(f"{self.name}: the plan was not taken: {found.stderr or found.stdout}")
+        words = "plan", "--set", str(self._plan)
+        told = f"{self.name}: the plan was not taken"
+        ask_job(*words, job="policies", endpoint=self._etcd.endpoint, limit_s=STEP_LIMIT_S, failed=told)
 
     def window(self, after: int, steps: int, limit_s: float) -> Window:
         """Measure steps with as many members as are left.

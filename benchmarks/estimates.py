@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
 import signal
 import statistics
 import subprocess
@@ -29,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cluster import machine_cpu_s
-from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, ask_job, limit_time
 from benchmarks.pipeline import cut, say
 from benchmarks.report import Report, add_arguments
 from elaunch.plan import Pipeline, Plan, pipelines, share, symmetric
@@ -177,17 +176,8 @@ class PlannedJob(Job):
 
     def ctl(self, *words: str) -> str:
         """Runs `elaunch ctl` for this job and returns what it prints."""
-        found = subprocess.run(
-            [*ELAUNCH, "ctl", *words, "--rdzv-id=estimates", f"--rdzv-endpoint={self._etcd.endpoint}"],
-            capture_output=True,
-            text=True,
-            timeout=STEP_LIMIT_S,
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-            check=False,
-        )
-        if found.returncode:
-            raise JobFailed(f"{self.name}: elaunch ctl {' '.join(words)}: {found.stderr or found.stdout}")
-        return found.stdout
+        told = f"{self.name}: elaunch ctl {' '.join(words)}"
+        return ask_job(*words, job="estimates", endpoint=self._etcd.endpoint, limit_s=STEP_LIMIT_S, failed=told)
 
     def profile(self) -> Profile:
         """Returns what the job has measured once it has run for some steps."""

@@ -141,7 +141,7 @@ def changed_lines(plain: str, other: str) -> tuple[int, int]:
 class Run:
     """A job of the GPT under one way."""
 
-    def __init__(self, way: Way, kind: str, folder: Path, steps: int = FOREVER, plain: bool = False) -> None:
+    def __init__(self, way: Way, kind: str, folder: Path, plain: bool = False) -> None:
         self.way, self.name = way, f"{way.name}, {kind}"
         self.trace = folder / f"trace-{random.getrandbits(40):x}.jsonl"
         self.events = folder / f"events-{random.getrandbits(40):x}.jsonl" if way.kind == "elaunch" else None
@@ -149,7 +149,7 @@ class Run:
         checkpoint.mkdir()
         self.processes = Processes(folder)
         self.script = PEERS / ("gpt_plain.py" if plain else NAMES[way.kind])
-        self.flags = [f"--trace={self.trace}", f"--kind={kind}", f"--steps={steps}", f"--checkpoint={checkpoint}"]
+        self.flags = [f"--trace={self.trace}", f"--kind={kind}", f"--steps={FOREVER}", f"--checkpoint={checkpoint}"]
         self.replicas: list[subprocess.Popen[bytes]] = []
         self.more: dict[str, str] = dict(way.environment)
 

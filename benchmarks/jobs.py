@@ -50,6 +50,25 @@ class JobFailed(Exception):
     """A job ended by itself or did not do in time what was waited for; the message has the end of its output."""
 
 
+def ask_job(*words: str, job: str, endpoint: str, limit_s: float, failed: str) -> str:
+    """Runs `elaunch ctl` for a job and returns what it prints; `failed` begins the message where it is refused.
+
+    Raises:
+        JobFailed: it is.
+    """
+    found = subprocess.run(
+        [*ELAUNCH, "ctl", *words, f"--rdzv-id={job}", f"--rdzv-endpoint={endpoint}"],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        check=False,
+    )
+    if found.returncode:
+        raise JobFailed(f"{failed}: {found.stderr or found.stdout}")
+    return found.stdout
+
+
 class Processes:
     """Starts marked processes; leaving the context ends them and all their descendants."""
 

@@ -185,7 +185,7 @@ class Copies:
         self._hooks: list[Any] = []
         self._gated: set[str] = set()
         self._found: TensorPlaces | None = None
-        self._constant: tuple[str, ...] = ()
+        self._constant: frozenset[str] = frozenset()
         self._constants: dict[str, tuple[int, int]] = {}  # by path: where it lies, and its version when it was copied
 
     def describe(self, objects: Mapping[str, Any]) -> Described:
@@ -201,7 +201,7 @@ class Copies:
             objects: by name; the next copies are of these.
             constant: paths of tensors that do not change, or of what they are part of.
         """
-        self._constant, self._constants = tuple(constant), {}
+        self._constant, self._constants = frozenset(constant), {}
         for hook in self._hooks:
             hook.remove()
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
@@ -283,8 +283,7 @@ class Copies:
     def _places_of_constants(self, encoder: ShardEncoder) -> set[int]:
         if not self._constant:
             return set()
-        names = set(self._constant)
-        return {place for place, spec in enumerate(encoder.specs) if _is_part(spec["path"], names)}
+        return {place for place, spec in enumerate(encoder.specs) if _is_part(spec["path"], self._constant)}
 
     def _kept(self, constant: Collection[int], encoder: ShardEncoder) -> dict[int, Tensor]:
         """Returns by place the copies of what does not change, as far as they have been made.
@@ -320,7 +319,7 @@ class Copies:
         changed: set[int] = set()
         for name in self._gated:
             for group in objects[name].param_groups:
-                changed.update(_address(one) for one in group["params"])
+                changed.update(local_part(one).data_ptr() for one in group["params"])
         return {
             place
             for place, (tensor, spec) in enumerate(zip(encoder.tensors, encoder.specs, strict=True))
@@ -417,9 +416,10 @@ def _is_part(path: str, names: Collection[str]) -> bool:
     return True
 
 
-def _address(parameter: Any) -> int:
-    local: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter
-    return local.data_ptr()
+def local_part(tensor: Any) -> Tensor:
+    """Returns what this worker has of a tensor; all of it, unless it is a part."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
 
 
 def _place(source: Tensor, spare: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.errors import UsageError
+from elaunch.workers.reentry.copies import local_part
 
 
 def fsdp_version(args: Any) -> int:
@@ -60,16 +61,11 @@ def _with(model: nn.Module, values: Any) -> nn.Module:
 def local_parts(model: nn.Module) -> dict[str, Tensor]:
     """Returns what this worker has of a model: its parts of parameters, and the buffers."""
     parts = [*model.named_parameters(), *model.named_buffers()]
-    return {name: _local(one).detach() for name, one in parts}
+    return {name: local_part(one).detach() for name, one in parts}
 
 
 @torch.no_grad()
 def take_local_parts(model: nn.Module, parts: dict[str, Tensor]) -> None:
     """Gives a model what another one of the same members has here."""
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        _local(one).copy_(parts[name])
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+        local_part(one).copy_(parts[name])
