@@ -119,7 +119,9 @@ def test_jobs_with_an_etcd_of_their_own_are_found_until_they_end(spawn: Spawner,
 
 def test_status_follows_the_training(spawn: Spawner, tmp_path: Path) -> None:
     script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
-    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=3", script=script)
+    # A worker found slow on busy cores would have a change of its own.
+    flags = ("--standalone", "--nproc-per-node=3", "--slow-policy=report")
+    node = elaunch(spawn, tmp_path, *flags, script=script)
 
     def training() -> dict[str, Any]:
         return json.loads("\n".join(ctl(spawn, "status", "--json")))["training"] or {"generation": 0, "step": -1}
