@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.nn.functional as F
 
 KEPT_BLOCK_BYTES = 64 << 20
 """Freed blocks up to this size are used again; the kernel gives and takes larger ones, page by page."""
@@ -32,6 +33,25 @@ def take_device(local_rank: int) -> torch.device:
     device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def load_kernels(device: torch.device) -> None:
+    """Has an accelerator load what it loads when that is first used; returns when it has.
+
+    That is the context of this process, the libraries of its vendor and the kernels of common layers and optimizers.
+    No random numbers are drawn.
+    """
+    if device.type == "cpu":
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.ones(2, 4, 16, 64, dtype=dtype, device=device, requires_grad=True)  # attention's heads
+        weight = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+        hidden = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+        hidden = F.layer_norm(F.gelu(F.linear(hidden, weight)), (64,), weight[0], weight[1]) + rows
+        classes = torch.zeros(2 * 4 * 16, dtype=torch.long, device=device)
+        F.cross_entropy(F.embedding(classes, weight) + hidden.flatten(0, 2), classes).backward()
+        torch.optim.AdamW([weight]).step()
+    torch.accelerator.synchronize(device)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:

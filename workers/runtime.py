@@ -33,7 +33,7 @@ from elaunch.workers import agent_client, barrier, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.native.choice import maker
+from elaunch.workers.comm.native.choice import maker, warm_up
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
@@ -203,6 +203,7 @@ class Member(Planned):
         Raises:
             StateError: the state of the job is lost.
         """
+        warm_up(self.device, self.native.offered)
         self._client.ready(self._transport.address, takes_plans)
         self.settle()
         self._reports.begin()

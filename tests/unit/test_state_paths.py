@@ -77,7 +77,12 @@ class TestChoice:
         late = PathOffer(backend="nccl", host="a", open_s=9.0)
         assert choose(8 << 30, True, [GPUS, late], False).path == LINKS
         far = PathOffer(backend="nccl", host="a", links_bytes_per_s=1e8)
-        assert choose(100 << 20, True, [GPUS, far], False).path == NATIVE
+        assert choose(300 << 20, True, [GPUS, far], False).path == NATIVE
+
+    def test_one_that_has_never_opened_a_group_is_assumed_to_take_long(self) -> None:
+        quick = PathOffer(backend="nccl", host="a", open_s=0.1)
+        assert choose(1 << 30, True, [quick] * 2, False).path == NATIVE
+        assert choose(1 << 30, True, [quick, GPUS], False).path == LINKS
 
     def test_what_is_in_host_memory_does_not_go_over_a_devices_group(self) -> None:
         assert choose(8 << 30, False, [GPUS] * 2, is_open=True).path == LINKS

@@ -346,7 +346,8 @@ class _Copying:
         self._error: BaseException | None = None
         self._event: Any = None
         self._passed = False
-        device = sources[0][1].device
+        # An optimizer counts its steps in host memory, also where it is bound before the model.
+        device = next((one.device for _, one in sources if one.device.type != "cpu"), torch.device("cpu"))
         if device.type == "cpu":
             threads.start("elaunch-copy", self._run, self._died)
             return

@@ -30,9 +30,9 @@ from torch.distributed import distributed_c10d
 from elaunch import threads
 from elaunch.errors import UsageError
 from elaunch.workers.comm.native import sockets
-from elaunch.workers.comm.native.gloo import keep
+from elaunch.workers.comm.native.bulk import keep
 from elaunch.workers.comm.native.groups import meet
-from elaunch.workers.comm.native.nccl import KEPT, SETTINGS
+from elaunch.workers.comm.native.nccl import SETTINGS
 from elaunch.workers.reentry.gloo_waits import GlooWaits
 
 # The package's attribute of this name is a function.
@@ -208,7 +208,7 @@ class FunctionGroups:
             self._connections = []
             devices, self._device_groups = self._device_groups, []
         threads.start("elaunch-groups-drain", self._drain, lambda _: None)
-        KEPT.extend(devices)  # their destructors block for long
+        keep(devices)  # their destructors block for long
         if self._waits.left:
             keep(groups)  # their ends would wait for threads that Gloo has lost
         else:

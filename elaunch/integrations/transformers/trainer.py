@@ -32,20 +32,23 @@ from elaunch.workers.reentry.state import ElasticState
 IN_MEMORY = "elaunch: the last commit, in memory"
 """Stands for a checkpoint where transformers would read one."""
 
-SUMS = (
+SUMS = {
     "_total_loss_scalar",
     "_globalstep_last_logged",
     "_initial_global_step",
     "_initial_num_input_tokens_seen",
     "current_flos",
-)
-"""What a Trainer counts beside its state."""
+}
+"""What a Trainer counts beside its state; older versions have not all of it."""
 
 TRL_COUNTS = ("_metrics", "_total_train_tokens")
 """What a trainer of TRL counts for its next log."""
 
 TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 """Trainers of TRL that make their own batches, from what the model generates."""
+
+SHARDED_AT_LOAD = "is_distributed_loading_by_transformers"
+"""What newer versions say of a model that `from_pretrained()` has sharded."""
 
 UNKNOWN_ORDERS = ("group_by_length", "batch_rebalance")
 """Ways of sampling whose order depends on more than a seed and the pass."""
@@ -146,7 +149,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         for name, found in (
             ("FSDP 1 (FSDP 2: fsdp_config={'version': 2})", fsdp_version(self.args) == 1),
             ("fsdp_config={'xla': True}", self.is_fsdp_xla_enabled),
-            ("a model that from_pretrained() has sharded", self.is_distributed_loading_by_transformers),
+            ("a model that from_pretrained() has sharded", getattr(self, SHARDED_AT_LOAD, False)),
             ("parallelism_config", self.args.parallelism_config is not None),
             ("deepspeed", self.is_deepspeed_enabled),
             ("auto_find_batch_size", self.args.auto_find_batch_size),
@@ -331,7 +334,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             handler.__dict__.pop("on_train_begin", None)
             if kept is not None:
                 self._tr_loss.fill_(kept["tr_loss"])
-                for name in SUMS:
+                for name in SUMS & kept.keys():
                     setattr(self, name, kept[name])
             if again:
                 control.should_training_stop = False
@@ -418,7 +421,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "stopped": bool(self.control.should_training_stop),
             "state": self._state_as_json(),
             "counts": self._trl_counts(),
-            **{name: getattr(self, name) for name in SUMS},
+            **{name: getattr(self, name) for name in sorted(SUMS) if hasattr(self, name)},
         }
         ids, training.ids, training.loss = training.ids, [], None
         training.state.commit(loss=loss, sample_ids=ids)

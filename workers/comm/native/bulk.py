@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -99,3 +100,8 @@ class Bulk(Protocol):
 
     def close(self) -> None:
         """Gives back what the group holds. No member may be in it any more: all have poisoned it, or are gone."""
+
+
+def keep(what: Any) -> None:
+    """Keeps something for as long as this process lives, and has nothing destroy it at the end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))

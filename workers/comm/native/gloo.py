@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.bulk import keep
 from elaunch.workers.comm.native.gloo_work import CLOSED_S, LOOK_S, NO_TIMEOUT, Collective, GlooWork, GroupEnd, Messages
 
 OPEN_TIMEOUT = timedelta(seconds=30)
@@ -205,11 +205,6 @@ def _sum() -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
     return options
-
-
-def keep(what: Any) -> None:
-    """Keeps something for as long as this process lives, and has nothing destroy it at the end."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 _MAKING = threading.Lock()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elaunch import threads
+from elaunch.workers.comm.native.bulk import keep
 
 NO_TIMEOUT = timedelta(days=7)
 FIRST_SUM_S = 120.0
@@ -131,7 +132,7 @@ class NcclBulk:
     def close(self) -> None:
         """Keeps the object: the abort has freed what it held, and its destructor blocks for long."""
         if self._group is not None:
-            KEPT.append(self._group)
+            keep(self._group)
             self._group = None
 
     def _connect(self, store: dist.Store, rank: int, size: int) -> None:
@@ -148,6 +149,18 @@ class NcclBulk:
             if self._poisoned:
                 raise RuntimeError("the members have changed while it was opened")
             self._group = group
+
+
+def load(device: torch.device) -> None:
+    """Has this process load what its first group loads, NCCL's kernels among it: by a group of itself alone."""
+    alone = NcclBulk(device)
+    try:
+        alone.open(dist.HashStore(), 0, 1)
+    except RuntimeError:
+        return  # the first group with others says why
+    finally:
+        alone.poison()
+        alone.close()
 
 
 def refuse_version(version: tuple[int, ...]) -> None:
@@ -175,7 +188,3 @@ def refuse_torch(kind: type) -> None:
             f"{kind.__name__} of torch {torch.__version__} lacks {', '.join(missing)}: install torch 2.11 to "
             "2.15, or use --collectives=links"
         )
-
-
-KEPT: list[Any] = []
-"""Groups that must not be destroyed, since that blocks."""

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.native import reconfigure
-from elaunch.workers.comm.native.nccl import KEPT, NO_TIMEOUT, NcclBulk
+from elaunch.workers.comm.native.bulk import keep
+from elaunch.workers.comm.native.nccl import NO_TIMEOUT, NcclBulk
 
 USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
 REVOKED_S = 30.0
@@ -72,7 +73,7 @@ def _new(store: dist.Store, rank: int, size: int) -> Any:
     options._timeout = NO_TIMEOUT
     kind: Any = dist.ProcessGroupNCCL2  # type: ignore[attr-defined]
     group = kind(store, rank, size, options, None)  # the device is the current one of the thread that connects it
-    KEPT.append(group)
+    keep(group)
     if not group.supports_reconfigure:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         raise RuntimeError(

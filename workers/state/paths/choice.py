@@ -23,8 +23,8 @@ LINKS_BYTES_PER_S = 2e9
 NATIVE_BYTES_PER_S = {"gloo": 1e9, "nccl": 8e9}
 """By backend. Gloo copies as often as a link does. HCCL's groups have no messages."""
 
-OPEN_S = {"gloo": 0.03, "nccl": 0.3}
-"""Until a group stands. NCCL: 0.09 to 0.18 s between warm processes of one machine (torch 2.11, H100)."""
+OPEN_S = {"gloo": 0.03, "nccl": 2.0}
+"""Until the first group of a process stands. NCCL: 1.5 to 2 s on a busy machine (torch 2.11, H100)."""
 
 NIXL_BYTES_PER_S = 8e9
 NIXL_OPEN_S = 0.1
@@ -107,7 +107,7 @@ def choose(most_bytes: int, is_on_device: bool, offers: Sequence[PathOffer], is_
     if is_on_device and _is_native(offers):
         backend = offers[0].backend
         rate = _slowest((one.native_bytes_per_s for one in offers), NATIVE_BYTES_PER_S[backend])
-        wait_s = 0.0 if is_open else max([one.open_s for one in offers if one.open_s is not None] or [OPEN_S[backend]])
+        wait_s = 0.0 if is_open else max(OPEN_S[backend] if one.open_s is None else one.open_s for one in offers)
         seconds[NATIVE] = wait_s + most_bytes / rate
     if _is_nixl(offers, asked):
         rate = _slowest((one.nixl_bytes_per_s for one in offers), NIXL_BYTES_PER_S)
