@@ -1,4 +1,8 @@
-"""torchtitan's Trainer in a function that is entered again."""
+"""torchtitan's training, which survives: `-m elaunch.integrations.torchtitan` in place of `-m torchtitan.train`.
+
+A script with a Trainer of its own calls `main(ItsTrainer)` of this module in place of torchtitan's. Under torchrun both
+do what torchtitan does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from elaunch.errors import UsageError
 from elaunch.failures import ERROR_FILE
 from elaunch.integrations.passes import FunctionEntry, entered_again
-from elaunch.integrations.torchtitan.streams import SHARE_EVERY, Layout, Places, Streams, degrees
+from elaunch.integrations.streams import SHARE_EVERY, Layout, Places, Streams, degrees
 
 AnyTrainer = TypeVar("AnyTrainer", bound=type)
 
@@ -236,3 +240,7 @@ def _count_streams(config: Any) -> int:
         return 0
     names = FileSystemReader(steps[wanted]).read_metadata().state_dict_metadata
     return sum(name.startswith("dataloader.dp_rank_") for name in names)
+
+
+if __name__ == "__main__":
+    main()

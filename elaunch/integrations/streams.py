@@ -109,7 +109,7 @@ class Streams:
     def skip(self, stream: int, updates: int) -> None:
         """Reads on in a stream, and drops what the updates have used."""
         for _ in range(updates * self.layout.accumulation):
-            next(self._iterator(stream))
+            next(self._iterator(stream), None)
 
     def _draw(self) -> list[tuple[int, Batch]] | None:
         update = []
@@ -211,7 +211,10 @@ def _lenders(notes: list[Any]) -> dict[int, int]:
 
 def _packed(state: Mapping[str, Any]) -> str:
     """Returns the state of a loader as JSON."""
-    coded = {key: [base64.b64encode(one).decode()] if isinstance(one, bytes) else one for key, one in state.items()}
+    coded = {
+        key: {"bytes": base64.b64encode(one).decode()} if isinstance(one, bytes) else {"value": one}
+        for key, one in state.items()
+    }
     try:
         return json.dumps(coded)
     except TypeError as error:
@@ -219,4 +222,5 @@ def _packed(state: Mapping[str, Any]) -> str:
 
 
 def _unpacked(text: str) -> dict[str, Any]:
-    return {key: base64.b64decode(one[0]) if isinstance(one, list) else one for key, one in json.loads(text).items()}
+    coded: dict[str, dict[str, Any]] = json.loads(text)
+    return {key: base64.b64decode(one["bytes"]) if "bytes" in one else one["value"] for key, one in coded.items()}
