@@ -76,7 +76,7 @@ def train(layout: Layout, size: int, places: list[Places], done: int, until: int
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [sorted(sum((one[step] for one in labels), [])) for step in range(until - done)]
+    return [sorted(label for one in labels for label in one[step]) for step in range(until - done)]
 
 
 @settings(max_examples=60, deadline=None)
