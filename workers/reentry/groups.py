@@ -95,8 +95,6 @@ class FunctionGroups:
                 "torch.distributed is initialized before the elastic function is entered, and its groups cannot "
                 "change with the members: call init_process_group in the function"
             )
-        if dist.is_nccl_available():
-            os.environ.update(SETTINGS)
         self.let_go()
         with self._lock:
             self._over.clear()
@@ -153,6 +151,8 @@ class FunctionGroups:
         self, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **more: Any
     ) -> Any:
         """Makes a group as torch does, after all its members have come; torch calls it in place of its own."""
+        if dist.is_nccl_available():
+            os.environ.update(SETTINGS)  # here, as torchtitan sets some of them itself before it makes a group
         timeout: timedelta | None = more.get("timeout")
         own_rank = dist.get_rank() if dist.is_initialized() else group_rank
         name = str(args[0] if args else more.get("group_name", ""))
