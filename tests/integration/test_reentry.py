@@ -112,7 +112,10 @@ def test_nobody_waits_in_the_function_for_one_that_has_gone_on_to_the_next_gener
     spawn: Spawner, tmp_path: Path
 ) -> None:
     """A replacement joins as one worker is still on its way back: the others know from the links."""
-    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", "--sleep", "0.02")
+    overtaken = ("--overtaken", "2", str(tmp_path / "entered"))
+    node = run(spawn, tmp_path, "--die", "1:7:step", *overtaken, "--sleep", "0.02")
+    assert node.agent.text().count("overtaken on the way into generation") == 1, node.agent.tail()
+    assert "entry 2: 2 members" not in node.agent.text()  # the barrier before it ended with the news of the link
     assert [step for step, _, _ in steps(node)] == list(range(STEPS))
     weights(node)
 

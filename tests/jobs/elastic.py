@@ -4,8 +4,9 @@
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
 before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
-`--overtaken LOCAL_RANK`: on its first way back that worker hears of the next generation when all others have entered
-the present one. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
+`--overtaken LOCAL_RANK FILE`: on its first way back that worker hears of the next generation when all others have
+entered the present one; replacements do not join before that, which a FILE tells them. `--stuck LOCAL_RANK:STEP`: its
+first process waits there for what never comes.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ parser.add_argument("--die", action="append", default=[])
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
-parser.add_argument("--overtaken", default="")
+parser.add_argument("--overtaken", nargs=2, metavar=("LOCAL_RANK", "FILE"))
 parser.add_argument("--stuck", default="")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
 
 
-def enter_late(recovery: Recovery) -> None:
+def enter_in_turn(recovery: Recovery) -> None:
     """Activates a generation; on the first way back, the next one comes before the last part of what others send."""
-    group = recovery._group
-    assert group is not None
-    number = recovery.generation.number
-    if recovery._activated and not overtaken:
+    comes_back = bool(recovery._activated)
+    if comes_back and is_overtaken and not overtaken:
+        group, number = recovery._group, recovery.generation.number
+        assert group is not None
         overtaken.append(number)
         gather = group.all_gather_bytes
 
@@ -60,16 +61,27 @@ def enter_late(recovery: Recovery) -> None:
             gather(content)
             while (newest := recovery._client.newest()) is None or newest.number == number:
                 time.sleep(0.01)
+            sys.stdout.write(f"overtaken on the way into generation {number} by {newest.number}\n")
             raise GenerationChanged(newest.number)
 
         group.all_gather_bytes = gather_late  # type: ignore[assignment, method-assign]
     activate(recovery)
+    if comes_back and not is_overtaken:
+        entered.touch()
+
+
+def join_in_turn() -> None:
+    """Returns at once to the first processes; to replacements, once all but the worker to overtake have come back."""
+    while not os.environ["ELAUNCH_WORKER"].endswith("#0") and not entered.exists():
+        time.sleep(0.01)
 
 
 activate = Recovery._activate
 overtaken: list[int] = []
-if os.environ.get("LOCAL_RANK") == arguments.overtaken:
-    Recovery._activate = enter_late  # type: ignore[assignment, method-assign]
+if arguments.overtaken:
+    is_overtaken = os.environ["LOCAL_RANK"] == arguments.overtaken[0]
+    entered = Path(arguments.overtaken[1])
+    Recovery._activate = enter_in_turn  # type: ignore[assignment, method-assign]
 
 
 def copy_late(copying: copies._Copying) -> None:
@@ -168,5 +180,7 @@ def train(state: elaunch.ElasticState) -> None:
     sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.\n")
 
 
+if arguments.overtaken:
+    join_in_turn()
 train()
 sys.exit(0)
