@@ -81,7 +81,8 @@ def test_a_replica_is_lost_and_the_others_go_on_in_the_layout_that_fits_them(
 @pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_members_that_fit_no_layout_wait_for_others(spawn: Spawner, tmp_path: Path) -> None:
-    node = run(spawn, tmp_path, "--layouts", "2x1", "--sharded-optimizer", "--die", "1:4", workers=4, name="wait")
+    flags = ("--layouts", "2x1", "--sharded-optimizer", "--die", "1:4", "--join-after", str(tmp_path / "entered-again"))
+    node = run(spawn, tmp_path, *flags, workers=4, name="wait")
     assert (
         "3 members fit none of the (tensor, pipeline) sizes ((2, 1),): waiting for other members" in node.agent.text()
     )

@@ -26,6 +26,11 @@ def run(spawn: Spawner, folder: Path, *flags: str, workers: int = 3, code: int =
     return node
 
 
+def in_turn(folder: Path) -> tuple[str, str]:
+    """Flags: nobody is replaced before the others have entered again, as a replacement can be on a busy machine."""
+    return ("--join-after", str(folder / "entered-again"))
+
+
 def weights(node: Node) -> float:
     """Of the models at the end; those of all workers are the same."""
     found = set(re.findall(rf"{STEPS} steps, weights (\S+)\.", node.agent.text()))
@@ -67,7 +72,7 @@ def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn:
     calm = undisturbed(spawn, tmp_path)
     assert [step for step, _, _ in calm.steps] == list(range(STEPS))
     deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
-    node = run(spawn, tmp_path, *deaths, name="deaths")
+    node = run(spawn, tmp_path, *deaths, *in_turn(tmp_path), name="deaths")
     assert_as_undisturbed(node, calm)
     assert "2 members, step 7" in node.agent.text()
 
@@ -75,16 +80,19 @@ def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn:
 @pytest.mark.timeout(200)
 def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: Path) -> None:
     calm = undisturbed(spawn, tmp_path)
-    node = run(spawn, tmp_path, "--shards", "3", "--die", "2:9:step", "--die", "0:30:step", name="deaths")
+    deaths = ("--die", "2:9:step", "--die", "0:30:step")
+    node = run(spawn, tmp_path, "--shards", "3", *deaths, *in_turn(tmp_path), name="deaths")
     assert_as_undisturbed(node, calm)
-    assert any(event["bytes_moved"] > 0 for event in node.events("restored"))
+    # The first member needs half of it, and has a third of its own and the one that it kept for the other end.
+    assert node.events("restored")[0]["bytes_moved"] > 0
 
 
 @pytest.mark.timeout(200)
 def test_shards_with_replicas_are_cut_anew_for_fewer_members(spawn: Spawner, tmp_path: Path) -> None:
     calm = undisturbed(spawn, tmp_path)
-    node = run(spawn, tmp_path, "--shards", "2", "--die", "3:9:step", workers=4, name="deaths")
+    node = run(spawn, tmp_path, "--shards", "2", "--die", "3:9:step", *in_turn(tmp_path), workers=4, name="deaths")
     assert_as_undisturbed(node, calm)
+    assert "entry 2: 3 members" in node.agent.text()
 
 
 @pytest.mark.timeout(200)
@@ -112,7 +120,9 @@ def test_nobody_waits_in_the_function_for_one_that_has_gone_on_to_the_next_gener
     spawn: Spawner, tmp_path: Path
 ) -> None:
     """A replacement joins as one worker is still on its way back: the others know from the links."""
-    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", "--sleep", "0.02")
+    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", *in_turn(tmp_path), "--sleep", "0.02")
+    assert node.agent.text().count("overtaken on the way into generation") == 1, node.agent.tail()
+    assert "entry 2: 2 members" not in node.agent.text()  # the barrier before it ended with the news of the link
     assert [step for step, _, _ in steps(node)] == list(range(STEPS))
     weights(node)
 
@@ -175,17 +185,23 @@ def test_under_torchrun_the_function_is_entered_once(spawn: Spawner) -> None:
 
 TOP_LEVEL = """
 import os, signal, sys
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import elaunch
+from tests.jobs import join_after
 
+entered_again = Path(os.environ["ENTERED_AGAIN"])
+join_after(entered_again)
 state = elaunch.elastic_script()
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(4, 1).double())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state.bind(model=model, optimizer=optimizer)
+if state.entry > 1:
+    entered_again.touch()
 number = state.values.get("number", 0)
 while number < 30:
     torch.manual_seed(number)
@@ -223,7 +239,8 @@ def test_a_script_at_its_top_level_and_the_body_of_a_loop_are_run_again_in_the_s
     for number, (workers, text) in enumerate(((1, TOP_LEVEL), (3, TOP_LEVEL), (3, LOOP))):
         script.write_text(text)
         flags = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=1")
-        node = elaunch(spawn, tmp_path, *flags, script=(script,), name=f"top{number}")
+        environment = {"ENTERED_AGAIN": str(tmp_path / f"entered-again-{number}")}
+        node = elaunch(spawn, tmp_path, *flags, script=(script,), name=f"top{number}", environment=environment)
         assert node.agent.wait(60) == 0, node.agent.tail()
         assert [event["step"] for event in node.events("step")] == list(range(30))
         ended.append(set(re.findall(r"after 30: (\S+) __main__", node.agent.text())))

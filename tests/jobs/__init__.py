@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 LATE_S = 0.4
 """How long a replacement takes on an idle machine; where several tests run at a time, longer."""
@@ -21,5 +22,16 @@ def come_late() -> None:
 
     Forks of a warm parent are ready at once, and may find the others still on their way to the same generation.
     """
-    if not os.environ.get("ELAUNCH_WORKER", "#0").endswith("#0"):
+    if is_replacement():
         time.sleep(LATE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
+def join_after(file: Path) -> None:
+    """Let a replacement come once a file is there, which the others make where they have gone on without it."""
+    while is_replacement() and not file.exists():
+        time.sleep(0.01)
+
+
+def is_replacement() -> bool:
+    """Whether this process is not the first one in its slot."""
+    return not os.environ.get("ELAUNCH_WORKER", "#0").endswith("#0")

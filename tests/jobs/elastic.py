@@ -4,8 +4,9 @@
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
 before it binds its state after a change (bind: STEP is then the entry), or at the end, after STEP steps (end).
-`--overtaken LOCAL_RANK`: on its first way back that worker hears of the next generation when all others have entered
-the present one. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
+`--join-after FILE`: replacements join once the others have entered again, and made FILE. `--overtaken LOCAL_RANK`, with
+it: on its first way back that worker hears of the next generation when all others have entered the present one, and
+made FILE. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import elaunch
 from elaunch.errors import GenerationChanged
 from elaunch.workers.recovery import Recovery
 from elaunch.workers.reentry import copies
+from tests.jobs import join_after
 
 SAMPLES, BATCH = 600, 24
 
@@ -41,18 +43,19 @@ parser.add_argument("--die", action="append", default=[])
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--change-late", action="store_true", help="a parameter is changed by another than the optimizer")
 parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--join-after", type=Path)
 parser.add_argument("--overtaken", default="")
 parser.add_argument("--stuck", default="")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
 
 
-def enter_late(recovery: Recovery) -> None:
+def enter_in_turn(recovery: Recovery) -> None:
     """Activates a generation; on the first way back, the next one comes before the last part of what others send."""
-    group = recovery._group
-    assert group is not None
-    number = recovery.generation.number
-    if recovery._activated and not overtaken:
+    comes_back = bool(recovery._activated)
+    if comes_back and is_overtaken and not overtaken:
+        group, number = recovery._group, recovery.generation.number
+        assert group is not None
         overtaken.append(number)
         gather = group.all_gather_bytes
 
@@ -60,16 +63,20 @@ def enter_late(recovery: Recovery) -> None:
             gather(content)
             while (newest := recovery._client.newest()) is None or newest.number == number:
                 time.sleep(0.01)
+            sys.stdout.write(f"overtaken on the way into generation {number} by {newest.number}\n")
             raise GenerationChanged(newest.number)
 
         group.all_gather_bytes = gather_late  # type: ignore[assignment, method-assign]
     activate(recovery)
+    if comes_back and not is_overtaken:
+        arguments.join_after.touch()
 
 
 activate = Recovery._activate
 overtaken: list[int] = []
-if os.environ.get("LOCAL_RANK") == arguments.overtaken:
-    Recovery._activate = enter_late  # type: ignore[assignment, method-assign]
+if arguments.overtaken:
+    is_overtaken = os.environ["LOCAL_RANK"] == arguments.overtaken
+    Recovery._activate = enter_in_turn  # type: ignore[assignment, method-assign]
 
 
 def copy_late(copying: copies._Copying) -> None:
@@ -142,6 +149,8 @@ def train(state: elaunch.ElasticState) -> None:
     state.bind(model=model, optimizer=optimizer, scheduler=scheduler, load=load if file is not None else None)
     assert state.values.get("steps", 0) == state.step
     sys.stdout.write(f"entry {state.entry}: {state.size} members, step {state.step}\n")
+    if state.entry > 1 and arguments.join_after is not None:
+        arguments.join_after.touch()
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     for x, y in state.steps(loader, epochs=arguments.epochs, global_batch_size=BATCH):
         if state.rank == 0 and arguments.raise_at == state.step:
@@ -168,5 +177,7 @@ def train(state: elaunch.ElasticState) -> None:
     sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps, weights {squares:.9f}.\n")
 
 
+if arguments.join_after is not None:
+    join_after(arguments.join_after)
 train()
 sys.exit(0)

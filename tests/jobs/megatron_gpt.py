@@ -2,7 +2,8 @@
 
     elaunch --standalone --nproc-per-node=4 tests/jobs/megatron_gpt.py --layouts 2x1,1x1 --die 3:5
 
-`--die LOCAL_RANK:STEP` kills the first process of a slot in that step, before its optimizer steps.
+`--die LOCAL_RANK:STEP` kills the first process of a slot in that step, before its optimizer steps. `--join-after FILE`:
+replacements join once the first member has entered again, and made FILE.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,12 +43,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 import elaunch  # noqa: E402
 from elaunch.integrations import megatron  # noqa: E402
+from tests.jobs import join_after  # noqa: E402
 
 VOCABULARY, LENGTH, SAMPLES, BATCH, MICRO = 64, 8, 24 * 20, 24, 2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--layouts", default="1x1", help="TPxPP,...")
 parser.add_argument("--die", action="append", default=[])
+parser.add_argument("--join-after", type=Path)
 parser.add_argument("--sharded-optimizer", action="store_true", help="Megatron's distributed optimizer")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--sleep", type=float, default=0.0)
@@ -167,6 +171,8 @@ def forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, 
 def train(state: elaunch.ElasticState) -> None:
     megatron.reset()
     dist.init_process_group("gloo")
+    if state.entry > 1 and state.rank == 0 and arguments.join_after is not None:
+        arguments.join_after.touch()
     tensor, pipeline = megatron.layout(state, *LAYOUTS)
     parallel_state.initialize_model_parallel(tensor, pipeline)
     model, optimizer, scheduler = build(tensor, pipeline)
@@ -200,6 +206,8 @@ def train(state: elaunch.ElasticState) -> None:
     sys.stdout.write(f"rank {state.rank} of {state.size}: {state.step} steps.\n")
 
 
+if arguments.join_after is not None:
+    join_after(arguments.join_after)
 with run_on_cpu():
     train()
 sys.exit(0)
