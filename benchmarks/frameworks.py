@@ -269,8 +269,9 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not done(lines := self.lines()):
             if time.monotonic() > deadline:
+                failed = JobFailed(f"{self.name}: no {what} within {limit_s:g} s:\n{self.processes.tail()}")
                 self._tell_stacks(lines)
-                raise JobFailed(f"{self.name}: no {what} within {limit_s:g} s:\n{self.processes.tail(STACK_LINES)}")
+                raise failed
             if self.launcher is not None and self.launcher.poll() is not None:
                 raise JobFailed(f"{self.name} ended while waiting for {what}:\n{self.processes.tail()}")
             if self.way.kind == "torchft":
@@ -281,11 +282,12 @@ class Run:
         return lines
 
     def _tell_stacks(self, lines: Sequence[Line]) -> None:
-        """Has all workers write where their threads are."""
+        """Shows what all processes wrote last, and where the threads of the workers are."""
         for pid in {line["pid"] for line in lines}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
         time.sleep(STACKS_S)
+        say(self.processes.tail(STACK_LINES))
 
     def settled(self, since_t: float, members: int) -> list[Line]:
         """Waits until as many members have done some steps together."""
