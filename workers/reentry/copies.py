@@ -257,10 +257,10 @@ class Copies:
             for place in now:
                 places[place].copy_(sources[place], non_blocking=True)
         self.former, self.newest = self.newest, copy
-        devices = [tensor.device for tensor in sources if tensor.device.type != "cpu"]
-        if copied_later or devices:
+        device = device_of(sources)
+        if copied_later or device is not None:
             later_ones = [(place, sources[place]) for place in sorted(copied_later)]
-            self._under_way = _Copying(copy, later_ones, devices[0] if devices else None, self._errored, self._abort)
+            self._under_way = _Copying(copy, later_ones, device, self._errored, self._abort)
         return copy
 
     def copied(self, lost: Callable[[str], Exception]) -> Callable[[], None]:
@@ -384,11 +384,15 @@ class _Copying:
         if device is None:
             threads.start("elaunch-copy", self._run, self._died)
             return
+        self._event = self._begin_on(device)
+
+    def _begin_on(self, device: torch.device) -> ended.Mark:
+        """Begins to copy after all that the device was given; returns where its work will be complete."""
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             self._copy()
-            self._event = ended.here(device)
+            return ended.here(device)
 
     def let_pass(self) -> None:
         """Lets an optimizer step: on an accelerator, what it does comes after the copy."""
@@ -460,6 +464,11 @@ def _is_part(path: str, names: Collection[str]) -> bool:
         if not dot:
             return False
     return True
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Returns the device that some of the tensors lie on; None: all are in host memory, as an optimizer's counters."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
 
 
 def local_part(tensor: Any) -> Tensor:
