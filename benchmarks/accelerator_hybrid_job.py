@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elaunch
-from benchmarks import accelerator_job  # sets what NCCL reads
-from benchmarks.accelerator_job import Bytes, device_of, let_settle
+from benchmarks import accelerator_job
+from benchmarks.accelerator_job import Bytes, let_settle
+from benchmarks.one_device import device_of
 from benchmarks.small_model import CommitLog
 from elaunch.plan import Plan, symmetric
 

@@ -1,19 +1,13 @@
 """The job that `accelerator.py` runs: a GPT on random bytes, under elaunch, or with `--peer` under torchrun.
 
-Several workers may share one GPU. NCCL refuses two ranks of one machine on one device, so each of them says that it is
-a machine of its own, and they talk over loopback sockets; under both launchers alike.
+Several workers may share one GPU (`one_device.py`).
 """
 
 from __future__ import annotations
 
-import os
-
-# NCCL reads them when its first communicator is made.
-os.environ.setdefault("NCCL_HOSTID", f"h{os.environ.get('LOCAL_RANK', '0')}")
-os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import elaunch
+from benchmarks.one_device import device_of
 from benchmarks.small_model import CommitLog
 from examples.train_gpt import DTYPES, GPT
 
@@ -109,17 +104,6 @@ def _batches(args: argparse.Namespace, rank: int, size: int) -> Iterator[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(items, size, rank)
     loader = DataLoader(items, args.global_batch_size // size, sampler=sampler)
     return itertools.chain.from_iterable(itertools.repeat(loader))
-
-
-def device_of(local_rank: int) -> torch.device:
-    """Returns the device of a worker of this machine, and makes it the current one."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,15 +2,18 @@
 
     python benchmarks/frameworks.py --quick
     python benchmarks/frameworks.py --torchft-python VENV/bin/python --nvrx-python VENV/bin/python --json figures.json
+    python benchmarks/frameworks.py --device gpu --kind fsdp --only kills --kills 5 --limit-s 150
 
-The script is a small GPT, with DistributedDataParallel or with FSDP2, on 4 workers (`peers/gpt_*.py`). Each kill is a
-SIGKILL of a random worker at a random moment of a step. A peer is skipped where its interpreter cannot import it.
+The script is a GPT, with DistributedDataParallel or with FSDP2, on 4 workers (`peers/gpt_*.py`); on a GPU they share
+one device, over NCCL. Each kill is a SIGKILL of a random worker at a random moment of a step. A peer is skipped where
+its interpreter cannot import it.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import difflib
 import json
 import os
@@ -39,8 +42,60 @@ PEERS = HERE / "peers"
 NAMES = {"elaunch": "gpt_elastic.py", "torchrun": "gpt_torchrun.py", "torchft": "gpt_torchft.py", "nvrx": "gpt_nvrx.py"}
 FOREVER = 10**9
 SETTLED_STEPS = 5
-SETTLE_S = 20.0  # from the first step on; until then elaunch imports torch for replacements, on cores that workers use
+STACKS_S = 1.0  # for workers to write where their threads are, which takes so many lines
+STACK_LINES = 400
 Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the workers compute, and what.
+
+    Attributes:
+        name: of the device.
+        text: for the title.
+        flags: of the scripts.
+        environment: of all processes.
+        settle_s: from the first step on, before steps without faults count: until then elaunch imports torch for
+            replacements, on cores that workers use where there are few.
+        window: steps without faults that are timed together; a device is waited for at their end only.
+        first_step_ms: less than this is asked from a kill to the first step, without the script's own set-up.
+        bounds_cpu: whether the processor time of a step has a bound: on a device, who waits uses some.
+    """
+
+    name: str
+    text: str
+    flags: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    settle_s: float
+    window: int
+    first_step_ms: float
+    bounds_cpu: bool
+
+
+ON_CPU = Place(
+    "cpu",
+    f"a GPT of 0.8 M parameters, {WORKERS} workers on Gloo",
+    (),
+    (("CUDA_VISIBLE_DEVICES", ""),),
+    settle_s=20.0,
+    window=1,
+    first_step_ms=1000.0,
+    bounds_cpu=True,
+)
+ON_GPU = Place(
+    "gpu",
+    f"a GPT of 85.6 M parameters in bfloat16, {WORKERS} workers on NCCL that share one GPU",
+    (
+        *("--layers=12", "--width=768", "--heads=12", "--context=512", "--dtype=bfloat16", "--batch-size=8"),
+        "--checkpoint-every=5",
+    ),
+    (),
+    settle_s=8.0,
+    window=10,
+    first_step_ms=3000.0,
+    bounds_cpu=False,
+)
 
 
 @dataclass(frozen=True)
@@ -138,10 +193,30 @@ def changed_lines(plain: str, other: str) -> tuple[int, int]:
     return marks.count("+"), marks.count("-")
 
 
+@dataclass(frozen=True)
+class QuietRun:
+    """Steps without faults.
+
+    Attributes:
+        steps_s: seconds of a step, in each window.
+        cpu_s: processor seconds of a worker in a step.
+        in_commit_s: seconds of the first worker in each commit; empty where there are none.
+    """
+
+    steps_s: list[float]
+    cpu_s: float
+    in_commit_s: list[float]
+
+    @property
+    def step_s(self) -> float:
+        """Returns the median step."""
+        return statistics.median(self.steps_s)
+
+
 class Run:
     """A job of the GPT under one way."""
 
-    def __init__(self, way: Way, kind: str, folder: Path, plain: bool = False) -> None:
+    def __init__(self, way: Way, kind: str, folder: Path, place: Place, plain: bool = False, window: int = 1) -> None:
         self.way, self.name = way, f"{way.name}, {kind}"
         self.trace = folder / f"trace-{random.getrandbits(40):x}.jsonl"
         self.events = folder / f"events-{random.getrandbits(40):x}.jsonl" if way.kind == "elaunch" else None
@@ -150,8 +225,10 @@ class Run:
         self.processes = Processes(folder)
         self.script = PEERS / ("gpt_plain.py" if plain else NAMES[way.kind])
         self.flags = [f"--trace={self.trace}", f"--kind={kind}", f"--steps={FOREVER}", f"--checkpoint={checkpoint}"]
+        self.flags += [*place.flags, f"--window={window}"]
+        self.launcher: subprocess.Popen[bytes] | None = None
         self.replicas: list[subprocess.Popen[bytes]] = []
-        self.more: dict[str, str] = dict(way.environment)
+        self.more: dict[str, str] = dict(place.environment + way.environment)
 
     def __enter__(self) -> Run:
         self.processes.__enter__()
@@ -192,13 +269,25 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not done(lines := self.lines()):
             if time.monotonic() > deadline:
-                raise JobFailed(f"{self.name}: no {what} within {limit_s:g} s:\n{self.processes.tail()}")
+                failed = JobFailed(f"{self.name}: no {what} within {limit_s:g} s:\n{self.processes.tail()}")
+                self._tell_stacks(lines)
+                raise failed
+            if self.launcher is not None and self.launcher.poll() is not None:
+                raise JobFailed(f"{self.name} ended while waiting for {what}:\n{self.processes.tail()}")
             if self.way.kind == "torchft":
                 for rank, replica in enumerate(self.replicas):
                     if replica.poll() not in (None, 0):
                         self.replicas[rank] = self._start(rank)
             time.sleep(0.1)
         return lines
+
+    def _tell_stacks(self, lines: Sequence[Line]) -> None:
+        """Shows what all processes wrote last, and where the threads of the workers are."""
+        for pid in {line["pid"] for line in lines}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(STACKS_S)
+        say(self.processes.tail(STACK_LINES))
 
     def settled(self, since_t: float, members: int) -> list[Line]:
         """Waits until as many members have done some steps together."""
@@ -215,8 +304,10 @@ class Run:
 class Bench:
     """One run of this program."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, report: Report, ways: Sequence[Way]) -> None:
-        self.args, self.folder, self.report, self.ways = args, folder, report, ways
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, report: Report, ways: Sequence[Way], place: Place
+    ) -> None:
+        self.args, self.folder, self.report, self.ways, self.place = args, folder, report, ways, place
         self.random = random.Random(args.seed)
         self.failed = False
 
@@ -246,6 +337,7 @@ class Bench:
         self.report.row(
             {
                 f"SIGKILL -> first step, {kind}": way.name,
+                "device": self.place.name,
                 "kills": total.count,
                 "left_and_entered_ms": _median(kill.left_s for kill in found),
                 "own_set_up_ms": _median(kill.set_up_s for kill in found),
@@ -259,13 +351,14 @@ class Bench:
             }
         )
         if way.kind == "elaunch":
-            self.report.target(f"{kind}: first step, less the set-up, median", without.median, "ms", below=1000)
-            self.report.target(f"{kind}: the same, worst of {without.count}", without.worst, "ms", below=1000)
+            asked_ms, name = self.place.first_step_ms, f"{self.place.name}, {kind}"
+            self.report.target(f"{name}: first step, less the set-up, median", without.median, "ms", below=asked_ms)
+            self.report.target(f"{name}: the same, worst of {without.count}", without.worst, "ms", below=asked_ms)
 
     def _kill(self, way: Way, kind: str, found: list[Kill]) -> None:
         count = self.args.kills if way.kind == "elaunch" else max(1, self.args.kills // 2)
         while len(found) < count:
-            with Run(way, kind, self.folder) as run:
+            with Run(way, kind, self.folder, self.place) as run:
                 lines = run.settled(0.0, WORKERS)
                 while len(found) < count:
                     pids = {line["slot"]: line["pid"] for line in lines if line["kind"] == "entered"}
@@ -292,49 +385,69 @@ class Bench:
         elaunch, torchrun = (next((w for w in self.ways if w.kind == one), None) for one in ("elaunch", "torchrun"))
         if elaunch is None or torchrun is None:
             return
-        steps, medians = self.args.steps, {"elaunch": list[float](), "torchrun": list[float]()}
-        cpu_s: dict[str, list[float]] = {"elaunch": [], "torchrun": []}
-        in_commit: list[float] = []
-        for pair in range(self.args.pairs):
-            for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
-                say(f"  steps, {kind}: {way.name}, {pair + 1}/{self.args.pairs}")
-                with Run(way, kind, self.folder, plain=way is torchrun) as run:
-                    lines = run.wait(
-                        lambda lines: _count_steps(_settled(lines)) >= WORKERS * (steps + 1),
-                        "end",
-                        SETTLE_S + 90 + steps,
-                    )
-                lines = _settled(lines)
-                times = [line["t"] for line in lines if line["kind"] == "step" and line["slot"] == 0]
-                medians[way.kind].append(statistics.median(_gaps(times)))
-                cpu_s[way.kind].append(_cpu_of_a_step(lines))
-                if way is elaunch:
-                    updated = [line["t"] for line in lines if line["kind"] == "updated" and line["slot"] == 0]
-                    in_commit += [times[bisect.bisect(times, t)] - t for t in updated if t < times[-1]]
-        ratios, of_cpu = (
-            sorted(a / b for a, b in zip(found["elaunch"], found["torchrun"], strict=True))
-            for found in (medians, cpu_s)
+        found: dict[str, list[QuietRun]] = {"elaunch": [], "torchrun": []}
+        try:
+            for pair in range(self.args.pairs):
+                for way in (elaunch, torchrun)[:: -1 if pair % 2 else 1]:
+                    say(f"  steps, {kind}: {way.name}, {pair + 1}/{self.args.pairs}")
+                    found[way.kind].append(self._quiet(way, kind))
+        finally:  # also where the time is up
+            self._report_overhead(kind, list(zip(found["elaunch"], found["torchrun"])))
+
+    def _quiet(self, way: Way, kind: str) -> QuietRun:
+        """Runs a job without faults: the elastic script under elaunch, the plain one under torchrun."""
+        steps: int = self.args.steps
+        window = self.place.window
+        limit_s = self.place.settle_s + 90 + steps
+        with Run(way, kind, self.folder, self.place, plain=way.kind == "torchrun", window=window) as run:
+
+            def is_over(lines: list[Line]) -> bool:
+                return _count_steps(self._settled(lines)) >= WORKERS * (steps + window)
+
+            lines = self._settled(run.wait(is_over, "end", limit_s))
+        own = [line for line in lines if line["slot"] == 0]
+        times = [line["t"] for line in own if line["kind"] == "step"]
+        ends = [line["t"] for line in own if line["kind"] == "step" and line["step"] % window == 0]
+        updated = [line["t"] for line in own if line["kind"] == "updated" and line["t"] < times[-1]]
+        return QuietRun(
+            [gap / window for gap in _gaps(ends)],
+            _cpu_of_a_step(lines),
+            [times[bisect.bisect(times, t)] - t for t in updated],
         )
+
+    def _settled(self, lines: Sequence[Line]) -> list[Line]:
+        """Returns the lines of steps that count."""
+        steps = [line for line in lines if line["kind"] in ("updated", "step")]
+        return [line for line in steps if line["t"] >= steps[0]["t"] + self.place.settle_s]
+
+    def _report_overhead(self, kind: str, pairs: Sequence[tuple[QuietRun, QuietRun]]) -> None:
+        if not pairs:
+            return
+        ratios = sorted(elaunch.step_s / torchrun.step_s for elaunch, torchrun in pairs)
+        of_cpu = sorted(elaunch.cpu_s / torchrun.cpu_s for elaunch, torchrun in pairs)
         low, high = median_interval(ratios)
         self.report.row(
             {
                 "step": kind,
+                "device": self.place.name,
                 "pairs": len(ratios),
-                "plain_torchrun_ms": 1e3 * statistics.median(medians["torchrun"]),
-                "elaunch_ms": 1e3 * statistics.median(medians["elaunch"]),
+                "plain_torchrun_ms": _median(torchrun.step_s for _, torchrun in pairs),
+                "elaunch_ms": _median(elaunch.step_s for elaunch, _ in pairs),
                 "ratio_median": statistics.median(ratios),
                 "ratio_95_low": low,
                 "ratio_95_high": high,
-                "in_commit_ms": 1e3 * statistics.median(in_commit),
-                "plain_cpu_ms": 1e3 * statistics.median(cpu_s["torchrun"]),
-                "elaunch_cpu_ms": 1e3 * statistics.median(cpu_s["elaunch"]),
+                "in_commit_ms": _median(itertools.chain.from_iterable(elaunch.in_commit_s for elaunch, _ in pairs)),
+                "plain_cpu_ms": _median(torchrun.cpu_s for _, torchrun in pairs),
+                "elaunch_cpu_ms": _median(elaunch.cpu_s for elaunch, _ in pairs),
                 "cpu_ratio_median": statistics.median(of_cpu),
                 "cpu_ratio_least": of_cpu[0],
                 "cpu_ratio_most": of_cpu[-1],
             }
         )
-        self.report.target(f"{kind}: processor time", statistics.median(of_cpu), "x plain, torchrun", at_most=1.01)
-        self.report.target(f"{kind}: step time", statistics.median(ratios), "x plain, torchrun", at_most=1.01)
+        name, unit = f"{self.place.name}, {kind}", "x plain, torchrun"
+        if self.place.bounds_cpu:
+            self.report.target(f"{name}: processor time", statistics.median(of_cpu), unit, at_most=1.01)
+        self.report.target(f"{name}: step time", statistics.median(ratios), unit, at_most=1.01)
 
 
 def _lines_of(path: Path) -> list[Line]:
@@ -348,12 +461,6 @@ def say(text: str) -> None:
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
-
-
-def _settled(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines of steps from SETTLE_S after the first one."""
-    steps = [line for line in lines if line["kind"] in ("updated", "step")]
-    return [line for line in steps if line["t"] >= steps[0]["t"] + SETTLE_S]
 
 
 def _count_steps(lines: Sequence[Line]) -> int:
@@ -402,9 +509,25 @@ def _can_import(python: Path | None, module: str) -> bool:
         return False
 
 
+def _has_gpu() -> bool:
+    import torch  # late: --help and --device=cpu do without
+
+    return torch.accelerator.is_available()
+
+
+def _of_nccl() -> tuple[tuple[str, str], ...]:
+    """Returns what elaunch sets for NCCL's groups, without which torch holds up, or ends, who survives."""
+    from elaunch.workers.comm.native.nccl import SETTINGS
+
+    return tuple(SETTINGS.items())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
+    )
     parser.add_argument("--only", choices=("kills", "overhead"))
     parser.add_argument("--kind", choices=("ddp", "fsdp"), help="instead of both")
     parser.add_argument("--ways", default="elaunch,torchft,nvrx,torchrun", help="with commas")
@@ -414,42 +537,61 @@ def main() -> int:
     parser.add_argument("--torchft-python", type=Path, help="an interpreter that can import torchft")
     parser.add_argument("--nvrx-python", type=Path, help="one that can import nvidia_resiliency_ext")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=int, default=3600)
+    parser.add_argument("--limit-s", type=int, default=3600, help="what is measured until then is reported")
+    parser.add_argument("--folder", type=Path, help="keep the traces, the logs and what all processes wrote there")
     args = parser.parse_args()
     args.kills = args.kills or (2 if args.quick else 20)
     args.pairs = args.pairs or (1 if args.quick else 8)
+    if args.device == "auto":
+        args.device = "gpu" if _has_gpu() else "cpu"
+    place = ON_GPU if args.device == "gpu" else ON_CPU
     report = Report(
-        f"a script of one's own that survives: a GPT of 0.8 M parameters, {WORKERS} workers on Gloo",
+        f"a script of one's own that survives: {place.text}",
         notes=[
             "left_and_entered: from the kill until the last survivor is in the function again (torchrun: until the "
             "last new process has done its imports); own_set_up: groups and model; state: brought back; all by the "
             "slowest",
             "lines: of code, beside the plain script, which survives nothing",
             "cpu: processor time of a worker in a step, all its threads; without launchers and etcd",
-            f"steps of runs without faults count from {SETTLE_S:g} s after the first one",
-            "torchrun and NVRx restore a DCP checkpoint of each step; elaunch and torchft from memory",
-            "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only; the benchmark starts who died again",
+            f"steps of runs without faults count from {place.settle_s:g} s after the first one",
+            "torchrun and NVRx restore a DCP checkpoint, of each step on the CPU and of each 5th on a GPU; elaunch and "
+            "torchft from memory",
+            "torchft: replicas of one worker, time-outs of 0.3 s, so DDP only, and on the CPU only; the benchmark "
+            "starts who died again",
             "NVRx: started without an agent, as torchrun ends all workers when one dies; rank 0, which has its store, "
             "is not killed; whoever dies is not replaced, so each kill has a job of its own. tuned: intervals of 20 ms",
         ],
     )
+    if place is ON_GPU:
+        report.notes += [
+            "the workers of one GPU say that they are machines of their own (NCCL_HOSTID) and talk over loopback "
+            "sockets (NCCL_SOCKET_IFNAME=lo), under all launchers alike",
+            "the line of a step comes when the device has done it; steps without faults are timed in windows of "
+            f"{place.window}, at whose ends alone the device is waited for",
+            "NVRx has the settings of NCCL's groups that elaunch sets by itself; torchrun has torch's own",
+            "in_commit: of the host, which is ahead of the device, and waits there for its step before",
+        ]
     own = Path(sys.executable)
     ways = [Way("elaunch", "elaunch", own)]
-    if _can_import(args.torchft_python, "torchft"):
+    if place is ON_CPU and _can_import(args.torchft_python, "torchft"):
         ways.append(Way("torchft 0.2.0, tuned", "torchft", args.torchft_python))
-    if _can_import(args.nvrx_python, "nvidia_resiliency_ext"):
+    if _can_import(args.nvrx_python, "nvidia_resiliency_ext.inprocess"):
         rest: dict[str, Any] = {"keeps_size": False, "first_victim": 1}
-        ways.append(Way("NVRx 0.4.1, tuned", "nvrx", args.nvrx_python, environment=(("NVRX_TUNED", "1"),), **rest))
+        of_nccl = _of_nccl() if place is ON_GPU else ()
+        tuned = (("NVRX_TUNED", "1"), *of_nccl)
+        ways.append(Way("NVRx 0.4.1, tuned", "nvrx", args.nvrx_python, environment=tuned, **rest))
         if not args.quick:
-            ways.append(Way("NVRx 0.4.1", "nvrx", args.nvrx_python, **rest))
+            ways.append(Way("NVRx 0.4.1", "nvrx", args.nvrx_python, environment=of_nccl, **rest))
     ways.append(Way("torchrun, checkpoint", "torchrun", own))
     ways = [way for way in ways if way.kind in args.ways.split(",")]
     missing = set(args.ways.split(",")) - {way.kind for way in ways}
     if missing:
         report.notes.append(f"skipped, as no interpreter was given that can import it: {', '.join(sorted(missing))}")
     limit_time(args.limit_s)
-    with tempfile.TemporaryDirectory(prefix="frameworks-") as folder:
-        bench = Bench(args, Path(folder), report, ways)
+    with tempfile.TemporaryDirectory(prefix="frameworks-") as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(args, folder, report, ways, place)
         try:
             bench.lines_changed()
             for kind in ("ddp", "fsdp") if args.kind is None else (args.kind,):

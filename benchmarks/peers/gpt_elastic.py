@@ -16,13 +16,13 @@ from benchmarks.gpt_frames import EPOCHS, Trace, arguments, build, data, loss_of
 def train(state: elaunch.ElasticState, args: argparse.Namespace) -> None:
     trace = Trace(args)
     trace.say("entered")
-    dist.init_process_group("gloo")
+    dist.init_process_group(args.backend)
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trace.say("built")
     state.bind(model=model, optimizer=optimizer)
     trace.say("restored")
-    dataset = data()
+    dataset = data(args)
     loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
     for inputs, targets in state.steps(loader, epochs=EPOCHS):
         loss = loss_of(model, inputs, targets)

@@ -15,11 +15,11 @@ from benchmarks.gpt_frames import EPOCHS, Trace, arguments, build, data, loss_of
 def train(args: argparse.Namespace) -> None:
     trace = Trace(args)
     trace.say("entered")
-    dist.init_process_group("gloo")
+    dist.init_process_group(args.backend)
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trace.say("built")
-    dataset = data()
+    dataset = data(args)
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
     )

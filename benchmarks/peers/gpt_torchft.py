@@ -52,7 +52,7 @@ def train(args: argparse.Namespace) -> None:
     model = TolerantDataParallel(manager, net(args))
     optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
     trace.say("built")
-    dataset = data()
+    dataset = data(args)
     sampler = DistributedSampler(dataset, replica, replicas, 0, 1)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, drop_last=True)
     for _epoch in range(EPOCHS):

@@ -22,7 +22,7 @@ def train(args: argparse.Namespace) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     prefix = dist.PrefixStore("restart-" + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(
-        "gloo", store=prefix, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        args.backend, store=prefix, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -33,10 +33,10 @@ def train(args: argparse.Namespace) -> None:
         step = int(newest.read_text())
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=args.checkpoint / str(step % 2))
+        dcp.load(state, checkpoint_id=args.checkpoint / str(step // args.checkpoint_every % 2))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     trace.say("restored")
-    dataset = data()
+    dataset = data(args)
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, dist.get_world_size(), dist.get_rank(), drop_last=True
     )
@@ -51,14 +51,15 @@ def train(args: argparse.Namespace) -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            state = {"model": model_state, "optimizer": optimizer_state}
-            dcp.save(state, checkpoint_id=args.checkpoint / str(step % 2))
-            if dist.get_rank() == 0:
-                unfinished = args.checkpoint / "unfinished"
-                unfinished.write_text(str(step))
-                unfinished.replace(newest)
-            dist.barrier()
+            if step % args.checkpoint_every == 0:
+                model_state, optimizer_state = get_state_dict(model, optimizer)
+                state = {"model": model_state, "optimizer": optimizer_state}
+                dcp.save(state, checkpoint_id=args.checkpoint / str(step // args.checkpoint_every % 2))
+                if dist.get_rank() == 0:
+                    unfinished = args.checkpoint / "unfinished"
+                    unfinished.write_text(str(step))
+                    unfinished.replace(newest)
+                dist.barrier()
             trace.say("step", step=step, members=dist.get_world_size())
             if step >= args.steps:
                 return

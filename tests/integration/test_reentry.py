@@ -68,11 +68,14 @@ def assert_as_undisturbed(node: Node, calm: Course) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(spawn: Spawner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), soak(("--late",))])
+def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(
+    spawn: Spawner, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     calm = undisturbed(spawn, tmp_path)
     assert [step for step, _, _ in calm.steps] == list(range(STEPS))
     deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
-    node = run(spawn, tmp_path, *deaths, *in_turn(tmp_path), name="deaths")
+    node = run(spawn, tmp_path, *deaths, *flags, *in_turn(tmp_path), name="deaths")
     assert_as_undisturbed(node, calm)
     assert "2 members, step 7" in node.agent.text()
 

@@ -1,6 +1,6 @@
 """A member of native groups by itself, without a job: `python -m tests.jobs.bulk_ranks --rank 0 ... SCENARIO...`
 
-Several members of one machine may share a GPU (NCCL_HOSTID, as benchmarks/accelerator_job.py has it). Each scenario is
+Several members of one machine may share a GPU (NCCL_HOSTID, as benchmarks/one_device.py has it). Each scenario is
 a function that all members call, and that raises what is wrong.
 """
 

@@ -7,6 +7,7 @@ before it binds its state after a change (bind: STEP is then the entry), or at t
 `--join-after FILE`: replacements join once the others have entered again, and made FILE. `--overtaken LOCAL_RANK`, with
 it: on its first way back that worker hears of the next generation when all others have entered the present one, and
 made FILE. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
+`--late`: each commit counts with the next one, as it does on a device, whoever has parts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elaunch
 from elaunch.errors import GenerationChanged
 from elaunch.workers.recovery import Recovery
-from elaunch.workers.reentry import copies
+from elaunch.workers.reentry import copies, run
 from tests.jobs import join_after
 
 SAMPLES, BATCH = 600, 24
@@ -46,6 +47,7 @@ parser.add_argument("--sleep", type=float, default=0.0)
 parser.add_argument("--join-after", type=Path)
 parser.add_argument("--overtaken", default="")
 parser.add_argument("--stuck", default="")
+parser.add_argument("--late", action="store_true")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
 
@@ -84,6 +86,8 @@ def copy_late(copying: copies._Copying) -> None:
     copy_at_once(copying)
 
 
+if arguments.late:
+    run.is_sharded = lambda thing: True  # type: ignore[attr-defined]
 copy_at_once = copies._Copying._copy
 if arguments.change_late:  # so that the copy of a small model is under way then
     copies._Copying._copy = copy_late  # type: ignore[assignment]

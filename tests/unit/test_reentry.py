@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
 from elaunch.workers.reentry import run
-from elaunch.workers.reentry.copies import Copies, StateCopy, describe_shards
+from elaunch.workers.reentry.copies import Copies, StateCopy, _Copying, describe_shards, device_of
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
+from elaunch.workers.reentry.groups import FunctionGroups
 from elaunch.workers.reentry.guards import Guards, alone, guard_of
 from elaunch.workers.reentry.sampler import deal_samples
 from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
@@ -305,6 +307,72 @@ def test_buffers_and_what_no_optimizer_has_are_copied_at_once() -> None:
     copies.finish()
     place = [spec["path"] for spec in copy.manifest["tensors"]].index("net.running_mean")
     assert copy.tensors[place].tolist() == [0.0] * 4
+
+
+class Device:
+    """What a device does, as a copy sees it: done when it is told so, or when it is freed."""
+
+    def __init__(self) -> None:
+        self.done, self.wrong = False, ""
+
+    def query(self) -> bool:
+        return self.done
+
+    def abort(self) -> None:
+        self.done = True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(_Copying, "_begin_on", lambda copying, of: (copying._copy(), device)[1])
+    return device
+
+
+def copy_on(device: Device) -> tuple[_Copying, Copies]:
+    copies = Copies(lambda: device.wrong or None, device.abort)
+    copy = state_copy(1, LOW, 1.0)
+    copies.newest = copy
+    copies._under_way = _Copying(copy, [], torch.device("cuda"), copies._errored, copies._abort)
+    return copies._under_way, copies
+
+
+def test_a_copy_that_a_device_completed_before_a_group_failed_is_good_and_stays_so(device: Device) -> None:
+    copying, copies = copy_on(device)
+    device.done = True
+    copies.copied(RuntimeError)()
+    device.wrong = "a process group has COMM_ERROR"
+    copies.finish()
+    assert copying.copy.spoiled == ""
+
+
+def test_what_a_device_copies_once_a_group_has_failed_is_no_copy_and_the_device_is_freed(device: Device) -> None:
+    copying, copies = copy_on(device)
+    device.wrong = "a process group has COMM_ERROR"
+    with pytest.raises(ChildProcessError, match="COMM_ERROR"):
+        copies.copied(ChildProcessError)()
+    copies.finish()
+    assert copying.copy.spoiled == device.wrong
+
+
+def test_whatever_comes_first_what_lies_on_a_device_is_waited_for_there() -> None:
+    on_host, on_device = torch.zeros(3), torch.zeros(3, device="meta")
+    assert device_of([on_host, on_device]) == on_device.device
+    assert device_of([on_host]) is None
+
+
+def test_groups_of_a_device_tell_of_errors_and_that_they_were_freed() -> None:
+    aborted, error = threading.Event(), SimpleNamespace(name="SUCCESS")
+    groups = FunctionGroups()
+    groups._device_groups = [SimpleNamespace(get_error=lambda: error, abort=aborted.set)]
+    assert groups.errored() is None
+    error.name = "COMM_ERROR"
+    assert groups.errored() == "a process group has COMM_ERROR"
+    groups.free()
+    assert aborted.wait(10)
+    error.name = "SUCCESS"
+    assert groups.errored() == "its process groups were freed"
+    groups.close()
 
 
 @given(

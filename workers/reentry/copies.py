@@ -2,7 +2,8 @@
 
 What only an optimizer changes is copied while the next forward and backward run; the optimizer waits for that before it
 steps. What does not change is copied once, all else at each commit, at once. On an accelerator the copies go to pinned
-memory, on a stream of their own.
+memory, on a stream of their own, and come after the step: a device that an abort has freed goes on with garbage, so a
+copy is good only if no group had failed when it was complete.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class StateCopy:
         boxes: by place in it, the parts that are not whole.
         constant: places of what does not change as long as the same objects are bound.
         torn: paths of tensors that were changed while they were copied.
+        spoiled: what had gone wrong in the process groups when the device was done with it; "": nothing.
     """
 
     step: int
@@ -160,6 +162,7 @@ class StateCopy:
     boxes: Mapping[int, Box] = field(default_factory=dict)
     constant: Collection[int] = ()
     torn: tuple[str, ...] = ()
+    spoiled: str = ""
 
     @property
     def parts(self) -> list[Part]:
@@ -173,12 +176,19 @@ class StateCopy:
 class Copies:
     """The copies of one worker. All of it belongs to the training thread.
 
+    Args:
+        errored: returns what has gone wrong in the process groups in which a device works; for any thread.
+        abort: frees the device, when something has.
+
     Attributes:
         newest: the last copy that was begun.
         former: the one before.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, errored: Callable[[], str | None] = lambda: None, abort: Callable[[], object] = lambda: None
+    ) -> None:
+        self._errored, self._abort = errored, abort
         self.newest: StateCopy | None = None
         self.former: StateCopy | None = None
         self._under_way: _Copying | None = None
@@ -243,16 +253,31 @@ class Copies:
         copied_later = self._later(objects, encoder) - constant
         copied_later |= {place for place, spec in enumerate(encoder.specs) if spec["path"] in later}
         now = [place for place in range(len(sources)) if place not in copied_later and place not in kept]
-        for place in now:
-            places[place].copy_(sources[place])
+        with torch.no_grad():
+            for place in now:
+                places[place].copy_(sources[place], non_blocking=True)
         self.former, self.newest = self.newest, copy
-        if copied_later:
-            self._under_way = _Copying(copy, [(place, sources[place]) for place in sorted(copied_later)])
+        device = device_of(sources)
+        if copied_later or device is not None:
+            later_ones = [(place, sources[place]) for place in sorted(copied_later)]
+            self._under_way = _Copying(copy, later_ones, device, self._errored, self._abort)
         return copy
 
-    def copied(self) -> Callable[[], None]:
-        """Returns a function that returns when the copy that is under way now is complete. For any thread."""
-        return self._under_way.await_copy if self._under_way is not None else lambda: None
+    def copied(self, lost: Callable[[str], Exception]) -> Callable[[], None]:
+        """Returns a function that returns when the copy that is under way now is complete. For any thread.
+
+        Args:
+            lost: returns what the function raises where the copy is spoiled.
+        """
+        copying = self._under_way
+
+        def wait() -> None:
+            if copying is not None:
+                copying.await_copy(BESIDE_S)
+                if copying.copy.spoiled:
+                    raise lost(copying.copy.spoiled)
+
+        return wait
 
     def finish(self) -> None:
         """Returns when no copy is under way.
@@ -337,25 +362,37 @@ class _Copying:
     Args:
         copy: into which.
         sources: with their places in it.
+        device: that has some of what the copy is of, copied by now or not; None: all is in host memory.
+        errored, abort: as for `Copies`.
     """
 
-    def __init__(self, copy: StateCopy, sources: Sequence[tuple[int, Tensor]]) -> None:
-        self.copy, self._sources = copy, sources
+    def __init__(
+        self,
+        copy: StateCopy,
+        sources: Sequence[tuple[int, Tensor]],
+        device: torch.device | None = None,
+        errored: Callable[[], str | None] = lambda: None,
+        abort: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.copy, self._sources, self._errored, self._abort = copy, sources, errored, abort
+        self._device, self._lock = device, threading.Lock()
         self._versions = [source._version for _, source in sources]
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._event: Any = None
         self._passed = False
-        # An optimizer counts its steps in host memory, also where it is bound before the model.
-        device = next((one.device for _, one in sources if one.device.type != "cpu"), torch.device("cpu"))
-        if device.type == "cpu":
+        if device is None:
             threads.start("elaunch-copy", self._run, self._died)
             return
+        self._event = self._begin_on(device)
+
+    def _begin_on(self, device: torch.device) -> ended.Mark:
+        """Begins to copy after all that the device was given; returns where its work will be complete."""
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             self._copy()
-            self._event = ended.here(device)
+            return ended.here(device)
 
     def let_pass(self) -> None:
         """Lets an optimizer step: on an accelerator, what it does comes after the copy."""
@@ -371,11 +408,18 @@ class _Copying:
         if self._event is not None:
             self._check()
 
-    def await_copy(self) -> None:
-        """Returns when all is copied."""
-        if self._event is not None:
-            while not self._event.query():  # not in the driver, where an abort could not free it
-                self._done.wait(ended.POLL_S)
+    def await_copy(self, poll_s: float = ended.POLL_S) -> None:
+        """Returns when all is copied, and it is known whether it is good. For any thread.
+
+        Args:
+            poll_s: how often a device is asked.
+        """
+        if self._device is not None:  # not in the driver, where an abort could not free it
+            ended.reach(self._device, self._event, self._errored, failed=self._abort, poll_s=poll_s)
+            with self._lock:  # once: what is found after the members have changed says nothing of this copy
+                if not self._done.is_set():
+                    self.copy.spoiled = self._errored() or ""
+                    self._done.set()
         else:
             self._done.wait()
             if self._error is not None:
@@ -393,7 +437,8 @@ class _Copying:
     @torch.no_grad()
     def _copy(self) -> None:
         places = [self.copy.tensors[place] for place, _ in self._sources]
-        torch._foreach_copy_(places, [source for _, source in self._sources], non_blocking=True)
+        if places:
+            torch._foreach_copy_(places, [source for _, source in self._sources], non_blocking=True)
 
     def _check(self) -> None:
         """Looks whether something has changed since, before the optimizer may change it."""
@@ -408,6 +453,10 @@ class _Copying:
         )
 
 
+BESIDE_S = 0.001
+"""How often a thread beside the one that trains asks a device."""
+
+
 def _is_part(path: str, names: Collection[str]) -> bool:
     """Returns whether a path is one of those given, or of a part of what one of them is."""
     while path not in names:
@@ -415,6 +464,11 @@ def _is_part(path: str, names: Collection[str]) -> bool:
         if not dot:
             return False
     return True
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Returns the device that some of the tensors lie on; None: all are in host memory, as an optimizer's counters."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
 
 
 def local_part(tensor: Any) -> Tensor:

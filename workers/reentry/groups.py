@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elaunch import threads
 from elaunch.errors import UsageError
-from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native import ended, sockets
 from elaunch.workers.comm.native.bulk import keep
 from elaunch.workers.comm.native.groups import meet
 from elaunch.workers.comm.native.nccl import SETTINGS
@@ -58,6 +59,9 @@ LOOK_S = 0.0005
 
 DRAIN_S = 0.005
 """Between two looks for what has come."""
+
+SUCCESS = "SUCCESS"
+"""The name of torch's error that is none."""
 
 WITHOUT_MEMBERS = ("mpi", "fake")
 """Backends whose members do not meet in a store."""
@@ -119,6 +123,28 @@ class FunctionGroups:
             connections, groups = list(self._connections), list(self._device_groups)
         _end_store_clients(self._older)
         self._end(connections, groups)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether there is a group whose collectives a device does, behind the back of the training thread."""
+        return bool(self._device_groups)
+
+    def errored(self) -> str | None:
+        """Returns what has gone wrong in the groups of devices; what a device has done by then may be garbage.
+
+        From any thread. A group that has an error holds its device up until it is freed.
+        """
+        if self._over.is_set():
+            return "its process groups were freed"
+        with self._lock:
+            groups = list(self._device_groups)
+        errors = [one.get_error().name for one in groups if hasattr(one, "get_error")]
+        return next((f"a process group has {name}" for name in errors if name != SUCCESS), None)
+
+    def await_device(self, device: torch.device) -> str | None:
+        """Returns when a device has done what it was given, and then what has gone wrong in its groups."""
+        ended.reach(device, ended.here(device), self.errored, failed=self.free)
+        return self.errored()
 
     def let_go(self) -> None:
         """Ends the connections of the entry before, for the peers as well. From any thread."""

@@ -199,7 +199,7 @@ class Guards:
         Args:
             group: of the members.
             copy: of this worker.
-            copied: returns when the copy is complete.
+            copied: returns when the copy is complete, or raises what keeps it from arriving.
         """
         spare, self._former, self._newest = self._former, self._newest, None
         if group.size == 1:

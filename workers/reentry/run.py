@@ -67,13 +67,13 @@ class Bound:
 
     Attributes:
         objects: by name.
-        is_sharded: whether a member has parts that not all others have.
+        is_late: whether a commit counts with the next one: a guard gets parts, or a device comes to its end later.
         step: number of commits that counted then.
         calls: of `commit` since.
     """
 
     objects: dict[str, Any]
-    is_sharded: bool
+    is_late: bool
     step: int
     calls: int = 0
 
@@ -102,7 +102,7 @@ class Reentry:
         self._groups = FunctionGroups()
         self._entered_in = 0  # the generation in which the function runs
         self._every = every
-        self._copies, self._guards = Copies(), Guards()
+        self._copies, self._guards = Copies(self._groups.errored, self._groups.free), Guards()
         self._pending: Pending | None = None
         self._bound: Bound | None = None
         self._generators: dict[int, bytes] = {}
@@ -166,6 +166,7 @@ class Reentry:
                     self._free_below(newest)
                 yield state
                 self._count()
+                self._let_device_end()
         except StepInterrupted as error:
             left = error
         except Exception as error:
@@ -197,6 +198,18 @@ class Reentry:
             raise error
         failed = CollectiveFailed(self.member.generation.number, f"{type(error).__name__}: {error}")
         return failed.with_traceback(error.__traceback__)
+
+    def _let_device_end(self) -> None:
+        """Returns when the devices of all members have done what the function gave them, as its groups end next."""
+        if self._groups.on_device:
+            if wrong := self._groups.await_device(self.member.device):
+                raise self._lost(wrong)
+            self.member.group.barrier()
+
+    def _lost(self, why: str) -> StepInterrupted:
+        """Returns the interruption that follows from what went wrong in the groups of a device."""
+        newest, own = self._interrupting(), self.member.generation.number
+        return GenerationChanged(newest) if newest is not None else CollectiveFailed(own, why)
 
     def _interrupting(self) -> int | None:
         newest = self._client.newest()
@@ -295,7 +308,8 @@ class Reentry:
         elif load is not None:
             self._load(group, load, None)
         self._copies.gate(objects, constant)
-        self._bound = Bound(objects, any(map(is_sharded, objects.values())), self.step)
+        is_late = self.member.device.type != "cpu" or any(map(is_sharded, objects.values()))
+        self._bound = Bound(objects, is_late, self.step)
         self._holds = True
         return values
 
@@ -350,7 +364,7 @@ class Reentry:
         self._copies.finish()
         self._brought = values
         before = self.member.generation.number
-        if bound.is_sharded:
+        if bound.is_late:
             self._ship(bound, loss, ids)
         else:
             self.member.commit()
@@ -369,7 +383,7 @@ class Reentry:
         if self._pending is None or self._count(b"" if self._guards.knows(boxes) else b"boxes"):
             self._guards.tell(group, boxes)
         copy = self._copy(self.step + 1, bound.objects, described)
-        shipment = self._guards.ship(group, copy, self._copies.copied())
+        shipment = self._guards.ship(group, copy, self._copies.copied(self._lost))
         now_s = time.monotonic()
         report = step_report(group, self.member.generation.number, self.step, loss, ids, now_s - self._commit_s)
         self._pending, self._commit_s = Pending(self.step + 1, shipment, loss, ids, report), now_s
@@ -383,7 +397,7 @@ class Reentry:
         if pending is None:
             return False
         self._copies.finish()
-        pending.shipment.wait()
+        pending.shipment.wait()  # of a device's copy, also whether it is of what all members have computed
         notes = self.member.commit(note)
         self._pending, self.step = None, pending.step
         self.member.report(self.step - 1, loss=pending.loss, sample_ids=pending.ids)

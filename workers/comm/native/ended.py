@@ -48,6 +48,7 @@ def reach(
     clock: Callable[[], float] | None = None,
     look: Callable[[], object] = lambda: None,
     failed: Callable[[], object] = lambda: None,
+    poll_s: float = POLL_S,
 ) -> None:
     """Returns when a device has come to a place in its work; ends this process if even an abort frees it not.
 
@@ -62,6 +63,7 @@ def reach(
         clock: returns the time, in seconds; by default, the monotonic one.
         look: called every `LINKS_S` while nothing has gone wrong; what it raises ends the wait.
         failed: called when something has: an error of a group does not free the device, but its poison does.
+        poll_s: how often the device is asked; a thread beside the one that trains takes the interpreter from that.
     """
     clock = clock or time.monotonic
     look_s, links_s, end_s, wrong = clock() + LOOK_S, clock() + LINKS_S, math.inf, ""
@@ -77,7 +79,7 @@ def reach(
             if now_s >= end_s:
                 why = f"{device} was not done with its sums {FREED_S:g} s after their end ({wrong})"
                 end_process("native group", TimeoutError(why))
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def wait(work: dist.Work, look: Callable[[], object]) -> None:

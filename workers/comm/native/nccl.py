@@ -32,6 +32,8 @@ SETTINGS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Torch's watchdog sleeps four times as long when a peer is lost, and holds a lock that the next operation needs.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "NCCL_NVLS_ENABLE": "0",
     # Messages of a group come in order by design.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
