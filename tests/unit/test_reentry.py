@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
+from elaunch.workers.reentry import groups as reentry_groups
 from elaunch.workers.reentry import run
 from elaunch.workers.reentry.copies import Copies, StateCopy, _Copying, describe_shards, device_of
 from elaunch.workers.reentry.data import Batches
@@ -372,6 +373,43 @@ def test_groups_of_a_device_tell_of_errors_and_that_they_were_freed() -> None:
     assert aborted.wait(10)
     error.name = "SUCCESS"
     assert groups.errored() == "its process groups were freed"
+    groups.close()
+
+
+def test_who_waits_for_a_device_to_be_connected_is_freed_when_the_members_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def sum_once(group: Any, index: int) -> None:
+        if group.fails:
+            raise RuntimeError("NCCL cannot connect")
+        if group.waits:
+            begun.set()
+            assert released.wait(60)
+
+    monkeypatch.setattr(reentry_groups, "needs_connection", lambda group: True)
+    monkeypatch.setattr(reentry_groups, "sum_once", sum_once)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    groups = FunctionGroups()
+    device = SimpleNamespace(fails=False, waits=False, abort=lambda: None)
+    groups._device_groups = [device]
+    groups._connect_devices()
+    device.fails = True
+    with pytest.raises(RuntimeError, match="NCCL cannot connect"):
+        groups._connect_devices()
+    device.fails, device.waits = False, True
+
+    def free() -> None:
+        begun.wait(60)
+        groups.free()
+
+    freeing = threading.Thread(target=free)
+    freeing.start()
+    with pytest.raises(RuntimeError, match="the members have changed while"):
+        groups._connect_devices()
+    released.set()
+    freeing.join()
     groups.close()
 
 

@@ -190,15 +190,19 @@ class FunctionGroups:
                 group_size, group_rank, ranks, backend, store, *args, **{**more, "timeout": _shorter(timeout)}
             )
             self._take(made[0], prefix, older, timeout)
+            if not ranks:
+                self._connect_devices()
             return made
         return self._helper(group_size, group_rank, ranks, backend, store, *args, **more)
 
     def _take(self, group: Any, store: dist.Store, older: frozenset[int], timeout: timedelta | None) -> None:
         backends = {id(one): one for device in group._device_types if (one := group._get_backend(device)) is not None}
-        own = [port for inode, port in sockets.listening() if inode not in older]
-        sockets.tell(store, group.rank(), own)
-        found = sockets.of_group(store, group.rank(), group.size(), own, older)
         devices = [one for one in backends.values() if not isinstance(one, dist.ProcessGroupGloo)]
+        found: list[sockets.Socket] = []
+        if len(devices) < len(backends):
+            own = [port for inode, port in sockets.listening() if inode not in older]
+            sockets.tell(store, group.rank(), own)
+            found = sockets.of_group(store, group.rank(), group.size(), own, older)
         for one in backends.values():
             if timeout is not None:
                 one._set_default_timeout(timeout)
@@ -209,6 +213,40 @@ class FunctionGroups:
         if over:
             self._end(found, devices)
             raise RuntimeError("the members have changed while a process group was made")
+
+    def _connect_devices(self) -> None:
+        """Has the members of the default group connect their devices now, in a thread of its own.
+
+        No abort frees who waits for that. Torch leaves it to the first collective of the training thread, which may
+        come when a member has died. Of other groups it is left to that: they may be for messages alone.
+
+        Raises:
+            RuntimeError: the members have changed meanwhile, or they cannot connect.
+        """
+        groups = [one for one in self._device_groups if needs_connection(one)]
+        if not groups:
+            return
+        index = torch.accelerator.current_device_index()  # of this thread
+        over, failures = threading.Event(), list[BaseException]()
+
+        def connect() -> None:
+            try:
+                for one in groups:
+                    sum_once(one, index)
+            except RuntimeError as error:
+                failures.append(error)
+            over.set()
+
+        def died(error: BaseException) -> None:
+            failures.append(error)
+            over.set()
+
+        threads.start("elaunch-groups-connect", connect, died)
+        while not over.wait(LOOK_S):
+            if self._over.is_set():
+                raise RuntimeError("the members have changed while a process group connected their devices")
+        if failures:
+            raise failures[0]
 
     def _forget(self) -> None:
         """Takes all groups out of torch's tables, as destroying them does, but waits for none of them."""
@@ -275,6 +313,22 @@ class FunctionGroups:
             one.close_in_child()
 
 
+def needs_connection(group: Any) -> bool:
+    """Returns whether a group of devices connects its members with its first collective: NCCL's, of several."""
+    return dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL) and group.size() > 1
+
+
+def sum_once(group: Any, index: int) -> None:
+    """Sums a number over a group of NCCL, beside all that the device does; for any thread.
+
+    Torch's own call for this, `eager_connect_single_device`, has all messages go over the same communicator then.
+    """
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+
+
 def _shorter(timeout: timedelta | None) -> timedelta:
     limit = timedelta(seconds=OPEN_S)
     return limit if timeout is None else min(timeout, limit)
@@ -305,6 +359,14 @@ def _forget_meshes() -> None:
         from elaunch.workers.comm.mesh import forget_equal_meshes
 
         forget_equal_meshes()
+
+
+def is_of_a_group(error: Exception) -> bool:
+    """Returns whether an error comes from a process group or a store of torch."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "process group", "peer"))
 
 
 _ALIVE: weakref.WeakSet[FunctionGroups] = weakref.WeakSet()

@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
-
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, GenerationChanged, JobFailed, StateLost, StepInterrupted, UsageError
 from elaunch.rendezvous.membership import Generation, node_of
@@ -26,7 +24,7 @@ from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.reports import READY_STEP, step_report
 from elaunch.workers.random.rng import continue_generators, read_generators
 from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
-from elaunch.workers.reentry.groups import FunctionGroups
+from elaunch.workers.reentry.groups import FunctionGroups, is_of_a_group
 from elaunch.workers.reentry.guards import Guards, Shipment
 from elaunch.workers.reentry.shares import check_alike, load_shares, move_copies, shares
 from elaunch.workers.reentry.state import ElasticState
@@ -194,7 +192,7 @@ class Reentry:
                 if self.member.interrupted:
                     return GenerationChanged(newest.number).with_traceback(error.__traceback__)
                 past = newest.number
-        if not _is_of_a_group(error):
+        if not is_of_a_group(error):
             raise error
         failed = CollectiveFailed(self.member.generation.number, f"{type(error).__name__}: {error}")
         return failed.with_traceback(error.__traceback__)
@@ -235,6 +233,13 @@ class Reentry:
         """
         if (newest := self._interrupting()) is not None:
             raise GenerationChanged(newest)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns what each member gives, as JSON, by rank, when the links have nothing to bring to guards any more."""
+        self.check()
+        if self._pending is not None:
+            self._pending.shipment.wait()
+        return self.member.group.all_gather_json(value)
 
     @property
     def bound(self) -> bool:
@@ -479,14 +484,6 @@ def _tell_environment(generation: Generation, group: Group, elastic: bool) -> No
         "MASTER_ADDR": generation.master.addr,
         "MASTER_PORT": str(generation.master.port),
     }
-
-
-def _is_of_a_group(error: Exception) -> bool:
-    """Returns whether an error comes from a process group or a store of torch."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "process group", "peer"))
 
 
 def _forms(manifest: Manifest) -> list[Any]:
