@@ -6,6 +6,7 @@ do what torchtitan does.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,13 @@ def main(trainer_class: type = titan.Trainer) -> None:
 
     Args:
         trainer_class: torchtitan's Trainer, or one made from it.
+
+    Raises:
+        UsageError: it is not the torchtitan that this module is made for.
     """
+    version = importlib.metadata.version("torchtitan")
+    if not version.startswith("0.2.2"):
+        raise UsageError(f"elaunch.integrations.torchtitan: expected torchtitan 0.2.2, found {version}")
     survivor = elastic(trainer_class)
     # torchtitan takes the arguments when it is imported, which may have been in the process that preloads modules.
     titan.ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
