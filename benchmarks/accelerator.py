@@ -123,10 +123,10 @@ CPU_STEPS = (
 )
 GPU_STEPS = (
     GptCase("gpu 1", "85.6 M", 1, False, ("elaunch", "ddp", "plain"), GPT_86M, 32, "adamw", 4, 2.0, 5.0, 10),
-    GptCase("gpu 4", "85.6 M", 4, False, ON_GPU, GPT_86M, 32, "adamw", 4, 2.0, 6.0, 10),
+    GptCase("gpu 4", "85.6 M", 4, False, ON_GPU, GPT_86M, 32, "adamw", 4, 2.0, 6.0, 4),
     GptCase(
         *("gpu hybrid", "85.6 M", 4, False, ("native", "pipelining"), GPT_86M, 32, "adamw"),
-        *(4, 2.0, 6.0, 10),
+        *(4, 2.0, 6.0, 4),
         micro_batch_size=4,
     ),
 )

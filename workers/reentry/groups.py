@@ -33,6 +33,7 @@ from elaunch.errors import UsageError
 from elaunch.workers.comm.native import ended, sockets
 from elaunch.workers.comm.native.bulk import keep
 from elaunch.workers.comm.native.groups import meet
+from elaunch.workers.comm.native.hangups import Hangups, await_failure, communicator_of
 from elaunch.workers.comm.native.nccl import SETTINGS
 from elaunch.workers.reentry.gloo_waits import GlooWaits
 
@@ -77,6 +78,8 @@ class FunctionGroups:
         self._connections: list[sockets.Socket] = []
         self._left: list[sockets.Socket] = []  # of the entry before
         self._device_groups: list[Any] = []
+        self._communicators: list[int] = []  # of NCCL's groups among them
+        self._hangups: Hangups | None = None
         self._waits = GlooWaits(self._over, lambda: not self._device_groups)
         self._ending: list[threading.Thread] = []
         self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
@@ -105,12 +108,15 @@ class FunctionGroups:
             self._older = sockets.inodes()
         distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
         rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._store(*args, **more))
+        shutdown: Callable[[Any], None] = dist.ProcessGroup.shutdown
+        dist.ProcessGroup.shutdown = lambda group: self._shut_down(group, shutdown)  # type: ignore[assignment]
         try:
             with self._waits.in_spells():
                 yield
         finally:
             distributed_c10d._new_process_group_helper = self._helper
             rendezvous._create_c10d_store = self._connect
+            dist.ProcessGroup.shutdown = shutdown  # type: ignore[assignment]
             self.free()
             self._forget()
 
@@ -140,6 +146,36 @@ class FunctionGroups:
             groups = list(self._device_groups)
         errors = [one.get_error().name for one in groups if hasattr(one, "get_error")]
         return next((f"a process group has {name}" for name in errors if name != SUCCESS), None)
+
+    def watch_connections(self) -> None:
+        """Has whoever works in groups of NCCL freed as soon as a peer of them is lost; for the training thread.
+
+        Torch connects members when they first have something for each other, so it is called after that again.
+        """
+        found = [one for one in map(communicator_of, list(self._device_groups)) if one]
+        if found:
+            with self._lock:
+                self._communicators = found
+            self._hangups = self._hangups or Hangups(self._after_hangup)
+            self._hangups.watch(self._older)
+
+    def _after_hangup(self) -> None:
+        if await_failure(self._living_communicators, self._over):
+            self.free()
+
+    def _living_communicators(self) -> list[int]:
+        with self._lock:
+            return [] if self._over.is_set() else list(self._communicators)
+
+    def _shut_down(self, group: Any, own: Callable[[Any], None]) -> None:
+        """Takes the place of torch's way to end a group, for the function: what a device has is freed with the entry.
+
+        What torch has destroyed an abort would free once more; and torch waits for members that may be gone.
+        """
+        with self._lock:
+            ours = {id(one) for one in self._device_groups}
+        if not any(id(group._get_backend(device)) in ours for device in group._device_types):
+            own(group)
 
     def await_device(self, device: torch.device) -> str | None:
         """Returns when a device has done what it was given, and then what has gone wrong in its groups."""
@@ -192,6 +228,7 @@ class FunctionGroups:
             self._take(made[0], prefix, older, timeout)
             if not ranks:
                 self._connect_devices()
+            self.watch_connections()
             return made
         return self._helper(group_size, group_rank, ranks, backend, store, *args, **more)
 
@@ -270,7 +307,7 @@ class FunctionGroups:
         with self._lock:
             self._left += self._connections
             self._connections = []
-            devices, self._device_groups = self._device_groups, []
+            devices, self._device_groups, self._communicators = self._device_groups, [], []
         threads.start("elaunch-groups-drain", self._drain, lambda _: None)
         keep(devices)  # their destructors block for long
         if self._waits.left:

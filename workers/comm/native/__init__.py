@@ -12,6 +12,7 @@
     hccl         over HCCL, of Ascend NPUs
     ended        when a device has come to the end of its work, for a thread that looks and never waits in a driver
     reconfigure  a group that is connected anew among other members, as `nccl2` does
+    hangups      when a peer closes a connection
     sockets      which sockets of this process belong to a Gloo group
     choice       which of them a worker has
     groups       the group of this worker: opened, taken into use, freed, closed

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from elaunch import threads
+from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.bulk import keep
+from elaunch.workers.comm.native.hangups import Hangups, await_failure, communicator_of
 
 NO_TIMEOUT = timedelta(days=7)
 FIRST_SUM_S = 120.0
@@ -35,6 +37,8 @@ SETTINGS = {
     # Torch's watchdog sleeps four times as long when a peer is lost, and holds a lock that the next operation needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "NCCL_NVLS_ENABLE": "0",
+    # Else an algorithm's connections are made when it is first taken, and the host waits for all members there.
+    "NCCL_RUNTIME_CONNECT": "0",
     # Messages of a group come in order by design.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
@@ -59,7 +63,8 @@ class NcclBulk:
         self._device = device
         self._group: Any = None
         self._lock = threading.Lock()
-        self._poisoned = False
+        self._over = threading.Event()
+        self._hangups: Hangups | None = None
         self._abort: threading.Thread | None = None
 
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
@@ -68,6 +73,7 @@ class NcclBulk:
         os.environ.update(SETTINGS)
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
         torch.cuda.set_device(self._device)
+        older = sockets.inodes()
         self._connect(store, rank, size)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._group.allreduce([torch.zeros(1, device=self._device)]).wait()
@@ -78,10 +84,17 @@ class NcclBulk:
             done = torch.cuda.Event()
             done.record()
             deadline_s = time.monotonic() + FIRST_SUM_S
-            while not done.query() and not self._poisoned and time.monotonic() < deadline_s:
+            while not done.query() and not self._over.is_set() and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
-            if self._poisoned or not done.query() or (wrong := self.errored()):
+            if self._over.is_set() or not done.query() or (wrong := self.errored()):
                 raise RuntimeError(wrong or "its first sum did not end")
+        if communicator := communicator_of(self._group):
+            hangups = Hangups(lambda: self._after_hangup(communicator))
+            hangups.watch(older)
+            with self._lock:
+                self._hangups = hangups
+            if self._over.is_set():
+                hangups.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to sum a tensor over the members, in place, after what its stream has to do."""
@@ -106,7 +119,7 @@ class NcclBulk:
     def backend_group(self) -> Any:
         """Returns NCCL's group."""
         group = self._group
-        if group is None or self._poisoned:
+        if group is None or self._over.is_set():
             raise RuntimeError("the group is closed")
         return group
 
@@ -117,16 +130,24 @@ class NcclBulk:
     def poison(self) -> None:
         """Aborts the communicator, in a thread of its own: the call returns half a second after its effect."""
         with self._lock:
-            if not self._poisoned and self._group is not None:
+            begins = not self._over.is_set() and self._group is not None
+            self._over.set()
+            if begins:
                 self._abort = threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
-            self._poisoned = True
+            hangups = self._hangups
+        if hangups is not None:
+            hangups.close()
+
+    def _after_hangup(self, communicator: int) -> None:
+        if await_failure(lambda: [communicator], self._over):
+            self.poison()
 
     def leave(self) -> None:
         """Does nothing: the abort frees the stream, and what follows on it comes after."""
 
     def errored(self) -> str | None:
         """Returns the error of the communicator, or that it is aborted."""
-        if self._poisoned:
+        if self._over.is_set():
             return "aborted"
         error = self._group.get_error()
         return None if error.name == "SUCCESS" else str(error.name)
@@ -148,7 +169,7 @@ class NcclBulk:
 
     def _hold(self, group: Any) -> None:
         with self._lock:
-            if self._poisoned:
+            if self._over.is_set():
                 raise RuntimeError("the members have changed while it was opened")
             self._group = group
 

@@ -56,7 +56,7 @@ class Nccl2Bulk(NcclBulk):
     def _connect(self, store: dist.Store, rank: int, size: int) -> None:
         self._place = reconfigure.place_of(store)
         group, _ = reconfigure.connect(
-            store, rank, size, self._left, lambda root: _new(root, rank, size), lambda: self._poisoned
+            store, rank, size, self._left, lambda root: _new(root, rank, size), self._over.is_set
         )
         try:
             self._hold(group)

@@ -1,0 +1,102 @@
+"""The end of a connection is noticed at once, and what it means is asked of NCCL."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.workers.comm.native import sockets
+from elaunch.workers.comm.native.hangups import ERROR_S, IN_PROGRESS, SUCCESS, Hangups, await_failure, communicator_of
+from elaunch.workers.reentry.groups import FunctionGroups
+
+REMOTE = 6  # ncclRemoteError
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    return ours, theirs
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[Hangups, threading.Semaphore]]:
+    heard = threading.Semaphore(0)
+    hangups = Hangups(heard.release)
+    yield hangups, heard
+    hangups.close()
+
+
+def test_whoever_watches_hears_at_once_that_a_peer_has_closed_its_end(told: Any) -> None:
+    hangups, heard = told
+    older = sockets.inodes()
+    with_old, (ours, theirs) = connection(), connection()
+    hangups.watch(older)
+    hangups.watch(older)  # once more, as more connections are made
+    theirs.sendall(b"what comes is not the end")
+    assert not heard.acquire(timeout=0.05)
+    theirs.close()
+    assert heard.acquire(timeout=10)
+    assert not heard.acquire(timeout=0.05), "one end is told of once"
+    for one in (ours, *with_old):
+        one.close()
+
+
+def test_older_connections_and_those_that_end_here_are_nobodys_loss(told: Any) -> None:
+    hangups, heard = told
+    ours, theirs = connection()
+    hangups.watch(sockets.inodes())
+    theirs.close()
+    mine, peer = connection()
+    hangups.watch(sockets.inodes() - {inode for fd, inode in sockets.numbers() if fd == mine.fileno()})
+    mine.close()
+    assert not heard.acquire(timeout=0.05)
+    for one in (ours, peer):
+        one.close()
+
+
+def test_nothing_is_told_after_the_end() -> None:
+    heard = threading.Semaphore(0)
+    hangups = Hangups(heard.release)
+    older = sockets.inodes()
+    ours, theirs = connection()
+    hangups.watch(older)
+    hangups.close()
+    theirs.close()
+    assert not heard.acquire(timeout=0.05)
+    ours.close()
+
+
+def test_a_communicator_fails_when_nccl_says_so_and_not_before() -> None:
+    answers = iter([SUCCESS, IN_PROGRESS, SUCCESS, REMOTE])
+    assert await_failure(lambda: [1], threading.Event(), lambda _: next(answers))
+    assert next(answers, None) is None
+
+
+def test_an_end_that_nccl_does_not_mind_is_forgotten() -> None:
+    ticks = itertools.count(0.0, ERROR_S / 4)
+    assert not await_failure(lambda: [1], threading.Event(), lambda _: SUCCESS, lambda: next(ticks))
+    over = threading.Event()
+    over.set()
+    assert not await_failure(lambda: [1], over, lambda _: REMOTE), "its memory may be gone"
+
+
+def test_a_group_without_a_communicator_has_no_address() -> None:
+    assert communicator_of(SimpleNamespace()) == 0
+    assert communicator_of(SimpleNamespace(_comm_ptr=lambda: 17)) == 17
+
+
+def test_torch_does_not_end_a_group_of_devices_that_the_entry_frees() -> None:
+    groups, ended = FunctionGroups(), list[object]()
+    device, host = object(), object()
+    groups._device_groups = [device]
+    for backends in ({"cuda": device, "cpu": host}, {"cpu": host}):
+        group = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
+        groups._shut_down(group, ended.append)
+    assert ended == [group]
