@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 import re
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ disable_color_printing = true
 [checkpoint]
 enable = true
 interval = 5
+last_save_model_only = false
 [debug]
 seed = 1
 """
@@ -60,6 +62,7 @@ seed = 1
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs pip install torchtitan==0.2.2 triton"),
 ]
 
@@ -118,6 +121,8 @@ def assert_same_end(folder: Path, name: str, other: str) -> None:
     for key, value in one.items():
         if isinstance(value, torch.Tensor):
             assert torch.allclose(value, two[key], rtol=1e-4, atol=1e-6), key
+        elif isinstance(value, bytes):  # torchtitan pickles the state of a loader
+            assert pickle.loads(value) == pickle.loads(two[key]), key
         else:
             assert value == two[key], key
 
@@ -172,5 +177,6 @@ def test_it_trains_as_under_torchrun_and_goes_on_from_a_checkpoint_with_fewer_wo
 
     train(spawn, folder, "parts", "--training.steps=5", workers=3)
     rest = train(spawn, folder, "parts", workers=2)
-    assert losses(rest) == pytest.approx({step: calm for step, calm in losses(calm).items() if step > 5}, rel=1e-6)
+    assert len(rest.events("step")) == STEPS, "both jobs have the same log: no step was done twice"
+    assert losses(rest) == pytest.approx(losses(calm), rel=1e-6)
     assert_same_end(folder, "calm", "parts")
