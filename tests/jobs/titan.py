@@ -45,13 +45,25 @@ take_cpus_for_devices()
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
+from elaunch.integrations.passes import FunctionEntry  # noqa: E402
 from elaunch.integrations.torchtitan import main  # noqa: E402
 
 llama3_args["tiny"] = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, vocab_size=512, rope_theta=500000)
 
 
 class Mortal(Trainer):  # type: ignore[misc]
-    """DIE=LOCAL_RANK:STEP,... kills the first process of a slot in that step, before its optimizer steps."""
+    """DIE=LOCAL_RANK:STEP,... kills the first process of a slot in that step, before its optimizer steps.
+
+    ALL_FROM=STEP:MEMBERS has fewer members wait from that step on.
+    """
+
+    def train_step(self, data_iterator: Any) -> None:
+        """Does one update."""
+        step, members = map(int, os.environ.get("ALL_FROM", "0:0").split(":"))
+        entry = FunctionEntry.current
+        if entry is not None and self.step >= step and entry.state.size < members:
+            entry.state.wait_for_members(f"step {self.step} is for {members}")
+        super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """Goes forward and backward."""
