@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.hangups import ERROR_S, IN_PROGRESS, SUCCESS, Hangups, await_failure, communicator_of
+from elaunch.workers.comm.native.nccl import NcclBulk, await_aborts
 from elaunch.workers.reentry.groups import FunctionGroups
 
 REMOTE = 6  # ncclRemoteError
@@ -90,6 +92,20 @@ def test_an_end_that_nccl_does_not_mind_is_forgotten() -> None:
 def test_a_group_without_a_communicator_has_no_address() -> None:
     assert communicator_of(SimpleNamespace()) == 0
     assert communicator_of(SimpleNamespace(_comm_ptr=lambda: 17)) == 17
+
+
+def test_the_process_ends_after_the_abort_of_its_groups() -> None:
+    bulk, ending, ended = NcclBulk(torch.device("cpu")), threading.Event(), list[str]()
+
+    def abort() -> None:
+        assert ending.wait(10)
+        ended.append("abort")
+
+    bulk._group = SimpleNamespace(abort=abort)
+    bulk.poison()
+    threading.Timer(0.05, ending.set).start()
+    await_aborts()
+    assert ended == ["abort"]
 
 
 def test_torch_does_not_end_a_group_of_devices_that_the_entry_frees() -> None:

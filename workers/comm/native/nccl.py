@@ -6,9 +6,11 @@ members, which then go on with garbage: so nothing counts before `errored` has b
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,8 @@ from elaunch.workers.comm.native.hangups import Hangups, await_failure, communic
 NO_TIMEOUT = timedelta(days=7)
 FIRST_SUM_S = 120.0
 POLL_S = 0.0005
+ABORTED_S = 10.0
+"""For aborts to end before this process does; one takes half a second."""
 
 CRASHES_IN_ABORT = ((2, 28, 3), (2, 28, 8))
 """The first and the last version of NCCL that may crash in an abort."""
@@ -134,6 +138,7 @@ class NcclBulk:
             self._over.set()
             if begins:
                 self._abort = threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
+                _ABORTS.append(self._abort)
             hangups = self._hangups
         if hangups is not None:
             hangups.close()
@@ -172,6 +177,18 @@ class NcclBulk:
             if self._over.is_set():
                 raise RuntimeError("the members have changed while it was opened")
             self._group = group
+
+
+@atexit.register  # after whatever was registered later, such as the end of a job
+def await_aborts() -> None:
+    """Returns when all aborts have ended; the end of the process under one of them would be an abort of the process."""
+    end_s = time.monotonic() + ABORTED_S
+    for thread in _ABORTS:
+        thread.join(max(0.0, end_s - time.monotonic()))
+
+
+_ABORTS: deque[threading.Thread] = deque(maxlen=64)
+"""The last ones; of one that began long ago nothing is left."""
 
 
 def load(device: torch.device) -> None:
