@@ -6,7 +6,6 @@ do what torchtitan does.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import sys
@@ -23,7 +22,7 @@ from elaunch.failures import ERROR_FILE
 from elaunch.integrations.passes import FunctionEntry, entered_again
 from elaunch.integrations.streams import SHARE_EVERY, Layout, Places, Streams, degrees
 
-VERSIONS = "0.2.2", "0.3.0"
+VERSION = "0.2.2"
 
 AnyTrainer = TypeVar("AnyTrainer", bound=type)
 
@@ -32,24 +31,23 @@ def main(trainer_class: type = titan.Trainer) -> None:
     """Trains as `torchtitan.train.main` does, with the arguments of the command line; the training survives.
 
     Args:
-        trainer_class: torchtitan's Trainer, or one made from it; since torchtitan 0.3 the configuration says which.
+        trainer_class: torchtitan's Trainer, or one made from it.
 
     Raises:
-        UsageError: it is not a torchtitan that this module is made for.
+        UsageError: it is not the torchtitan that this module is made for.
     """
     version = importlib.metadata.version("torchtitan")
-    if not version.startswith(VERSIONS):
-        raise UsageError(
-            f"elaunch.integrations.torchtitan: expected torchtitan {' or '.join(VERSIONS)}, found {version}"
-        )
-    titan.ConfigManager = _Arguments
-    run = functools.partial(titan.main, elastic(trainer_class)) if version.startswith("0.2") else titan.main
+    if not version.startswith(VERSION):
+        raise UsageError(f"torchtitan {version}: elaunch.integrations.torchtitan is made for {VERSION}")
+    survivor = elastic(trainer_class)
+    # torchtitan takes the arguments when it is imported, which may have been in the process that preloads modules.
+    titan.ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
 
     def train() -> None:
         # torchtitan would note changes of members in this file as errors; elaunch itself notes what ends a worker.
         path = os.environ.pop(ERROR_FILE, None)
         try:
-            run()
+            titan.main(survivor)
         finally:
             if path is not None:
                 os.environ[ERROR_FILE] = path
@@ -63,21 +61,7 @@ def elastic(trainer_class: AnyTrainer) -> AnyTrainer:
     Args:
         trainer_class: torchtitan's Trainer, or one made from it.
     """
-    if issubclass(trainer_class, _Elastic):
-        return trainer_class
     return type(trainer_class.__name__, (_Elastic, trainer_class), {"__module__": trainer_class.__module__})  # type: ignore[return-value]
-
-
-class _Arguments(titan.ConfigManager):  # type: ignore[misc]
-    """Reads the command line."""
-
-    def parse_args(self, args: list[str] | None = None) -> Any:
-        """Returns the configuration."""
-        # torchtitan 0.2 takes the arguments when it is imported, which may be in the process that preloads modules.
-        config = super().parse_args(sys.argv[1:] if args is None else args)
-        if hasattr(config, "build"):  # since 0.3 it makes the Trainer
-            type(config)._owner = elastic(type(config)._owner)
-        return config
 
 
 class _Elastic(titan.Trainer):  # type: ignore[misc]
@@ -96,7 +80,7 @@ class _Elastic(titan.Trainer):  # type: ignore[misc]
             return
         self._stepped, self._loss, self._tokens, self._batch_tokens = False, None, 0, 0
         self._places: Places = self._entry.kept.setdefault("places", Places())
-        self._layout, self._read = _fit(self._entry, config), config
+        self._layout = _fit(self._entry, config)
         super().__init__(config)
         parallel = self.parallel_dims
         self._size = parallel.dp_replicate * parallel.dp_shard
@@ -119,15 +103,8 @@ class _Elastic(titan.Trainer):  # type: ignore[misc]
         self.metrics_processor.log = note
 
     def _build_loader(self, stream: int) -> Any:
-        config, ranks = self._read, {"dp_world_size": self._layout.streams, "dp_rank": stream}
-        if hasattr(self, "train_spec"):  # 0.2
-            return self.train_spec.build_dataloader_fn(**ranks, tokenizer=self.tokenizer, job_config=config)
-        return config.dataloader.build(
-            **ranks,
-            tokenizer=self.tokenizer,
-            seq_len=config.training.seq_len,
-            local_batch_size=config.training.local_batch_size,
-            snapshot_every_n_steps=self._layout.accumulation,
+        return self.train_spec.build_dataloader_fn(
+            dp_world_size=self._layout.streams, dp_rank=stream, tokenizer=self.tokenizer, job_config=self.job_config
         )
 
     def train(self) -> None:
@@ -265,7 +242,7 @@ def _count_streams(config: Any) -> int:
     """Returns the data-parallel ranks of the newest checkpoint, if there is one; otherwise 0."""
     if not config.checkpoint.enable:
         return 0
-    folder = Path(getattr(config, "job", config).dump_folder, config.checkpoint.folder)
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
     steps = {int(path.parent.name.removeprefix("step-")): path.parent for path in folder.glob("step-*/.metadata")}
     wanted = config.checkpoint.load_step if config.checkpoint.load_step >= 0 else max(steps, default=-1)
     if wanted not in steps:

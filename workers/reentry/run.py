@@ -260,9 +260,11 @@ class Reentry:
         Raises:
             GenerationChanged: they have come, or gone.
         """
+        before = self.member.generation.number
+        self._count()
         while True:
             newest = self._client.newest()
-            if newest is not None and newest.number > self.member.generation.number:
+            if newest is not None and newest.number > before:
                 raise GenerationChanged(newest.number)
             time.sleep(LOOK_S)
 
