@@ -28,7 +28,7 @@ Batch = tuple[dict[str, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StreamLayout:
     """What a job keeps from its start.
 
     Attributes:
@@ -87,7 +87,7 @@ class Streams:
         ignored: the label that does not count.
     """
 
-    def __init__(self, layout: Layout, rank: int, size: int, build: Callable[[int], Any], ignored: int) -> None:
+    def __init__(self, layout: StreamLayout, rank: int, size: int, build: Callable[[int], Any], ignored: int) -> None:
         self.layout, self.ignored = layout, ignored
         self.own, self.rounds = layout.own(rank, size), layout.rounds(size)
         self.read = layout.read(rank, size)

@@ -20,7 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from elaunch.errors import UsageError
 from elaunch.failures import ERROR_FILE
 from elaunch.integrations.passes import FunctionEntry, entered_again
-from elaunch.integrations.streams import SHARE_EVERY, Layout, Places, Streams, degrees
+from elaunch.integrations.streams import SHARE_EVERY, Places, StreamLayout, Streams, degrees
 
 VERSION = "0.2.2"
 
@@ -196,7 +196,7 @@ class _Elastic(titan.Trainer):  # type: ignore[misc]
             self._tokens = state_dict["ntokens_seen"] * self._layout.streams
 
 
-def _fit(entry: FunctionEntry, config: Any) -> Layout:
+def _fit(entry: FunctionEntry, config: Any) -> StreamLayout:
     """Makes a configuration fit the members of now; returns what the job keeps from its start.
 
     Raises:
@@ -213,7 +213,7 @@ def _fit(entry: FunctionEntry, config: Any) -> Layout:
     told: list[Mapping[str, int] | None] = entry.state.all_gather(entry.reentry.last_values() or None)
     known = next(filter(None, told), None)
     if known is not None:
-        layout = Layout(known["streams"], known["accumulation"], known["shards"])
+        layout = StreamLayout(known["streams"], known["accumulation"], known["shards"])
     else:
         layout = _first(config, ranks)
     if known is not None or layout.streams != ranks:
@@ -223,7 +223,7 @@ def _fit(entry: FunctionEntry, config: Any) -> Layout:
     return layout
 
 
-def _first(config: Any, ranks: int) -> Layout:
+def _first(config: Any, ranks: int) -> StreamLayout:
     """Returns the layout of a job that begins, or that begins again from a checkpoint."""
     parallel, training = config.parallelism, config.training
     streams = _count_streams(config) or ranks
@@ -235,7 +235,7 @@ def _first(config: Any, ranks: int) -> Layout:
     whole, one = training.global_batch_size, training.local_batch_size * streams
     if whole > 0 and whole % one:
         raise UsageError(f"training.global_batch_size: {whole} is no multiple of {one}, a local batch for each rank")
-    return Layout(streams, whole // one if whole > 0 else 1, shards)
+    return StreamLayout(streams, whole // one if whole > 0 else 1, shards)
 
 
 def _count_streams(config: Any) -> int:

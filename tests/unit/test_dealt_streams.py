@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.integrations.streams import Layout, Places, Streams, degrees
+from elaunch.integrations.streams import Places, StreamLayout, Streams, degrees
 
 IGNORED = -100
 
@@ -49,7 +49,7 @@ class Gathering:
         return told
 
 
-def train(layout: Layout, size: int, places: list[Places], done: int, until: int) -> list[list[tuple[int, int]]]:
+def train(layout: StreamLayout, size: int, places: list[Places], done: int, until: int) -> list[list[tuple[int, int]]]:
     """One generation: members go on from a number of updates, to another; returns the labels of each update."""
     gathering = Gathering(size)
     labels: list[list[list[tuple[int, int]]]] = [[] for _ in range(size)]
@@ -88,7 +88,7 @@ def train(layout: Layout, size: int, places: list[Places], done: int, until: int
 def test_each_update_has_the_same_batches_whoever_reads_them(
     n_streams: int, accumulation: int, generations: list[tuple[int, int, bool]]
 ) -> None:
-    layout = Layout(n_streams, accumulation, 1)
+    layout = StreamLayout(n_streams, accumulation, 1)
     places: list[Places] = []
     done, found = 0, []
     for size, updates, loses_one in generations:
@@ -109,7 +109,7 @@ def test_each_update_has_the_same_batches_whoever_reads_them(
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12))
 def test_batches_are_dealt_out_evenly_and_once(n_streams: int, accumulation: int, size: int) -> None:
-    layout = Layout(n_streams, accumulation, 1)
+    layout = StreamLayout(n_streams, accumulation, 1)
     own = [layout.own(rank, size) for rank in range(size)]
     assert [number for one in own for number in one] == list(range(layout.n_batches))
     assert max(map(len, own)) == layout.rounds(size)
