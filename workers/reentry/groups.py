@@ -61,6 +61,9 @@ LOOK_S = 0.0005
 DRAIN_S = 0.005
 """Between two looks for what has come."""
 
+CONNECTING_STEPS = 3
+"""Steps of an entry until all members that have something for each other are connected."""
+
 SUCCESS = "SUCCESS"
 """The name of torch's error that is none."""
 
@@ -80,6 +83,7 @@ class FunctionGroups:
         self._device_groups: list[Any] = []
         self._communicators: list[int] = []  # of NCCL's groups among them
         self._hangups: Hangups | None = None
+        self._steps = 0  # of this entry
         self._waits = GlooWaits(self._over, lambda: not self._device_groups)
         self._ending: list[threading.Thread] = []
         self._helper: Callable[..., Any] = distributed_c10d._new_process_group_helper
@@ -106,6 +110,7 @@ class FunctionGroups:
         with self._lock:
             self._over.clear()
             self._older = sockets.inodes()
+        self._steps = 0
         distributed_c10d._new_process_group_helper = self._make  # type: ignore[assignment]
         rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._store(*args, **more))
         shutdown: Callable[[Any], None] = dist.ProcessGroup.shutdown
@@ -147,11 +152,14 @@ class FunctionGroups:
         errors = [one.get_error().name for one in groups if hasattr(one, "get_error")]
         return next((f"a process group has {name}" for name in errors if name != SUCCESS), None)
 
-    def watch_connections(self) -> None:
-        """Has whoever works in groups of NCCL freed as soon as a peer of them is lost; for the training thread.
+    def stepped(self) -> None:
+        """Looks after a step for the connections that torch has made in it, when members first had something to send."""
+        self._steps += 1
+        if self._steps <= CONNECTING_STEPS:
+            self._watch_connections()
 
-        Torch connects members when they first have something for each other, so it is called after that again.
-        """
+    def _watch_connections(self) -> None:
+        """Has whoever works in groups of NCCL freed as soon as a peer of them is lost; by the training thread."""
         found = [one for one in map(communicator_of, list(self._device_groups)) if one]
         if found:
             with self._lock:
@@ -228,7 +236,7 @@ class FunctionGroups:
             self._take(made[0], prefix, older, timeout)
             if not ranks:
                 self._connect_devices()
-            self.watch_connections()
+            self._watch_connections()
             return made
         return self._helper(group_size, group_rank, ranks, backend, store, *args, **more)
 

@@ -34,9 +34,6 @@ from elaunch.workers.state.codec import Manifest, restore
 Result = TypeVar("Result")
 Reset = Callable[[], object]
 
-CONNECTING_STEPS = 3
-"""Commits of an entry until which its groups have connected all members that have something for each other."""
-
 NEWS_S = 1.0
 """An error of the script is a consequence of a change of members that is told of within this time."""
 
@@ -380,8 +377,7 @@ class Reentry:
             self.member.commit()
             self._keep()
             self.member.report(self.step - 1, loss=loss, sample_ids=ids)
-        if bound.calls <= CONNECTING_STEPS:
-            self._groups.watch_connections()
+        self._groups.stepped()
         self.member.begin_step()
         heartbeat.enter(Phase.FUNCTION, self.step)
         if self.member.generation.number != before:
