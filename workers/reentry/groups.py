@@ -153,7 +153,7 @@ class FunctionGroups:
         return next((f"a process group has {name}" for name in errors if name != SUCCESS), None)
 
     def stepped(self) -> None:
-        """Looks after a step for the connections that torch has made in it, when members first had something to send."""
+        """Looks after a step for the connections that torch has made in it, when members first needed them."""
         self._steps += 1
         if self._steps <= CONNECTING_STEPS:
             self._watch_connections()
