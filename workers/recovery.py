@@ -306,7 +306,7 @@ class Recovery:
         """Returns the votes of all members, as they are now."""
         transferred = self._transferred.name if self._transferred is not None else ""
         vote = replace(self._hooks.vote(), transferred=transferred, activated=self._activated)
-        return [Vote(**one) for one in group.all_gather_json(asdict(vote))]
+        return [Vote(**one) for one in group.gather_on_entry(asdict(vote))]
 
     def _go_on(self, activation: _Activation) -> None:
         """Has the hooks go on from the state that has moved."""

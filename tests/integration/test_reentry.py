@@ -119,11 +119,15 @@ def test_a_death_on_the_way_back_or_at_the_end_is_one_more_change(
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("flags", [("--overtaken", "2"), soak(("--overtaken", "0", "--direct", "0"))])
 def test_nobody_waits_in_the_function_for_one_that_has_gone_on_to_the_next_generation(
-    spawn: Spawner, tmp_path: Path
+    spawn: Spawner, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    """A replacement joins as one worker is still on its way back: the others know from the links."""
-    node = run(spawn, tmp_path, "--die", "1:7:step", "--overtaken", "2", *in_turn(tmp_path), "--sleep", "0.02")
+    """A replacement joins as one worker is still on its way back: the others know from the links.
+
+    Where votes go up a tree, and that worker is its root, nothing else would come to them.
+    """
+    node = run(spawn, tmp_path, "--die", "1:7:step", *flags, *in_turn(tmp_path), "--sleep", "0.02")
     assert node.agent.text().count("overtaken on the way into generation") == 1, node.agent.tail()
     assert "entry 2: 2 members" not in node.agent.text()  # the barrier before it ended with the news of the link
     assert [step for step, _, _ in steps(node)] == list(range(STEPS))

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elaunch
 from elaunch.errors import GenerationChanged
+from elaunch.workers.comm import group as group_module
 from elaunch.workers.recovery import Recovery
 from elaunch.workers.reentry import copies, run
 from tests.jobs import join_after
@@ -46,10 +47,13 @@ parser.add_argument("--change-late", action="store_true", help="a parameter is c
 parser.add_argument("--sleep", type=float, default=0.0)
 parser.add_argument("--join-after", type=Path)
 parser.add_argument("--overtaken", default="")
+parser.add_argument("--direct", type=int, help="up to so many members have links to all others")
 parser.add_argument("--stuck", default="")
 parser.add_argument("--late", action="store_true")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
+if arguments.direct is not None:
+    group_module.DIRECT_MEMBERS = arguments.direct
 
 
 def enter_in_turn(recovery: Recovery) -> None:

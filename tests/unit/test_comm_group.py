@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -234,6 +234,34 @@ def test_all_gather_json_returns_the_values_of_all_as_json_has_them(
     values: list[object] = [None, {"a": (1, 2)}, [], "text", 0.5]
     told = each(Group.all_gather_json, groups_of(transports[:5]), values)
     assert told == [[None, {"a": [1, 2]}, [], "text", 0.5]] * 5
+
+
+@pytest.mark.parametrize("late", [0, 3, 6])
+@pytest.mark.parametrize("operation", [Group.barrier, lambda group: group.all_reduce(torch.ones(7 << 19))])
+def test_who_waits_for_one_that_has_entered_the_next_generation_enters_it_as_well(
+    transports: list[Transport],
+    algorithm: str,
+    operation: Callable[[Group], None],
+    late: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The root of the tree, a leaf, and the last in the ring, whose neighbour is another one with an eighth member.
+
+    Nobody hears of the generation but by links. Chunks are above what a link holds that nobody reads.
+    """
+    monkeypatch.setattr(group_module, "BRANCHES", 2)
+    before, after = groups_of(transports[:7]), groups_of(transports[:8])
+
+    def run(place: int) -> list[int]:
+        if place not in (late, 7):
+            with pytest.raises(GenerationChanged) as raised:
+                operation(before[place])
+            assert raised.value.generation == after[place].generation
+        transports[place].interrupt(after[place].generation)
+        return after[place].gather_on_entry(place)
+
+    assert each(run, range(8)) == [list(range(8))] * 8
+    assert each(Group.all_gather_json, after, range(8)) == [list(range(8))] * 8, "what was told is in nobody's way"
 
 
 def test_broadcast_from_every_root(transports: list[Transport], algorithm: str) -> None:

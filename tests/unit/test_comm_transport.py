@@ -117,12 +117,12 @@ HOSTILE = [
     b"[" * 4000 + b"\n",
     b'{"elaunch": 99}\n',
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/5 wrong {}\n",
-    b"elaunch/5 secret " + b"[" * 4000 + b"\n",
-    b'elaunch/5 secret {"from": "\\ud800", "for": "link"}\n',
-    b'elaunch/5 secret {"from": 7, "for": "link"}\n',
-    b'elaunch/5 secret {"from": "a", "for": "link"}\n' + b"[" * 4000 + b"\n",
-    b'elaunch/5 secret {"from": "a", "for": "link"}\n{"go": 1}\n',
+    b"elaunch/6 wrong {}\n",
+    b"elaunch/6 secret " + b"[" * 4000 + b"\n",
+    b'elaunch/6 secret {"from": "\\ud800", "for": "link"}\n',
+    b'elaunch/6 secret {"from": 7, "for": "link"}\n',
+    b'elaunch/6 secret {"from": "a", "for": "link"}\n' + b"[" * 4000 + b"\n",
+    b'elaunch/6 secret {"from": "a", "for": "link"}\n{"go": 1}\n',
 ]
 
 
@@ -489,10 +489,10 @@ def test_handshake_lines_are_checked() -> None:
     assert wire.read_hello(wire.hello_line("s", wire.Hello("a/0#0", "probe")), "s") == wire.Hello("a/0#0", "probe")
     for line in (
         b"{}\n",
-        b"elaunch/5 s null\n",
-        b"elaunch/5 s \xff\n",
-        b'elaunch/5 s {"from": "a"}\n',
-        b"elaunch/5 s \n",
+        b"elaunch/6 s null\n",
+        b"elaunch/6 s \xff\n",
+        b'elaunch/6 s {"from": "a"}\n',
+        b"elaunch/6 s \n",
     ):
         with pytest.raises(ProtocolError):
             wire.read_hello(line, "s")

@@ -185,7 +185,7 @@ PARSERS = [
     ),
     Parser(
         "behind the token",
-        lambda line: link_wire.read_hello(b"elaunch/5 secret " + line, "secret"),
+        lambda line: link_wire.read_hello(b"elaunch/6 secret " + line, "secret"),
         ProtocolError,
         [b'{"from": "a/0#0", "for": "probe"}\n'],
     ),

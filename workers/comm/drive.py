@@ -38,24 +38,21 @@ def drive(
     woken: Callable[[], Collection[Line]],
     is_open: Callable[[], bool] | None = None,
     deadline_s: float | None = None,
+    beside: Collection[Line] = (),
 ) -> None:
     """Advances `links` until none of them wants anything and `is_open` (if given) says that nothing can follow.
 
     Each write to the eventfd `wake` leads to a call of `woken`, which returns the links that were given something to
     do, be they new ones. What it raises ends the loop, as do the errors of the links. Raises `LinkLost` when
-    `deadline_s`, a time of `time.monotonic`, passes.
+    `deadline_s`, a time of `time.monotonic`, passes. The links `beside` advance meanwhile; nobody waits for them.
     """
-    active: dict[int, Line] = {}
-    for link in links:
-        link.advance()
-        if link.wants():
-            active[link.socket.fileno()] = link
+    active, others = _that_want(links), _that_want(beside)
     if not active and is_open is None:
         return
     poll = select.poll()
     # First, so that it is reported first: what was posted before bytes came is then known when they are read.
     poll.register(wake, select.POLLIN)
-    masks = {descriptor: link.wants() for descriptor, link in active.items()}
+    masks = {descriptor: link.wants() for descriptor, link in (active | others).items()}
     for descriptor, mask in masks.items():
         poll.register(descriptor, mask)
     check_s = time.monotonic() + CHECK_S
@@ -79,6 +76,9 @@ def drive(
                 link = active[ready]
                 link.advance(events)
                 changed = (link,)
+            elif ready in others:
+                _advance_beside(others, ready, events, poll, masks)
+                continue
             else:
                 # `woken` has just taken away what it wanted.
                 continue
@@ -93,3 +93,24 @@ def drive(
                 else:
                     poll.unregister(descriptor)
                     del active[descriptor]
+
+
+def _that_want(links: Collection[Line]) -> dict[int, Line]:
+    """Advances some links; returns those that want more, by the numbers of their sockets."""
+    for link in links:
+        link.advance()
+    return {link.socket.fileno(): link for link in links if link.wants()}
+
+
+def _advance_beside(
+    others: dict[int, Line], descriptor: int, events: int, poll: select.poll, masks: dict[int, int]
+) -> None:
+    link = others[descriptor]
+    link.advance(events)
+    mask = link.wants()
+    if not mask:
+        del others[descriptor], masks[descriptor]
+        poll.unregister(descriptor)
+    elif mask != masks[descriptor]:
+        masks[descriptor] = mask
+        poll.modify(descriptor, mask)

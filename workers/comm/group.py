@@ -15,6 +15,7 @@ bitwise the same on all members.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import zlib
@@ -203,6 +204,15 @@ class Group:
     def all_gather_json(self, value: Any) -> list[Any]:
         """Returns every member's value, in member order, as JSON gives it back: tuples as lists, keys as texts."""
         return [json.loads(one) for one in self.all_gather_bytes(json.dumps(value).encode())]
+
+    def gather_on_entry(self, value: Any) -> list[Any]:
+        """Does what `all_gather_json` does, as the first of a generation: who still waits for this worker in an older
+        one hears of that, and comes as well.
+
+        Where all have links to all, what is gathered tells them.
+        """
+        with contextlib.nullcontext() if self._direct else self.transport.entering(self.generation):
+            return self.all_gather_json(value)
 
     def reduce_bytes(self, payload: bytes, combine: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Returns what `combine` makes of the payloads of all members; the same on each.

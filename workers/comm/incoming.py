@@ -114,6 +114,11 @@ class Incoming:
                 self._outgoing.answered(self._frame.op, self._frame.kind == wire.FETCHED)
                 self._frame = None
                 return True
+            if self._frame.kind == wire.ENTERED:
+                generation, self._frame = self._frame.generation, None
+                if generation > self._position[0]:
+                    raise GenerationChanged(generation)
+                return True
             self._left_bytes = self._frame.nbytes
             self._aimed = False
         if not self._aimed and not self._aim(self._frame):

@@ -7,15 +7,20 @@ a frame whose operation has not been posted yet (*parked*; its body stays in the
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 from math import inf
 
+from elaunch.errors import LinkLost
 from elaunch.workers.comm.connection import HANG_UP, Connection
 from elaunch.workers.comm.incoming import Destination, Incoming
 from elaunch.workers.comm.outgoing import Outgoing
 
-__all__ = ["Destination", "Link"]
+__all__ = ["Destination", "Link", "LinkBeside"]
+
+BEFORE_ALL = -1
+"""An operation that comes before all that a peer sends of a generation."""
 
 
 class Link(Connection):
@@ -71,6 +76,11 @@ class Link(Connection):
         self.ensure_works()
         self._incoming.post(generation, op, part, destination)
 
+    def tell_entered(self, generation: int, left: Callable[[], None]) -> None:
+        """Tells the peer that this worker has entered a generation; calls `left` when the kernel has it."""
+        self.ensure_works()
+        self._outgoing.tell_entered(generation, left)
+
     @property
     def receiving(self) -> bool:
         """Whether a part that was posted has not come yet."""
@@ -101,3 +111,40 @@ class Link(Connection):
         """Forgets the operation, keeping what the peer must still get and what it must still be relieved of."""
         self._outgoing.finish()
         self._incoming.finish()
+
+
+class LinkBeside:
+    """A link beside those of an operation, on the way into a generation: see `Transport.entering`.
+
+    It tells its peer of the generation, and takes what the peer still sends for older ones, which keeps that in its own
+    operation. Nobody waits for it, so that it breaks is no matter either.
+
+    Args:
+        link: the link.
+        generation: that is entered.
+        told: called when the peer has been told; None: it has been.
+    """
+
+    def __init__(self, link: Link, generation: int, told: Callable[[], None] | None) -> None:
+        self.peer, self.socket = link.peer, link.socket
+        self._link = link
+        with contextlib.suppress(LinkLost):
+            link.open(generation, BEFORE_ALL, lambda part: None)
+            if told is not None:
+                link.tell_entered(generation, told)
+
+    def advance(self, events: int = 0) -> None:
+        """Moves what the socket takes and gives now."""
+        with contextlib.suppress(LinkLost):
+            self._link.advance(events)
+
+    def wants(self) -> int:
+        """Returns the poll events that let it go on; 0 when there is nothing to tell and to take any more."""
+        return self._link.wants() if self._link.broken is None else 0
+
+    def check(self) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
+        """Leaves the link to the next operation."""
+        self._link.finish()

@@ -74,6 +74,11 @@ class Outgoing:
             self._frames.append(_Frame(header, body[lo:hi], left if hi == total else None, may_offer))
         return may_offer
 
+    def tell_entered(self, generation: int, left: Callable[[], None]) -> None:
+        """Queues the news that this worker has entered a generation, and calls `left` when the kernel has it."""
+        header = wire.Header(wire.ENTERED, 0, generation, 0, 0)
+        self._frames.append(_Frame(header, memoryview(b""), left, may_offer=False))
+
     def answer(self, number: int, fetched: bool) -> None:
         """Tells the peer what became of its offer."""
         kind = wire.FETCHED if fetched else wire.REFUSED

@@ -21,7 +21,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Literal
 
@@ -33,7 +34,7 @@ from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
-from elaunch.workers.comm.link import Destination, Link
+from elaunch.workers.comm.link import Destination, Link, LinkBeside
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
@@ -67,6 +68,7 @@ class Transport:
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
         self._floor = 0
+        self._entering, self._untold = 0, set[Link]()
         self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
@@ -186,6 +188,22 @@ class Transport:
             self._rouse()
         for watcher in self._watchers:
             watcher(generation)
+
+    @contextlib.contextmanager
+    def entering(self, generation: int) -> Iterator[None]:
+        """Returns a context for exchanges with which this worker enters a generation: all peers with a link hear of it.
+
+        Whoever waits for this worker in an older generation waits in vain, but hears of that only by what comes from
+        here for a newer one: which nothing might, where a tree brings everything to few. And whoever is to send
+        something here would not be rid of it. So while an exchange waits, the other links tell their peers, and take
+        what comes for older generations.
+        """
+        with self._changed:
+            self._entering, self._untold = generation, set(self._links.values())
+        try:
+            yield
+        finally:
+            self._entering, self._untold = 0, set()
 
     def watch(self, watcher: Callable[[int], None]) -> None:
         """Has a function called with the generation of each interruption, in the thread that interrupts."""
@@ -339,7 +357,23 @@ class Transport:
 
     def _drive(self, links: Collection[Link], generation: int, deadline_s: float | None) -> None:
         """Returns when all has moved that the links were given."""
-        drive(links, self._wake, lambda: self._check(generation), deadline_s=deadline_s)
+        beside: list[LinkBeside] = []
+        try:
+            if generation == self._entering:
+                beside = self._tell_entered(links, generation)
+            drive(links, self._wake, lambda: self._check(generation), deadline_s=deadline_s, beside=beside)
+        finally:
+            for link in beside:
+                link.finish()
+
+    def _tell_entered(self, links: Collection[Link], generation: int) -> list[LinkBeside]:
+        """Has the links of an operation tell their peers of a generation; returns the others, which do it beside."""
+        with self._changed:
+            others = [link for link in self._links.values() if link not in links and link.broken is None]
+        told = {link: partial(self._untold.discard, link) for link in self._untold}
+        for link in told.keys() & set(links):
+            link.tell_entered(generation, told[link])
+        return [LinkBeside(link, generation, told.get(link)) for link in others]
 
     def _check(self, generation: int) -> Collection[Link]:
         """Raises when interrupted; the links that got something to do by that: none."""

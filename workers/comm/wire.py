@@ -1,7 +1,7 @@
 """What travels on a link: three handshake lines, then frames.
 
     dialler                                     acceptor
-      elaunch/5 TOKEN {"from", "for"}         ->
+      elaunch/6 TOKEN {"from", "for"}         ->
                                               <-  {"worker"} or {"error"}
       {"go": true}                            ->             only for a link or for mail, not for a probe
       frames                                 <->             frames
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 
@@ -38,8 +38,12 @@ FETCHED, REFUSED = 5, 6
 """Answers to an offer: the bytes are here; or they must be sent, as those of all further offers. In the place of the
 operation's number stands that of the offer; there is no body."""
 
+ENTERED = 7
+"""The sender has entered this generation: what it has not sent for older ones never comes. There is no body."""
+
 OFFERS = OFFER_MORE, OFFER_LAST
 ANSWERS = FETCHED, REFUSED
+BODILESS = (*ANSWERS, ENTERED)
 
 _PROTOCOL = f"elaunch/{VERSION} ".encode()
 _MAGIC = b"eL"
@@ -94,8 +98,8 @@ def pack_header(header: Header) -> bytes:
 def unpack_header(data: bytes | bytearray) -> Header:
     """Reads a header; raises `ProtocolError` when the bytes are not one."""
     magic, version, kind, part, generation, op, nbytes = _HEADER.unpack(data)
-    most = OFFER_BYTES if kind in OFFERS else 0 if kind in ANSWERS else SEGMENT_BYTES
-    if magic != _MAGIC or version != VERSION or not MORE <= kind <= REFUSED or nbytes > most:
+    most = OFFER_BYTES if kind in OFFERS else 0 if kind in BODILESS else SEGMENT_BYTES
+    if magic != _MAGIC or version != VERSION or not MORE <= kind <= ENTERED or nbytes > most:
         raise ProtocolError(f"not a frame of version {VERSION}: {bytes(data).hex()}")
     return Header(kind, part, generation, op, nbytes)
 
