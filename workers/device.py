@@ -41,8 +41,6 @@ def load_kernels(device: torch.device) -> None:
     That is the context of this process, the libraries of its vendor and the kernels of common layers and optimizers.
     No random numbers are drawn.
     """
-    if device.type == "cpu":
-        return
     for dtype in (torch.float32, torch.bfloat16):
         rows = torch.ones(2, 4, 16, 64, dtype=dtype, device=device, requires_grad=True)  # attention's heads
         weight = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -51,7 +49,8 @@ def load_kernels(device: torch.device) -> None:
         classes = torch.zeros(2 * 4 * 16, dtype=torch.long, device=device)
         F.cross_entropy(F.embedding(classes, weight) + hidden.flatten(0, 2), classes).backward()
         torch.optim.AdamW([weight]).step()
-    torch.accelerator.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:

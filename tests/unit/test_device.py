@@ -1,4 +1,4 @@
-"""The memory of a worker that computes on the CPU, and of the state that moves."""
+"""The memory of a worker that computes on the CPU, and of the state that moves; what a device loads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from elaunch.workers.device import keep_freed_memory
+from elaunch.workers.device import keep_freed_memory, load_kernels
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -67,3 +68,24 @@ def test_new_memory_for_state_is_mapped_in_large_pages() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_what_the_user_has_chosen_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+            ],
+        ),
+    ],
+)
+def test_what_a_joiner_loads_draws_no_random_numbers(kind: str) -> None:
+    device = torch.device(kind)
+    drawn_from = torch.cuda.get_rng_state if kind == "cuda" else torch.get_rng_state
+    before = drawn_from()
+    load_kernels(device)
+    assert torch.equal(drawn_from(), before)

@@ -26,7 +26,8 @@ def warm_up(device: torch.device, backend: str) -> None:
         device: where it computes.
         backend: of its native groups; "": it has none.
     """
-    load_kernels(device)
+    if device.type != "cpu":
+        load_kernels(device)
     if backend == NcclBulk.backend:
         nccl.load(device)
 
