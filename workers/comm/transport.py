@@ -68,7 +68,7 @@ class Transport:
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
         self._floor = 0
-        self._entering, self._untold = 0, set[Link]()
+        self._entering: tuple[int, set[Link]] = (0, set())  # a generation, and whose peers have not heard of it
         self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
@@ -199,11 +199,11 @@ class Transport:
         what comes for older generations.
         """
         with self._changed:
-            self._entering, self._untold = generation, set(self._links.values())
+            self._entering = (generation, set(self._links.values()))
         try:
             yield
         finally:
-            self._entering, self._untold = 0, set()
+            self._entering = (0, set())
 
     def watch(self, watcher: Callable[[int], None]) -> None:
         """Has a function called with the generation of each interruption, in the thread that interrupts."""
@@ -359,7 +359,7 @@ class Transport:
         """Returns when all has moved that the links were given."""
         beside: list[LinkBeside] = []
         try:
-            if generation == self._entering:
+            if generation == self._entering[0]:
                 beside = self._tell_entered(links, generation)
             drive(links, self._wake, lambda: self._check(generation), deadline_s=deadline_s, beside=beside)
         finally:
@@ -370,7 +370,8 @@ class Transport:
         """Has the links of an operation tell their peers of a generation; returns the others, which do it beside."""
         with self._changed:
             others = [link for link in self._links.values() if link not in links and link.broken is None]
-        told = {link: partial(self._untold.discard, link) for link in self._untold}
+        untold = self._entering[1]
+        told = {link: partial(untold.discard, link) for link in untold}
         for link in told.keys() & set(links):
             link.tell_entered(generation, told[link])
         return [LinkBeside(link, generation, told.get(link)) for link in others]
