@@ -116,7 +116,11 @@ def test_what_is_damaged_where_it_is_passed_on_is_noticed() -> None:
 
     def work(transport: Transport) -> object:
         group = Damaging(transport, 3)
-        return move_objects(group, verdict, {"model": Model(group.rank, WEIGHT[0])}, 7)
+        try:
+            return move_objects(group, verdict, {"model": Model(group.rank, WEIGHT[0])}, 7)
+        except StateError:
+            transport.close()  # as the worker ends: the others wait for it
+            raise
 
     with crew(3) as transports:
         ends = outcomes([partial(work, transport) for transport in transports])
