@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
+from elaunch.workers.reentry import copier, run
 from elaunch.workers.reentry import groups as reentry_groups
-from elaunch.workers.reentry import run
 from elaunch.workers.reentry.copies import Copies, StateCopy, _Copying, describe_shards, device_of
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
@@ -476,3 +477,25 @@ def test_what_a_function_changes_before_its_first_commit_is_not_in_the_copy_that
     del values[POSITION]
     values["passes"].append(1)
     assert joined.last_values() == {POSITION: 5, "passes": [0]}
+
+
+def test_copies_are_made_in_turn_by_one_thread_that_keeps_nothing_of_them() -> None:
+    class Model:
+        def copy(self) -> None:
+            threads.append(threading.current_thread())
+
+    threads = list[threading.Thread]()
+    errors = list[BaseException]()
+    over = threading.Event()
+    model = Model()
+    gone = weakref.ref(model)
+    copier.later(model.copy, errors.append)
+    copier.later(lambda: 1 // 0, errors.append)
+    del model
+    copier.later(lambda: threads.append(threading.current_thread()), errors.append)
+    copier.later(over.set, errors.append)
+    assert over.wait(10)
+    assert threads[0] is threads[1]
+    assert threads[0].name == "elaunch-copy"
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    assert gone() is None

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch import threads
 from elaunch.errors import StateError
 from elaunch.workers.comm.native import ended
+from elaunch.workers.reentry import copier
 from elaunch.workers.reentry.tensor_shard import TensorShard
 from elaunch.workers.state.boxes import Box, whole
 from elaunch.workers.state.codec import VERSION, Encoder, Manifest, TensorPlaces
@@ -382,7 +382,7 @@ class _Copying:
         self._event: Any = None
         self._passed = False
         if device is None:
-            threads.start("elaunch-copy", self._run, self._died)
+            copier.later(self._run, self._died)
             return
         self._event = self._begin_on(device)
 
