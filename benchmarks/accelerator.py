@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.commits import Commit, KillFigures, kill_figures, median_steps
-from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, TimeLimit, Training, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, TimeLimit, Training, has_gpu, limit_time
 from benchmarks.report import Report, add_arguments, median_interval, spread
 
 LEAST_WINDOWS = 6
@@ -359,12 +359,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _has_gpu() -> bool:
-    import torch  # late: --help and --device=cpu do without
-
-    return torch.accelerator.is_available()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
@@ -379,7 +373,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=int, help="the most that all of it may take (default 480, on the CPU 600)")
     args = parser.parse_args()
     if args.device == "auto":
-        args.device = "gpu" if _has_gpu() else "cpu"
+        args.device = "gpu" if has_gpu() else "cpu"
     steps, kills = (GPU_STEPS, GPU_KILLS) if args.device == "gpu" else (CPU_STEPS, CPU_KILLS)
     known = [case.key for case in steps]
     if args.case is not None and args.case not in known:

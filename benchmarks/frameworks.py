@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import itertools
 
-from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, has_gpu, limit_time
 from benchmarks.report import Report, add_arguments, median_interval, spread
 
 WORKERS = 4
@@ -509,12 +509,6 @@ def _can_import(python: Path | None, module: str) -> bool:
         return False
 
 
-def _has_gpu() -> bool:
-    import torch  # late: --help and --device=cpu do without
-
-    return torch.accelerator.is_available()
-
-
 def _of_nccl() -> tuple[tuple[str, str], ...]:
     """Returns what elaunch sets for NCCL's groups, without which torch holds up, or ends, who survives."""
     from elaunch.workers.comm.native.nccl import SETTINGS
@@ -543,7 +537,7 @@ def main() -> int:
     args.kills = args.kills or (2 if args.quick else 20)
     args.pairs = args.pairs or (1 if args.quick else 8)
     if args.device == "auto":
-        args.device = "gpu" if _has_gpu() else "cpu"
+        args.device = "gpu" if has_gpu() else "cpu"
     place = ON_GPU if args.device == "gpu" else ON_CPU
     report = Report(
         f"a script of one's own that survives: {place.text}",

@@ -375,6 +375,13 @@ def _children() -> dict[int, list[int]]:
     return children
 
 
+def has_gpu() -> bool:
+    """Returns whether this machine has an accelerator."""
+    import torch  # late: --help and --device=cpu do without
+
+    return torch.accelerator.is_available()
+
+
 def _cpu_s(pid: int) -> float:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -370,9 +370,9 @@ class _Copying:
         self,
         copy: StateCopy,
         sources: Sequence[tuple[int, Tensor]],
-        device: torch.device | None = None,
-        errored: Callable[[], str | None] = lambda: None,
-        abort: Callable[[], object] = lambda: None,
+        device: torch.device | None,
+        errored: Callable[[], str | None],
+        abort: Callable[[], object],
     ) -> None:
         self.copy, self._sources, self._errored, self._abort = copy, sources, errored, abort
         self._device, self._lock = device, threading.Lock()

@@ -34,7 +34,7 @@ from elaunch.workers.comm.native import ended, sockets
 from elaunch.workers.comm.native.bulk import keep
 from elaunch.workers.comm.native.groups import meet
 from elaunch.workers.comm.native.hangups import Hangups, await_failure, communicator_of
-from elaunch.workers.comm.native.nccl import SETTINGS
+from elaunch.workers.comm.native.nccl import SETTINGS, error_of
 from elaunch.workers.reentry.gloo_waits import GlooWaits
 
 # The package's attribute of this name is a function.
@@ -63,9 +63,6 @@ DRAIN_S = 0.005
 
 CONNECTING_STEPS = 3
 """Steps of an entry until all members that have something for each other are connected."""
-
-SUCCESS = "SUCCESS"
-"""The name of torch's error that is none."""
 
 WITHOUT_MEMBERS = ("mpi", "fake")
 """Backends whose members do not meet in a store."""
@@ -149,8 +146,8 @@ class FunctionGroups:
             return "its process groups were freed"
         with self._lock:
             groups = list(self._device_groups)
-        errors = [one.get_error().name for one in groups if hasattr(one, "get_error")]
-        return next((f"a process group has {name}" for name in errors if name != SUCCESS), None)
+        errors = (error_of(one) for one in groups if hasattr(one, "get_error"))
+        return next((f"a process group has {name}" for name in errors if name), None)
 
     def stepped(self) -> None:
         """Looks after a step for the connections that torch has made in it, when members first needed them."""
@@ -272,7 +269,7 @@ class FunctionGroups:
         if not groups:
             return
         index = torch.accelerator.current_device_index()  # of this thread
-        over, failures = threading.Event(), list[BaseException]()
+        failures = list[BaseException]()
 
         def connect() -> None:
             try:
@@ -280,15 +277,10 @@ class FunctionGroups:
                     sum_once(one, index)
             except RuntimeError as error:
                 failures.append(error)
-            over.set()
 
-        def died(error: BaseException) -> None:
-            failures.append(error)
-            over.set()
-
-        threads.start("elaunch-groups-connect", connect, died)
-        while not over.wait(LOOK_S):
-            if self._over.is_set():
+        thread = threads.start("elaunch-groups-connect", connect, failures.append)
+        while thread.is_alive():
+            if self._over.wait(LOOK_S):
                 raise RuntimeError("the members have changed while a process group connected their devices")
         if failures:
             raise failures[0]

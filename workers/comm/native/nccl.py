@@ -154,8 +154,7 @@ class NcclBulk:
         """Returns the error of the communicator, or that it is aborted."""
         if self._over.is_set():
             return "aborted"
-        error = self._group.get_error()
-        return None if error.name == "SUCCESS" else str(error.name)
+        return error_of(self._group)
 
     def close(self) -> None:
         """Keeps the object: the abort has freed what it held, and its destructor blocks for long."""
@@ -177,6 +176,12 @@ class NcclBulk:
             if self._over.is_set():
                 raise RuntimeError("the members have changed while it was opened")
             self._group = group
+
+
+def error_of(group: Any) -> str | None:
+    """Returns the name of what torch has found to be wrong in one of its groups; None: nothing."""
+    name = str(group.get_error().name)
+    return None if name == "SUCCESS" else name
 
 
 @atexit.register  # after whatever was registered later, such as the end of a job
