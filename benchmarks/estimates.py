@@ -1,12 +1,12 @@
 """Estimates of plans that a job has not run yet, from the profile that it measured under another plan.
 
-    python benchmarks/estimates.py                     # about a quarter of an hour
-    python benchmarks/estimates.py --only short,gpt    # some of its jobs
+    python benchmarks/estimates.py                     # about 25 minutes
+    python benchmarks/estimates.py --only slow,gpt     # some of its jobs
 
 Each job begins under one plan. What it measured there, as `elaunch ctl profile --json` prints it, prices other plans;
 then the job is asked to go over to each of them, and its steps are timed. Nothing is fitted to these.
 
-Compute of the first three jobs is emulated (benchmarks/emulation.py): layers sleep, all else is real. In the last two
+Compute of the first four jobs is emulated (benchmarks/emulation.py): layers sleep, all else is real. In the last two
 it is that of `examples/train_gpt_hybrid.py`, by two workers, since this machine has two cores. What others have
 published is compared in benchmarks/published_times.py.
 """
@@ -138,6 +138,7 @@ def gpt(name: str, blocks: int, width: int, first: str) -> Case:
 def cases() -> dict[str, Case]:
     """By the word that --only takes."""
     return {
+        "slow": emulated("34B, blocks of 10 and 15 ms", "llama2-34b.json", 1.0, 1, 24, "PP 8"),
         "long": emulated("34B, blocks of 2 and 3 ms", "llama2-34b.json", 0.2, 1, 24, "PP 8"),
         "short": emulated("34B, blocks of 0.5 and 0.9 ms", "llama2-34b.json", 0.05, 1, 24, "PP 8"),
         "replicas": emulated("7B, micro-batches of 4", "llama2-7b.json", 0.2, 4, 32, "PP 4 x DP 2"),

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elaunch.workers.random.rng import layer_randomness, mix, seed_layer, seed_micro_batch
+from elaunch.workers.random.rng import (
+    continue_generators,
+    layer_randomness,
+    mix,
+    read_generators,
+    seed_layer,
+    seed_micro_batch,
+)
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import RandomTrace
 from tests.unit.random_layers import CASES, Attention, Case, run
@@ -48,6 +55,54 @@ def test_each_of_seed_step_and_index_changes_all_generators() -> None:
 def test_seeds_of_any_size_and_sign_can_be_used() -> None:
     for seed in (-1, 0, 2**64, 2**200):
         seed_micro_batch(seed, 0, 0)
+
+
+class Accelerator:
+    """Torch's module of an accelerator, with a generator of the CPU for that of the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_use: bool = True) -> None:
+        self.generator, self.in_use = torch.Generator(), in_use
+        self.manual_seed, self.set_rng_state = self.generator.manual_seed, self.generator.set_state
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch, "get_device_module", lambda _: self)
+
+    def is_initialized(self) -> bool:
+        return self.in_use
+
+    def get_rng_state(self) -> torch.Tensor:
+        assert self.in_use, "torch would begin to use the device"
+        return self.generator.get_state()
+
+    def draw(self) -> list[float]:
+        return torch.randn(3, generator=self.generator).tolist()
+
+
+def test_generators_go_on_from_where_they_were_read_that_of_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Accelerator(monkeypatch)
+    read = read_generators()
+    drawn = draw(), device.draw()
+    device.draw()
+    continue_generators(read)
+    assert (draw(), device.draw()) == drawn
+
+
+def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Accelerator(monkeypatch, in_use=False)
+    read, before = read_generators(), device.generator.get_state()
+    seed_micro_batch(1, 2, 3)
+    continue_generators(read)
+    device.in_use = True
+    assert torch.equal(device.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+def test_a_generator_of_a_device_goes_on_from_where_it_was_read() -> None:
+    x = torch.ones(1000, device="cuda")
+    read = read_generators()
+    dropped = nn.functional.dropout(x)
+    continue_generators(read)
+    assert torch.equal(nn.functional.dropout(x), dropped)
 
 
 def test_neighbouring_keys_give_unrelated_64_bit_numbers() -> None:

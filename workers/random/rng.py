@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,19 +36,29 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
     """
     number = mix(seed, step, index)
     torch.default_generator.manual_seed(number)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        # Before its first use the device would queue one more call per micro-batch instead of seeding.
-        if getattr(module, "is_initialized", lambda: True)():
-            module.manual_seed(number)
+        accelerator.manual_seed(number)
     random.seed(number)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
 
 
+def _accelerator() -> Any:
+    """Returns torch's module of this process's accelerator, such as `torch.cuda`; None if it has none in use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    # Before its first use the device would queue one more call per micro-batch instead of seeding.
+    return module if getattr(module, "is_initialized", lambda: True)() else None
+
+
 def read_generators() -> bytes:
-    """Returns where the generators of the CPU stand that `seed_micro_batch` seeds: torch's, Python's and numpy's."""
-    return pickle.dumps((torch.default_generator.get_state().numpy(), random.getstate(), np.random.get_state()))
+    """Returns where the generators stand that `seed_micro_batch` seeds: torch's, Python's, numpy's and the device's."""
+    accelerator = _accelerator()
+    of_device = None if accelerator is None else accelerator.get_rng_state().numpy()
+    of_torch = torch.default_generator.get_state().numpy()
+    return pickle.dumps((of_torch, random.getstate(), np.random.get_state(), of_device))
 
 
 def generators_drawn_from(before: bytes) -> bytes:
@@ -59,10 +70,13 @@ def generators_drawn_from(before: bytes) -> bytes:
 def continue_generators(drawn: bytes) -> None:
     """Has the generators go on from where another process of this worker has left them (`generators_drawn_from`)."""
     if drawn:
-        of_torch, of_python, of_numpy = pickle.loads(drawn)  # noqa: S301
+        of_torch, of_python, of_numpy, of_device = pickle.loads(drawn)  # noqa: S301
         torch.default_generator.set_state(torch.from_numpy(of_torch))
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+        accelerator = _accelerator()
+        if of_device is not None and accelerator is not None:  # a loader's process has none in use
+            accelerator.set_rng_state(torch.from_numpy(of_device))
 
 
 def seed_layer(seed: int, step: int, unit: int, layer: int, device: torch.device | None = None) -> None:
