@@ -11,30 +11,34 @@ from tests.simulation.jobs import simulate_all
 
 BLOCK = 100
 
+KINDS: dict[str, dict[str, bool]] = {"": {}, " in trees": {"tree": True}, " with native groups": {"native": True}}
+"""What is simulated of each seed, by how its name ends in what is printed."""
+
 
 def main(first: int = 0, count: int = 10_000) -> int:
-    """Simulates the jobs of `count` seeds, by links alone and with native groups; returns the exit code.
+    """Simulates the jobs of `count` seeds, by links alone, in trees, and with native groups; returns the exit code.
 
     It is 1 where something did not hold.
     """
     seeds = [range(at, min(at + BLOCK, first + count)) for at in range(first, first + count, BLOCK)]
-    blocks = [(block, native) for block in seeds for native in (False, True)]
+    blocks = [(block, kind) for block in seeds for kind in KINDS]
     begin_s, failed = time.monotonic(), set[str]()
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        for native, found in pool.imap_unordered(_simulate, blocks):
+        for kind, found in pool.imap_unordered(_simulate, blocks):
             for seed, text in found.items():
-                name = f"{seed} with native groups" if native else f"{seed}"
+                name = f"{seed}{kind}"
                 print(f"seed {name}: {text}\n", flush=True)
                 failed.add(name)
     seconds = time.monotonic() - begin_s
-    rate = f"{2 * count / seconds * 60:,.0f} a minute"
-    print(f"{2 * count} jobs in {seconds:.1f} s, {rate}; failed seeds: {', '.join(sorted(failed)) or 'none'}")
+    n_jobs = len(KINDS) * count
+    rate = f"{n_jobs / seconds * 60:,.0f} a minute"
+    print(f"{n_jobs} jobs in {seconds:.1f} s, {rate}; failed seeds: {', '.join(sorted(failed)) or 'none'}")
     return 1 if failed else 0
 
 
-def _simulate(block: tuple[range, bool]) -> tuple[bool, dict[int, str]]:
-    seeds, native = block
-    return native, simulate_all(seeds, native)
+def _simulate(block: tuple[range, str]) -> tuple[str, dict[int, str]]:
+    seeds, kind = block
+    return kind, simulate_all(seeds, **KINDS[kind])
 
 
 if __name__ == "__main__":

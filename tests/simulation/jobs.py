@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 from elaunch.workers import recovery
-from elaunch.workers.comm import transport
+from elaunch.workers.comm import group, transport
 from elaunch.workers.member import reports
 from tests.simulation.control_faults import random_fault
 from tests.simulation.control_world import START_S, Case
@@ -45,20 +46,23 @@ def make_case(seed: int) -> Case:
     )
 
 
-def simulate(seed: int, native: bool = False) -> JobWorld:
+def simulate(seed: int, native: bool = False, tree: bool = False) -> JobWorld:
     """Runs the job of a seed until it has ended, or trains again after the last fault.
 
     Args:
         seed: of all that is random.
         native: whether its gradients are summed by native groups (tests/simulation/native.py).
+        tree: whether members have links to their neighbours alone, as in a large job.
 
     Raises:
         InvariantBroken: something that must hold does not.
     """
     case = make_case(seed)
+    if tree:
+        case = replace(case, nodes=case.nodes + 2, max_nodes=case.max_nodes + 2)
     world = JobWorld(case, native)
     try:
-        with _time_of(world):
+        with _time_of(world), _trees() if tree else nullcontext():
             _run(world)
     except Exception as error:
         lines = "\n".join(render(world.events)[-TRACE_LINES:])
@@ -68,7 +72,7 @@ def simulate(seed: int, native: bool = False) -> JobWorld:
     return world
 
 
-def simulate_all(seeds: range, native: bool = False) -> dict[int, str]:
+def simulate_all(seeds: range, native: bool = False, tree: bool = False) -> dict[int, str]:
     """Runs the jobs of these seeds; returns the transcripts of those that failed.
 
     Garbage is collected between jobs: they make much of it, and all at once.
@@ -79,7 +83,7 @@ def simulate_all(seeds: range, native: bool = False) -> dict[int, str]:
     try:
         for seed in seeds:
             try:
-                simulate(seed, native)
+                simulate(seed, native, tree)
             except InvariantBroken as error:
                 failed[seed] = str(error)
             if seed % 50 == 0:
@@ -165,4 +169,11 @@ def _time_of(world: JobWorld) -> Iterator[None]:
             patches.enter_context(patch.object(module, "time", world.clock))
         if world.native:
             patches.enter_context(backends_of(world))
+        yield
+
+
+@contextmanager
+def _trees() -> Iterator[None]:
+    """Makes trees of jobs as small as these: with more than two members, not all have links to all."""
+    with patch.object(group, "DIRECT_MEMBERS", 2), patch.object(group, "BRANCHES", 2):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -11,7 +12,7 @@ from math import inf
 from typing import Any, Literal, Protocol
 
 from elaunch.errors import GenerationChanged, LinkLost
-from elaunch.workers.comm.link import Destination
+from elaunch.workers.comm.link import BEFORE_ALL, Destination, Entering
 from elaunch.workers.comm.transport import Transport
 from tests.simulation.control_world import SILENT_S
 from tests.simulation.processes import Process
@@ -136,6 +137,10 @@ class End:
         self.position = (generation, op)
         self.wanted[part] = destination
 
+    def tell_entered(self, generation: int, left: Callable[[], None]) -> None:
+        self.post_send(generation, BEFORE_ALL, 0, memoryview(b""))
+        left()
+
     def finish(self) -> None:
         self.wanted.clear()
 
@@ -155,7 +160,7 @@ class End:
             if (frame.generation, frame.op) > (generation, op):
                 return
             self.frames.popleft()
-            if frame.generation == generation:
+            if frame.generation == generation and frame.op != BEFORE_ALL:
                 where = f"operation {frame.op} part {frame.part} of generation {generation}"
                 assert frame.op == op, f"{self.owner.worker} got {where} from {self.peer}, it is in operation {op}"
                 destination = self.wanted.pop(frame.part)
@@ -245,6 +250,7 @@ class _Dialler:
         ):
             transport._failed(peer, "connection refused")
         elif not transport._has(peer):
+            transport._has_entered(peer, target._floor)
             here, there = End(transport, peer), End(target, transport.worker)
             here.other, there.other = there, here
             target._add(there)  # type: ignore[arg-type]
@@ -261,6 +267,8 @@ class SimulatedTransport(Transport):
         self.world, self.process, self.worker = world, process, worker
         self._links, self._replaced, self._failures, self._known = {}, [], {}, {}
         self._floor = 0
+        self._entering = Entering()
+        self._entered: dict[str, int] = {}
         self._watchers: list[Callable[[int], None]] = []
         self._closing = self._closed = False
         self._changed = _Changed(process)  # type: ignore[assignment]
@@ -296,6 +304,10 @@ class SimulatedTransport(Transport):
     def _drive(self, links: Collection[Any], generation: int, deadline_s: float | None) -> None:
         while True:
             self._check(generation)
+            if generation == self._entering.generation:
+                for link in [*self._entering.untold]:
+                    with contextlib.suppress(LinkLost):
+                        self._entering.tell_over([link])
             for end in links:
                 end.pull(self.world.now_s)
             waiting = [end for end in links if end.wanted]

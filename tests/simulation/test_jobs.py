@@ -5,6 +5,7 @@ More seeds, on all cores: `make simulate`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,13 @@ def test_every_step_commits_once_and_no_state_is_lost_whatever_happens(block: in
 def test_nobody_trains_on_garbage_of_a_native_group_nor_waits_in_it_for_ever(block: int) -> None:
     """Members sum by the same group or all over links; none is closed before all survivors have left it; none leaks."""
     failed = simulate_all(range(block * BLOCK, block * BLOCK + BLOCK), native=True)
+    assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
+
+
+@pytest.mark.parametrize("block", [0, *map(soak, range(1, 54))])
+def test_nobody_waits_for_one_that_has_gone_on_where_votes_go_up_a_tree(block: int) -> None:
+    """As in jobs of more than `DIRECT_MEMBERS`, where not all have links to all."""
+    failed = simulate_all(range(block * BLOCK, block * BLOCK + BLOCK), tree=True)
     assert not failed, "\n\n".join(f"seed {seed}: {text}" for seed, text in failed.items())
 
 
@@ -130,6 +138,12 @@ def test_a_defect_does_not_go_unseen(
     monkeypatch.setattr(*defect())
     blocks = [range(seed, seed + 1), *(range(first, first + 50) for first in range(0, seeds, 50))]
     assert any(map(simulate_all, blocks))
+
+
+def test_that_nobody_tells_whom_it_has_left_behind_does_not_go_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.Transport, "entering", lambda self, generation: contextlib.nullcontext())
+    blocks = [range(53, 54), *(range(first, first + 50) for first in range(0, 3000, 50))]
+    assert any(simulate_all(block, tree=True) for block in blocks)
 
 
 # -- the same for native groups --

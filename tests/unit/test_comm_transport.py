@@ -16,11 +16,11 @@ import pytest
 from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
-from elaunch.workers.comm import listener, wire
+from elaunch.workers.comm import listener, transport, wire
 from elaunch.workers.comm.here import LINKS
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, scaled, wait_until
-from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, outcomes, together
+from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, introduce_all, outcomes, together
 
 BIG_BYTES = 24 << 20
 
@@ -523,3 +523,40 @@ def test_neither_an_idle_link_nor_one_whose_peer_takes_nothing_is_silent() -> No
         assert max(silences) < 2.0, silences
         b.exchange(1, 1, receives=[(a.worker, 0, memoryview(got))])
         task.result()
+
+
+def test_who_waits_for_a_link_hears_from_the_one_that_is_to_dial_that_it_has_gone_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes to no exchange of the older generation any more, so it does not dial either."""
+    monkeypatch.setattr(transport, "ASK_S", 0.05)
+    with crew(2, connected=False) as (a, b):
+        introduce_all((a, b))
+        b.interrupt(2)
+        with pytest.raises(GenerationChanged) as changed:
+            a.exchange(1, 1, receives=[(b.worker, 0, bytearray())])
+        assert changed.value.generation == 2
+
+
+def test_who_dials_one_that_has_gone_on_hears_of_that() -> None:
+    with crew(2, connected=False) as (a, b):
+        introduce_all((a, b))
+        a.interrupt(2)
+        with pytest.raises(GenerationChanged) as changed:
+            b.exchange(1, 1, receives=[(a.worker, 0, bytearray())])
+        assert changed.value.generation == 2
+
+
+def test_a_link_that_is_made_while_a_generation_is_entered_tells_of_it_too() -> None:
+    with crew(3, connected=False) as (a, b, c):
+        introduce_all((a, b, c))
+        connect_all((a, b))
+        with a.entering(2):
+            enters = Task(lambda: a.exchange(2, 1, receives=[(b.worker, 0, bytearray())]))
+            wait_until(lambda: a._entering.generation == 2 and not a._entering.untold, PATIENCE_S, "b is told")
+            c.connect(addresses((a, c)), generation=1, timeout_s=PATIENCE_S)
+            with pytest.raises(GenerationChanged) as changed:
+                c.exchange(1, 1, receives=[(a.worker, 0, bytearray())])
+            assert changed.value.generation == 2
+            b.exchange(2, 1, sends=[(a.worker, 0, memoryview(b"all"))])
+            enters.result()

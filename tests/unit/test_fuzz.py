@@ -189,7 +189,7 @@ PARSERS = [
         ProtocolError,
         [b'{"from": "a/0#0", "for": "probe"}\n'],
     ),
-    Parser("who answers a dial", link_wire.read_ack, ProtocolError, [link_wire.ack_line("a/0#0")]),
+    Parser("who answers a dial", link_wire.read_ack, ProtocolError, [link_wire.ack_line("a/0#0", 3)]),
     Parser("the confirmation", link_wire.read_go, ProtocolError, [link_wire.go_line()]),
     Parser("header of a frame", link_header, ProtocolError, [FRAME]),
     Parser("frames", link_frames, (LinkLost, GenerationChanged), [FRAME]),

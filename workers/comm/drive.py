@@ -38,15 +38,16 @@ def drive(
     woken: Callable[[], Collection[Line]],
     is_open: Callable[[], bool] | None = None,
     deadline_s: float | None = None,
-    beside: Collection[Line] = (),
+    beside: Callable[[], Collection[Line]] = tuple,
 ) -> None:
     """Advances `links` until none of them wants anything and `is_open` (if given) says that nothing can follow.
 
     Each write to the eventfd `wake` leads to a call of `woken`, which returns the links that were given something to
     do, be they new ones. What it raises ends the loop, as do the errors of the links. Raises `LinkLost` when
-    `deadline_s`, a time of `time.monotonic`, passes. The links `beside` advance meanwhile; nobody waits for them.
+    `deadline_s`, a time of `time.monotonic`, passes. What `beside` returns, at first and after each wake, are more
+    links, which advance meanwhile; nobody waits for them.
     """
-    active, others = _that_want(links), _that_want(beside)
+    active, others = _that_want(links), _that_want(beside())
     if not active and is_open is None:
         return
     poll = select.poll()
@@ -72,6 +73,9 @@ def drive(
                 changed = woken()
                 for link in changed:
                     link.advance()
+                for descriptor, link in _that_want(beside()).items():
+                    others[descriptor], masks[descriptor] = link, link.wants()
+                    poll.register(descriptor, masks[descriptor])
             elif ready in active:
                 link = active[ready]
                 link.advance(events)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 from elaunch.errors import LinkLost
@@ -17,7 +18,7 @@ from elaunch.workers.comm.connection import HANG_UP, Connection
 from elaunch.workers.comm.incoming import Destination, Incoming
 from elaunch.workers.comm.outgoing import Outgoing
 
-__all__ = ["Destination", "Link", "LinkBeside"]
+__all__ = ["Destination", "Entering", "Link", "LinkBeside"]
 
 BEFORE_ALL = -1
 """An operation that comes before all that a peer sends of a generation."""
@@ -148,3 +149,32 @@ class LinkBeside:
     def finish(self) -> None:
         """Leaves the link to the next operation."""
         self._link.finish()
+
+
+class Entering:
+    """The way into a generation, of which all peers with a link are told: see `Transport.entering`.
+
+    Args:
+        generation: that is entered; 0: none is.
+        links: that there are.
+
+    Attributes:
+        generation: see above.
+        untold: links whose peers have not been told yet.
+    """
+
+    def __init__(self, generation: int = 0, links: Iterable[Link] = ()) -> None:
+        self.generation, self.untold = generation, set(links)
+
+    def tell_over(self, links: Iterable[Link]) -> None:
+        """Tells those peers among some that have not been told, over the links that an operation uses."""
+        for link in self.untold.intersection(links):
+            link.tell_entered(self.generation, partial(self.untold.discard, link))
+
+    def beside(self, links: Iterable[Link]) -> dict[Link, LinkBeside]:
+        """Returns the links that work of some others, which tell their peers beside an operation."""
+        return {
+            link: LinkBeside(link, self.generation, partial(self.untold.discard, link) if link in self.untold else None)
+            for link in links
+            if link.broken is None
+        }

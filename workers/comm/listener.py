@@ -85,6 +85,8 @@ class Listener:
 
     `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
+    `floor()` is the generation below which this worker takes part in nothing, for whoever dials;
+    `entered(peer, generation)` is told that of a peer that was dialled.
     `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
     reach must be replaced.
@@ -100,8 +102,11 @@ class Listener:
         failed: Callable[[str, str], None],
         died: Callable[[BaseException], None] = _end_worker,
         mail: Callable[[str, socket.socket], None] | None = None,
+        floor: Callable[[], int] = int,
+        entered: Callable[[str, int], None] = lambda peer, generation: None,
     ) -> None:
         self._worker, self._token = worker, token
+        self._floor, self._entered = floor, entered
         self._linked, self._joined, self._failed, self._mail = linked, joined, failed, mail
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=1024)
@@ -279,7 +284,7 @@ class Listener:
         except ProtocolError as error:
             handshake.socket.send(wire.refusal_line(str(error)))
             raise
-        handshake.socket.send(wire.ack_line(self._worker))
+        handshake.socket.send(wire.ack_line(self._worker, self._floor()))
         if hello.purpose == "probe":
             self._drop(handshake, None)
             return
@@ -291,13 +296,14 @@ class Listener:
 
     def _acknowledged(self, handshake: _Handshake, line: bytes) -> None:
         try:
-            worker = wire.read_ack(line)
+            ack = wire.read_ack(line)
         except ProtocolError as error:
             # The peer's own dial is about to arrive.
             self._drop(handshake, None if str(error) == _CROSSED else str(error))
             return
-        if worker != handshake.peer:
-            raise ProtocolError(f"{worker} answered at this address")
+        if ack.worker != handshake.peer:
+            raise ProtocolError(f"{ack.worker} answered at this address")
+        self._entered(ack.worker, ack.generation)
         handshake.socket.send(wire.go_line())
         self._settle(handshake)
 

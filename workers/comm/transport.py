@@ -34,7 +34,7 @@ from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
-from elaunch.workers.comm.link import Destination, Link, LinkBeside
+from elaunch.workers.comm.link import Destination, Entering, Link, LinkBeside
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
@@ -42,6 +42,9 @@ from elaunch.workers.comm.traffic import Traffic
 PREPARE_TIMEOUT_S = 10.0
 PATIENCE_S = 1e6
 """For a peer that has yet to come to the exchange that needs the link: who is dead, the membership finds out."""
+
+ASK_S = 1.0
+"""How long a worker waits for a peer that is to dial before it does so itself."""
 
 Send = tuple[str, int, memoryview]
 """Peer, part, bytes."""
@@ -68,7 +71,8 @@ class Transport:
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
         self._floor = 0
-        self._entering: tuple[int, set[Link]] = (0, set())  # a generation, and whose peers have not heard of it
+        self._entering = Entering()
+        self._entered: dict[str, int] = {}  # by peer: the generation below which it takes part in nothing
         self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
@@ -78,7 +82,12 @@ class Transport:
         self._opened: queue.SimpleQueue[Traffic | None] = queue.SimpleQueue()
         self._driver: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener = Listener(worker, token, host, self._has, self._joined, self._failed, mail=self.mail.accept)
+        self._listener = Listener(
+            *(worker, token, host, self._has, self._joined, self._failed),
+            mail=self.mail.accept,
+            floor=lambda: self._floor,
+            entered=self._has_entered,
+        )
         self.address = self._listener.address
         _FABRICS.add(self)
 
@@ -106,10 +115,13 @@ class Transport:
         """Returns once there is a working link to every member.
 
         `members` maps identities to addresses in the order of the generation, this worker included. Of two workers
-        the later one in that order dials. Raises `LinkLost` for the first member that refuses or does not come within
-        `timeout_s`, and `GenerationChanged` when `interrupt` announces a generation above `generation`.
+        the later one in that order dials; the other one does it as well, if nothing has come for `ASK_S`: its peer may
+        have gone on to a newer generation. Raises `LinkLost` for the first member that refuses or does not come within
+        `timeout_s`, and `GenerationChanged` when `interrupt` announces a generation above `generation`, or a member
+        answers that it is in one.
         """
-        deadline_s = time.monotonic() + timeout_s
+        begin_s = time.monotonic()
+        deadline_s, ask_s = begin_s + timeout_s, begin_s + ASK_S
         with heartbeat.waiting(sorted(members.keys() - {self.worker}), generation), self._changed:
             if self._closing:
                 raise RuntimeError(f"the transport of {self.worker} is closed")
@@ -120,16 +132,23 @@ class Transport:
             while True:
                 if self._floor > generation:
                     raise GenerationChanged(self._floor)
+                gone = max((self._entered.get(peer, 0) for peer in members), default=0)
+                if gone > generation:
+                    raise GenerationChanged(gone)
                 missing = [peer for peer in members if peer != self.worker and not self._has(peer)]
                 if not missing:
                     return
                 for peer in missing:
                     if peer in self._failures:
                         raise LinkLost(peer, f"cannot connect to {members[peer]}: {self._failures.pop(peer)}")
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= deadline_s:
                     raise LinkLost(missing[0], f"no connection with {members[missing[0]]} within {timeout_s} s")
-                self._changed.wait(left_s)
+                if now_s >= ask_s:
+                    ask_s = inf
+                    for peer in missing:
+                        self._listener.dial(peer, members[peer], deadline_s - now_s)
+                self._changed.wait(min(ask_s, deadline_s) - now_s)
 
     def introduce(self, members: Mapping[str, str]) -> None:
         """Addresses of all members, in the order of their generation: where an `exchange` may need links to."""
@@ -199,11 +218,12 @@ class Transport:
         what comes for older generations.
         """
         with self._changed:
-            self._entering = (generation, set(self._links.values()))
+            self._entering = Entering(generation, self._links.values())
         try:
             yield
         finally:
-            self._entering = (0, set())
+            with self._changed:
+                self._entering = Entering()
 
     def watch(self, watcher: Callable[[int], None]) -> None:
         """Has a function called with the generation of each interruption, in the thread that interrupts."""
@@ -320,7 +340,7 @@ class Transport:
         while not line.endswith(b"\n"):
             sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
             line += read_line(sock, len(line))
-        return wire.read_ack(line)
+        return wire.read_ack(line).worker
 
     def close(self) -> None:
         """Closes listener and links, in order: peers still get all that was sent. Waits until no operation runs."""
@@ -357,24 +377,25 @@ class Transport:
 
     def _drive(self, links: Collection[Link], generation: int, deadline_s: float | None) -> None:
         """Returns when all has moved that the links were given."""
-        beside: list[LinkBeside] = []
-        try:
-            if generation == self._entering[0]:
-                beside = self._tell_entered(links, generation)
-            drive(links, self._wake, lambda: self._check(generation), deadline_s=deadline_s, beside=beside)
-        finally:
-            for link in beside:
-                link.finish()
+        if generation != self._entering.generation:
+            drive(links, self._wake, partial(self._check, generation), deadline_s=deadline_s)
+            return
+        entering, beside = self._entering, dict[Link, LinkBeside]()
 
-    def _tell_entered(self, links: Collection[Link], generation: int) -> list[LinkBeside]:
-        """Has the links of an operation tell their peers of a generation; returns the others, which do it beside."""
-        with self._changed:
-            others = [link for link in self._links.values() if link not in links and link.broken is None]
-        untold = self._entering[1]
-        told = {link: partial(untold.discard, link) for link in untold}
-        for link in told.keys() & set(links):
-            link.tell_entered(generation, told[link])
-        return [LinkBeside(link, generation, told.get(link)) for link in others]
+        def begin_beside() -> Collection[LinkBeside]:
+            with self._changed:
+                new = [link for link in self._links.values() if link not in links and link not in beside]
+            begun = entering.beside(new)
+            beside.update(begun)
+            return begun.values()
+
+        try:
+            entering.tell_over(links)
+            check = partial(self._check, generation)
+            drive(links, self._wake, check, deadline_s=deadline_s, beside=begin_beside)
+        finally:
+            for line in beside.values():
+                line.finish()
 
     def _check(self, generation: int) -> Collection[Link]:
         """Raises when interrupted; the links that got something to do by that: none."""
@@ -437,6 +458,14 @@ class Transport:
                 old.fail("replaced by a newer connection")
                 self._replaced.append(old)
             self._links[link.peer] = link
+            if self._entering.generation:
+                self._entering.untold.add(link)
+                self._rouse()
+            self._changed.notify_all()
+
+    def _has_entered(self, peer: str, generation: int) -> None:
+        with self._changed:
+            self._entered[peer] = generation
             self._changed.notify_all()
 
     def _failed(self, peer: str, why: str) -> None:

@@ -90,6 +90,19 @@ class Hello:
     purpose: Purpose
 
 
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The acceptor's first line.
+
+    Attributes:
+        worker: its identity.
+        generation: it takes part in nothing of older ones.
+    """
+
+    worker: str
+    generation: int
+
+
 def pack_header(header: Header) -> bytes:
     """Returns the header's 32 bytes."""
     return _HEADER.pack(_MAGIC, VERSION, *header)
@@ -142,9 +155,9 @@ def read_hello(line: bytes, token: str) -> Hello:
     return Hello(worker, purpose)  # type: ignore[arg-type]  # it is one of them
 
 
-def ack_line(worker: str) -> bytes:
-    """Returns the acceptor's answer: who it is."""
-    return _line({"worker": worker})
+def ack_line(worker: str, generation: int) -> bytes:
+    """Returns the acceptor's answer: who it is, and the generation below which it takes part in nothing any more."""
+    return _line({"worker": worker, "generation": generation})
 
 
 def refusal_line(why: str) -> bytes:
@@ -152,16 +165,16 @@ def refusal_line(why: str) -> bytes:
     return _line({"error": why[:1000]})
 
 
-def read_ack(line: bytes) -> str:
-    """Returns the acceptor's identity; raises `ProtocolError` with its reason when it refused."""
+def read_ack(line: bytes) -> Ack:
+    """Reads the acceptor's answer; raises `ProtocolError` with its reason when it refused."""
     message = _object(line)
     if "error" in message:
         why = str(message["error"])
         raise ProtocolError(why if why.isprintable() else repr(why))
-    worker = message.get("worker")
-    if not isinstance(worker, str) or not worker.isprintable():
-        raise ProtocolError(f"acknowledgement without a worker: {message!r}")
-    return worker
+    worker, generation = message.get("worker"), message.get("generation")
+    if not isinstance(worker, str) or not worker.isprintable() or type(generation) is not int:
+        raise ProtocolError(f"acknowledgement without a worker or generation: {message!r}")
+    return Ack(worker, generation)
 
 
 def go_line() -> bytes:

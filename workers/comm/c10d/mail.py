@@ -259,7 +259,7 @@ class Letters:
             line = b""
             while not line.endswith(b"\n"):
                 line += read_line(sock, len(line))
-            if (answers := wire.read_ack(line)) != peer:
+            if (answers := wire.read_ack(line).worker) != peer:
                 raise ProtocolError(f"{answers} answers at {address}")
             sock.sendall(wire.go_line())
             sock.settimeout(None)
