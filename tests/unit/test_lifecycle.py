@@ -1106,6 +1106,16 @@ class TestSignals:
         assert signalled(node.later(30)) == [("a/1#0", signal.SIGKILL)]
         assert node.dies("a/1#0") == [Exit(0)]
 
+    def test_a_member_that_waits_in_vain_to_leave_a_job_that_has_succeeded_is_killed(self) -> None:
+        node = member_node(slots=2)
+        assert "the workers of this node leave" in said(node.life.drain("the job is to have fewer nodes", NOW_S))
+        assert node.life.on_result(Result(True), NOW_S) == []
+        node.life.on_leaving("a/0#0")
+        assert node.exits("a/0#0", 0) == []
+        assert signalled(node.later(29)) == []
+        assert signalled(node.later(2)) == [("a/1#0", signal.SIGKILL)]
+        assert node.dies("a/1#0")[-1] == Exit(0)
+
     def test_a_result_ends_a_draining_node(self) -> None:
         node = member_node()
         node.life.on_signal(signal.SIGTERM, NOW_S)

@@ -240,14 +240,14 @@ class Lifecycle:
         if self.ending.stopping:
             return []
         if result.succeeded and self.running:
-            # Members, and those that left, are about to end by themselves; others have nothing to join any more.
-            return [Signal(slot.worker, signal.SIGKILL) for slot in self.running if not self._ends_by_itself(slot)]
+            # Members that are to leave may wait in vain for some that have ended; others have nothing to join any more.
+            others = [slot for slot in self.running if not slot.state.ends]
+            leaving = [slot for slot in others if self.ending.draining and slot.admitted_generation > 0]
+            if leaving and self.ending.kill_s is None:
+                self.ending.kill_s = now_s + self.settings.shutdown_s
+            return [Signal(slot.worker, signal.SIGKILL) for slot in others if slot not in leaving]
         hint = [] if result.succeeded else self.workers.hint(result.message, self.generation, 0)
         return [*hint, *self._stop(result.message, 0 if result.succeeded else 1, now_s)]
-
-    def _ends_by_itself(self, slot: Slot) -> bool:
-        in_order = slot.state is SlotState.FINISHED or slot.state.leaving
-        return in_order or (self.ending.draining and slot.admitted_generation > 0)
 
     # -- what the workers do ------------------------------------------------------------------------------------
 

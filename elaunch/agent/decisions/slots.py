@@ -58,6 +58,11 @@ class SlotState(enum.Enum):
         """Returns whether the worker has left in order, so that its end is expected."""
         return self in _LEAVING
 
+    @property
+    def ends(self) -> bool:
+        """Returns whether the worker has left, or committed all its steps, so that its process is about to end."""
+        return self.leaving or self is SlotState.FINISHED
+
 
 _REPORTED = {
     SlotState.STARTING: WorkerState.STARTING,
