@@ -118,7 +118,7 @@ class Supervisor:
         if waited_s < self._pace.first_s:
             self._pace.reset(asked_s)
             return "", False
-        line = f"waiting for {waited_s:.0f} s, {START_S - waited_s:.0f} s left: the process of worker {worker} to start"
+        line = f"the process of worker {worker} has been starting for {waited_s:.0f} s, of at most {START_S:g} s"
         return line if self._pace.is_due(now_s) else "", False
 
     def close(self, limit_s: float = CLOSE_S) -> None:

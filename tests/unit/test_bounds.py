@@ -59,7 +59,7 @@ def test_a_worker_that_is_never_started_is_told_of_and_ends_the_agent(monkeypatc
     holder._asked_s = dict.fromkeys(holder._asked_s, 100.0)
     told = [(second, holder.late(100.0 + second)) for second in range(int(START_S) + 1)]
     lines = [(second, line) for second, (line, _) in told if line]
-    assert lines[0] == (3, "waiting for 3 s, 297 s left: the process of worker a/0#0 to start")
+    assert lines[0] == (3, "the process of worker a/0#0 has been starting for 3 s, of at most 300 s")
     assert told[-1][1] == ("the process that holds this node's workers has not started a/0#0 within 300 s", True)
     assert [over for _, (_, over) in told[:-1]] == [False] * int(START_S)
     theirs.sendall(b'{"started": "a/0#0", "pid": 7}\n')
