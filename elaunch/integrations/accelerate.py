@@ -180,7 +180,7 @@ def agreed(reentry: Reentry, own: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The values of the last commit, or `own` as agreed.
     """
-    notes = reentry.member.group.all_gather_json({"own": own, "last": reentry.last_values()})
+    notes = reentry.all_gather({"own": own, "last": reentry.last_values()})
     for note in notes:
         if note["last"] is not None:
             last: dict[str, Any] = note["last"]

@@ -91,6 +91,15 @@ def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: 
 
 
 @pytest.mark.timeout(200)
+def test_who_kept_the_part_of_one_that_died_may_die_before_the_next_commit(spawn: Spawner, tmp_path: Path) -> None:
+    """Once all have bound, what each has is with another one again."""
+    calm = undisturbed(spawn, tmp_path)
+    deaths = ("--die", "1:9:step", "--die", "2:2:bound")
+    node = run(spawn, tmp_path, "--shards", "3", *deaths, *in_turn(tmp_path), name="deaths")
+    assert_as_undisturbed(node, calm)
+
+
+@pytest.mark.timeout(200)
 def test_shards_with_replicas_are_cut_anew_for_fewer_members(spawn: Spawner, tmp_path: Path) -> None:
     calm = undisturbed(spawn, tmp_path)
     node = run(spawn, tmp_path, "--shards", "2", "--die", "3:9:step", *in_turn(tmp_path), workers=4, name="deaths")

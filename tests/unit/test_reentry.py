@@ -470,10 +470,10 @@ def test_what_a_function_changes_before_its_first_commit_is_not_in_the_copy_that
     monkeypatch.setattr(run, "move_copies", lambda *_: ([], 0))
     monkeypatch.setattr(run, "restore", lambda *_, **more: None)
     joined: Any = run.Reentry.__new__(run.Reentry)
-    joined._copies, joined._guards, joined.step = Copies(), SimpleNamespace(newest=[]), 3
+    joined._copies, joined._guards, joined.step = Copies(), Guards(), 3
     joined._generators, joined._brought = {}, {}
     values: dict[str, Any] = {POSITION: 5, "passes": [0]}
-    joined._restore(SimpleNamespace(rank=1), {}, {}, values)
+    joined._restore(SimpleNamespace(rank=1, size=1), {}, {}, values)
     del values[POSITION]
     values["passes"].append(1)
     assert joined.last_values() == {POSITION: 5, "passes": [0]}

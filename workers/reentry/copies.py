@@ -263,6 +263,13 @@ class Copies:
             self._under_way = _Copying(copy, later_ones, device, self._errored, self._abort)
         return copy
 
+    def of_step(self, step: int) -> list[Part]:
+        """Returns this worker's parts of copies with so many steps: of one, or of two that were cut for different
+        members. None is under way.
+        """
+        copies = [copy for copy in (self.newest, self.former) if copy is not None and copy.step == step]
+        return [part for copy in copies if not copy.spoiled for part in copy.parts]
+
     def copied(self, lost: Callable[[str], Exception]) -> Callable[[], None]:
         """Returns a function that returns when the copy that is under way now is complete. For any thread.
 

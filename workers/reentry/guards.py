@@ -141,10 +141,12 @@ class KeptParts:
     Attributes:
         changing: those that are others with each commit.
         constant: the others, which travel once in an entry.
+        step: number of steps that have committed with it.
     """
 
     changing: PackedParts
     constant: PackedParts
+    step: int
 
     @property
     def parts(self) -> list[Part]:
@@ -170,6 +172,11 @@ class Guards:
     def newest(self) -> list[Part]:
         """Returns the parts of the last commit that was begun."""
         return self._newest.parts if self._newest is not None else []
+
+    def of_step(self, step: int) -> list[Part]:
+        """Returns the parts of commits with so many steps: of one, or of two that were cut for different members."""
+        kept = [one for one in (self._newest, self._former) if one is not None and one.step == step]
+        return [part for one in kept for part in one.parts]
 
     def knows(self, boxes: Boxes) -> bool:
         """Returns whether the members have told each other of these parts of this worker's."""
@@ -220,9 +227,9 @@ class Guards:
         changing = packed(self._taken, False, spare.changing if spare is not None else None)
         coming = [changing]
         if self._has_constants and self._former is not None:
-            self._newest = KeptParts(changing, self._former.constant)
+            self._newest = KeptParts(changing, self._former.constant, copy.step)
         else:
-            self._newest = KeptParts(changing, packed(self._taken, True, None))
+            self._newest = KeptParts(changing, packed(self._taken, True, None), copy.step)
             leaving.append(packed(self._given, True, None))
             coming.append(self._newest.constant)
         self._has_constants = True

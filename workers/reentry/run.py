@@ -102,6 +102,7 @@ class Reentry:
         self._every = every
         self._copies, self._guards = Copies(self._groups.errored, self._groups.free), Guards()
         self._pending: Pending | None = None
+        self._mending: Shipment | None = None  # of the last commit that counts, anew, to the guards of now
         self._bound: Bound | None = None
         self._generators: dict[int, bytes] = {}
         self._brought: dict[str, Any] = {}
@@ -237,6 +238,7 @@ class Reentry:
     def all_gather(self, value: Any) -> list[Any]:
         """Returns what each member gives, as JSON, by rank, when the links have nothing to bring to guards any more."""
         self.check()
+        self._await_mending()
         if self._pending is not None:
             self._pending.shipment.wait()
         return self.member.group.all_gather_json(value)
@@ -324,17 +326,41 @@ class Reentry:
         begin_s = time.monotonic()
         needed = shares(objects, manifest)
         copy = self._copies.newest
-        held = [*copy.parts, *self._guards.newest] if copy is not None else []
+        held = [*self._copies.of_step(self.step), *self._guards.of_step(self.step)]
         tensors, received_bytes = move_copies(group, held, manifest, needed)
         wrapped = [share.wrap(tensor) for share, tensor in zip(needed, tensors, strict=True)]
         restore(objects, manifest, wrapped, load=load_shares)
         self.continue_random()
-        if copy is None:
+        is_cut = group.size > 1 and any(map(is_sharded, objects.values()))
+        if is_cut or copy is None:
             self._brought = json.loads(json.dumps(values))  # the function changes its own before the next commit
+        if is_cut:
+            self._mend(group, objects)
+        elif copy is None:
             self._copy(self.step, objects)
         if group.rank == 0:
             seconds = round(time.monotonic() - begin_s, 6)
             self.member.send("restored", {"step": self.step, "bytes_moved": received_bytes, "seconds": seconds})
+
+    def _mend(self, group: Group, objects: dict[str, Any]) -> None:
+        """Begins to bring what each member has of the last commit now to its guard: one more may die before the next.
+
+        Until all is there, the parts that were kept before are kept, too.
+        """
+        described = self._copies.describe(objects)
+        self._guards.tell(group, described[1].boxes)
+        copy = self._copy(self.step, objects, described)
+        self._mending = self._guards.ship(group, copy, self._copies.copied(self._lost))
+
+    def _await_mending(self) -> None:
+        """Returns when the guards have what `_mend` brings them; until then the group is not to be used.
+
+        Raises:
+            StepInterrupted: a peer was lost, or the generation changed.
+        """
+        if self._mending is not None:
+            self._mending.wait()
+            self._mending = None
 
     def _load(self, group: Group, load: Callable[[], object], lost: StateLost | None) -> None:
         """Has the script load its newest checkpoint, on all members: nobody has the state, or not all of it."""
@@ -385,6 +411,7 @@ class Reentry:
 
     def _ship(self, bound: Bound, loss: float | None, ids: Sequence[int]) -> None:
         """Counts the commit before, and begins to bring this one to the guards, while the next step computes."""
+        self._await_mending()
         group = self.member.group
         described = self._copies.describe(bound.objects)
         boxes = described[1].boxes
@@ -401,6 +428,7 @@ class Reentry:
 
     def _count(self, note: bytes = b"") -> bool:
         """Has the commit that is on its way to the guards count; returns whether any member noted something."""
+        self._await_mending()
         pending = self._pending
         if pending is None:
             return False
@@ -435,11 +463,15 @@ class Reentry:
         """Frees the groups of the generation left behind."""
         self._groups.free()
         self._copies.finish()
-        if self._pending is not None:
-            self._pending.shipment.settle()
+        for shipment in (self._mending, self._pending.shipment if self._pending is not None else None):
+            if shipment is not None:
+                shipment.settle()
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         """Keeps the state of the step in flight, if it has committed: its objects are as they were at the barrier."""
+        mending, self._mending = self._mending, None
+        if mending is not None and not mending.arrived:
+            self._guards.forget_newest()
         pending, self._pending = self._pending, None
         if pending is None:
             if self._holds and self.step < verdict.step:
