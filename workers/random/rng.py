@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,24 +46,40 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
 
 
-def read_generators() -> bytes:
-    """Returns where the generators of the CPU stand that `seed_micro_batch` seeds: torch's, Python's and numpy's."""
-    return pickle.dumps((torch.default_generator.get_state().numpy(), random.getstate(), np.random.get_state()))
+Generators = tuple[Any, Any, Any]
+"""Where the generators of the CPU stand that `seed_micro_batch` seeds: torch's, Python's and numpy's."""
+
+
+def read_generators() -> Generators:
+    """Returns where the generators stand."""
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def set_generators(generators: Generators) -> None:
+    """Has the generators go on from where `read_generators` found them."""
+    of_torch, of_python, of_numpy = generators
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+
+
+def pack_generators() -> bytes:
+    """Returns where the generators stand, for another process."""
+    of_torch, *others = read_generators()
+    return pickle.dumps((of_torch.numpy(), *others))
 
 
 def generators_drawn_from(before: bytes) -> bytes:
-    """Returns where the generators stand now; empty if nothing was drawn since `before`."""
-    now = read_generators()
+    """Returns where the generators stand now, as `pack_generators` does; empty if nothing was drawn since `before`."""
+    now = pack_generators()
     return now if now != before else b""
 
 
 def continue_generators(drawn: bytes) -> None:
     """Has the generators go on from where another process of this worker has left them (`generators_drawn_from`)."""
     if drawn:
-        of_torch, of_python, of_numpy = pickle.loads(drawn)  # noqa: S301
-        torch.default_generator.set_state(torch.from_numpy(of_torch))
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        of_torch, *others = pickle.loads(drawn)  # noqa: S301
+        set_generators((torch.from_numpy(of_torch), *others))
 
 
 def seed_layer(seed: int, step: int, unit: int, layer: int, device: torch.device | None = None) -> None:

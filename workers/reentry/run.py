@@ -22,8 +22,9 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.reports import READY_STEP, step_report
-from elaunch.workers.random.rng import continue_generators, read_generators
-from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
+from elaunch.workers.random.rng import Generators, read_generators, set_generators
+from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.encoding import Description, is_sharded
 from elaunch.workers.reentry.groups import FunctionGroups, is_of_a_group
 from elaunch.workers.reentry.guards import Guards, Shipment
 from elaunch.workers.reentry.shares import check_alike, load_shares, move_copies, shares
@@ -103,7 +104,7 @@ class Reentry:
         self._copies, self._guards = Copies(self._groups.errored, self._groups.free), Guards()
         self._pending: Pending | None = None
         self._bound: Bound | None = None
-        self._generators: dict[int, bytes] = {}
+        self._generators: dict[int, Generators] = {}
         self._brought: dict[str, Any] = {}
         self._holds = self._can_load = False
         self._commit_s = time.monotonic()
@@ -170,6 +171,7 @@ class Reentry:
         except Exception as error:
             left = self._consequence(error)
         else:
+            self._copies.ungate()
             self.over = member.finish(lambda: member.generation.number == generation.number)
             return
         finally:
@@ -180,6 +182,7 @@ class Reentry:
         if member.generation.number == generation.number:
             member.agree(left)
         self._bound = None
+        self._copies.ungate()
         gc.collect()  # models and groups are full of cycles
 
     def _consequence(self, error: Exception) -> StepInterrupted:
@@ -272,7 +275,8 @@ class Reentry:
 
     def continue_random(self) -> None:
         """Sets the generators of random numbers to where they were at the last commit, if this worker was there."""
-        continue_generators(self._generators.get(self.step, b""))
+        if (generators := self._generators.get(self.step)) is not None:
+            set_generators(generators)
 
     def bind(
         self,
@@ -387,9 +391,8 @@ class Reentry:
         """Counts the commit before, and begins to bring this one to the guards, while the next step computes."""
         group = self.member.group
         described = self._copies.describe(bound.objects)
-        boxes = described[1].boxes
-        if self._pending is None or self._count(b"" if self._guards.knows(boxes) else b"boxes"):
-            self._guards.tell(group, boxes)
+        if self._pending is None or self._count(b"" if self._guards.knows(described.boxes) else b"boxes"):
+            self._guards.tell(group, described.boxes)
         copy = self._copy(self.step + 1, bound.objects, described)
         shipment = self._guards.ship(group, copy, self._copies.copied(self._lost))
         now_s = time.monotonic()
@@ -417,7 +420,7 @@ class Reentry:
         self.step += 1
         self._copy(self.step, self._bound.objects)
 
-    def _copy(self, step: int, objects: dict[str, Any], described: Described | None = None) -> StateCopy:
+    def _copy(self, step: int, objects: dict[str, Any], described: Description | None = None) -> StateCopy:
         self._generators = {**dict(list(self._generators.items())[-1:]), step: read_generators()}
         return self._copies.begin(step, objects, self._brought, described=described)
 
