@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaunch.workers.random.rng import (
-    continue_generators,
     layer_randomness,
     mix,
     read_generators,
     seed_layer,
     seed_micro_batch,
+    set_generators,
 )
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import RandomTrace
@@ -82,7 +82,7 @@ def test_generators_go_on_from_where_they_were_read_that_of_the_device_too(monke
     read = read_generators()
     drawn = draw(), device.draw()
     device.draw()
-    continue_generators(read)
+    set_generators(read)
     assert (draw(), device.draw()) == drawn
 
 
@@ -90,7 +90,7 @@ def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPat
     device = Accelerator(monkeypatch, in_use=False)
     read, before = read_generators(), device.generator.get_state()
     seed_micro_batch(1, 2, 3)
-    continue_generators(read)
+    set_generators(read)
     device.in_use = True
     assert torch.equal(device.get_rng_state(), before)
 
@@ -101,7 +101,7 @@ def test_a_generator_of_a_device_goes_on_from_where_it_was_read() -> None:
     x = torch.ones(1000, device="cuda")
     read = read_generators()
     dropped = nn.functional.dropout(x)
-    continue_generators(read)
+    set_generators(read)
     assert torch.equal(nn.functional.dropout(x), dropped)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from elaunch.workers.comm.group import Group
-from elaunch.workers.reentry.copies import Copies, StateCopy, is_sharded
+from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.encoding import is_sharded
 from elaunch.workers.reentry.guards import Guards
 from elaunch.workers.reentry.shares import move_copies, shares
 from elaunch.workers.reentry.tensor_shard import TensorShard, empty_shard, fill, form_of

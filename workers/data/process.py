@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from elaunch.workers.data.batches import Collate, collated
 from elaunch.workers.data.source import Renumbered
-from elaunch.workers.random.rng import generators_drawn_from, read_generators, seed_micro_batch
+from elaunch.workers.random.rng import generators_drawn_from, pack_generators, seed_micro_batch
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,7 +50,7 @@ class Remote(Dataset[Any]):
         if not request.ids or self._is_dropped(number):
             return number, None, b""
         seed_micro_batch(*request.seeds)
-        before = read_generators()
+        before = pack_generators()
         if getattr(self.dataset, "__getitems__", None) is not None:
             samples = self.dataset.__getitems__(list(request.ids))
         else:

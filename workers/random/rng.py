@@ -53,30 +53,47 @@ def _accelerator() -> Any:
     return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
-def read_generators() -> bytes:
-    """Returns where the generators stand that `seed_micro_batch` seeds: torch's, Python's, numpy's and the device's."""
+Generators = tuple[torch.Tensor, Any, Any, torch.Tensor | None]
+"""Where the generators stand that `seed_micro_batch` seeds: torch's, Python's, numpy's, and the device's, if it is in
+use.
+"""
+
+
+def read_generators() -> Generators:
+    """Returns where the generators stand."""
     accelerator = _accelerator()
-    of_device = None if accelerator is None else accelerator.get_rng_state().numpy()
-    of_torch = torch.default_generator.get_state().numpy()
-    return pickle.dumps((of_torch, random.getstate(), np.random.get_state(), of_device))
+    of_device = None if accelerator is None else accelerator.get_rng_state()
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state(), of_device
+
+
+def set_generators(generators: Generators) -> None:
+    """Has the generators go on from where `read_generators` found them."""
+    of_torch, of_python, of_numpy, of_device = generators
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    accelerator = _accelerator()
+    if of_device is not None and accelerator is not None:
+        accelerator.set_rng_state(of_device)
+
+
+def pack_generators() -> bytes:
+    """Returns where the generators stand in a process that uses no device, for another one."""
+    of_torch, of_python, of_numpy, _ = read_generators()
+    return pickle.dumps((of_torch.numpy(), of_python, of_numpy))
 
 
 def generators_drawn_from(before: bytes) -> bytes:
-    """Returns where the generators stand now; empty if nothing was drawn since `before`."""
-    now = read_generators()
+    """Returns where the generators stand now, as `pack_generators` does; empty if nothing was drawn since `before`."""
+    now = pack_generators()
     return now if now != before else b""
 
 
 def continue_generators(drawn: bytes) -> None:
     """Has the generators go on from where another process of this worker has left them (`generators_drawn_from`)."""
     if drawn:
-        of_torch, of_python, of_numpy, of_device = pickle.loads(drawn)  # noqa: S301
-        torch.default_generator.set_state(torch.from_numpy(of_torch))
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        accelerator = _accelerator()
-        if of_device is not None and accelerator is not None:  # a loader's process has none in use
-            accelerator.set_rng_state(torch.from_numpy(of_device))
+        of_torch, of_python, of_numpy = pickle.loads(drawn)  # noqa: S301
+        set_generators((torch.from_numpy(of_torch), of_python, of_numpy, None))
 
 
 def seed_layer(seed: int, step: int, unit: int, layer: int, device: torch.device | None = None) -> None:

@@ -8,9 +8,10 @@ copy is good only if no group had failed when it was complete.
 
 from __future__ import annotations
 
-import sys
+import json
+import operator
 import threading
-from collections import OrderedDict
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,120 +22,10 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.workers.comm.native import ended
 from elaunch.workers.reentry import copier
-from elaunch.workers.reentry.tensor_shard import TensorShard
+from elaunch.workers.reentry.describer import Describer
+from elaunch.workers.reentry.encoding import Description, local_part
 from elaunch.workers.state.boxes import Box, whole
-from elaunch.workers.state.codec import VERSION, Encoder, Manifest, TensorPlaces
-from elaunch.workers.state.space import box_of_placements
-
-
-class ShardEncoder(Encoder):
-    """Describes values, and of a DTensor the whole tensor, while the list has this worker's part.
-
-    Attributes:
-        boxes: by place in the list, the parts that are not whole tensors.
-    """
-
-    def __init__(self, before: TensorPlaces | None = None) -> None:
-        super().__init__(before)
-        self.boxes: dict[int, Box] = {}
-        self._cut: dict[tuple[Any, ...], Box] = {}
-
-    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
-        """Returns what stands for a value in a manifest."""
-        if type(value) in _WITHOUT_PARTS or not is_dtensor(value):
-            return super().encode(value, path, depth)
-        # Of engines' shards, two may lie at the same place on one worker and not on another: these have names instead.
-        place = self.add(value.to_local(), path, tied=not isinstance(value, TensorShard))
-        self.boxes[place] = self._box(value)
-        spec, shape = self.specs[place], list(value.shape)
-        if spec["shape"] != shape or "strides" in spec:  # else it is from before, and shared
-            self.specs[place] = {key: item for key, item in spec.items() if key != "strides"} | {"shape": shape}
-        return {"k": "tensor", "i": place}
-
-    def _box(self, value: Any) -> Box:
-        if isinstance(value, TensorShard):
-            return value.box
-        # An optimizer keeps several tensors that are cut like their parameter; the mesh lives as long as they do.
-        cut = tuple(value.shape), id(value.device_mesh), value.placements
-        if cut not in self._cut:
-            self._cut[cut] = box_of(value)
-        return self._cut[cut]
-
-
-_WITHOUT_PARTS = frozenset((Tensor, torch.nn.Parameter, dict, OrderedDict, list, int, float, bool, str, type(None)))
-
-
-def is_dtensor(value: Any) -> bool:
-    """Returns whether a value is a part of a tensor, as DTensors are, without importing what defines these."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return isinstance(value, TensorShard) or (module is not None and isinstance(value, module.DTensor))
-
-
-def is_sharded(thing: Any) -> bool:
-    """Returns whether an object has tensors of which this worker has a part: parameters, or others of its state."""
-    if isinstance(thing, torch.nn.Module):
-        return any(_is_cut(one) for one in thing.parameters())
-    if isinstance(thing, torch.optim.Optimizer):
-        return any(_is_cut(one) for group in thing.param_groups for one in group["params"])
-    return _has_cut(thing.state_dict())
-
-
-def _has_cut(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_cut, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_cut, value))
-    return _is_cut(value)
-
-
-def _is_cut(value: Any) -> bool:
-    if isinstance(value, TensorShard):
-        return value.is_cut
-    return is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements)
-
-
-def box_of(tensor: Any) -> Box:
-    """Returns which part of a DTensor this worker has; it may be empty.
-
-    Raises:
-        StateError: it has a placement that gives no box, such as a partial sum.
-    """
-    if isinstance(tensor, TensorShard):
-        return tensor.box
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return tuple((0, 0) for _ in range(tensor.dim()))
-    box: Box = box_of_placements(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
-    return box
-
-
-Described = tuple[Manifest, ShardEncoder]
-"""The manifest of objects, and what encoded it."""
-
-
-@torch.no_grad()
-def describe_shards(objects: Mapping[str, Any], before: TensorPlaces | None = None) -> Described:
-    """Returns the manifest of objects with `state_dict`, by name, and what encoded it: live tensors and their boxes.
-
-    Args:
-        objects: by name.
-        before: what was found in the same objects before, if that is known; it makes this quicker.
-
-    Raises:
-        StateError: an object has no state_dict, or one with a value that cannot be described; names the path.
-    """
-    encoder = ShardEncoder(before)
-    described = {name: encoder.encode(_state_of(thing), name) for name, thing in objects.items()}
-    return {"version": VERSION, "objects": described, "tensors": encoder.specs}, encoder
-
-
-def _state_of(thing: Any) -> Any:
-    """Returns the state of an object; parameters as they are, since to detach a DTensor takes long."""
-    if isinstance(thing, torch.nn.Module) and type(thing).state_dict is torch.nn.Module.state_dict:
-        return thing.state_dict(keep_vars=True)
-    return thing.state_dict()
-
+from elaunch.workers.state.codec import Manifest
 
 Part = tuple[int, Box, Tensor]
 """The place of a tensor in a manifest, a box of it, and what is in the box."""
@@ -153,6 +44,7 @@ class StateCopy:
         constant: places of what does not change as long as the same objects are bound.
         torn: paths of tensors that were changed while they were copied.
         spoiled: what had gone wrong in the process groups when the device was done with it; "": nothing.
+        form: of what it is a copy of (`Description.form`).
     """
 
     step: int
@@ -163,6 +55,7 @@ class StateCopy:
     constant: Collection[int] = ()
     torn: tuple[str, ...] = ()
     spoiled: str = ""
+    form: object = None
 
     @property
     def parts(self) -> list[Part]:
@@ -171,6 +64,39 @@ class StateCopy:
         return [
             (place, self.boxes.get(place, whole(shapes[place])), tensor) for place, tensor in enumerate(self.tensors)
         ]
+
+    @property
+    def forms(self) -> int:
+        """Returns a checksum of the names, dtypes and shapes of all tensors, which is the same on all members."""
+        forms = [[spec["path"], spec["dtype"], spec["shape"]] for spec in self.manifest["tensors"]]
+        return zlib.crc32(repr(forms).encode())
+
+    def packed(self) -> bytes:
+        """Returns all that is not in tensors, for others."""
+        return json.dumps([self.manifest, self.values]).encode()
+
+
+@dataclass(frozen=True, eq=False)
+class _CopyOrder:
+    """What of some objects is copied when.
+
+    Attributes:
+        form: of their description.
+        parameters: that optimizers step.
+        paths: of what else is copied later.
+        constant: places of what does not change.
+        later: places of what does not change before the optimizer steps.
+        now: places of all else.
+        device: that some of it lies on; None: all is in host memory.
+    """
+
+    form: object
+    parameters: list[Tensor]
+    paths: Collection[str]
+    constant: set[int]
+    later: list[int]
+    now: list[int]
+    device: torch.device | None
 
 
 class Copies:
@@ -194,15 +120,14 @@ class Copies:
         self._under_way: _Copying | None = None
         self._hooks: list[Any] = []
         self._gated: set[str] = set()
-        self._found: TensorPlaces | None = None
+        self._describer = Describer()
+        self._order: _CopyOrder | None = None
         self._constant: frozenset[str] = frozenset()
         self._constants: dict[str, tuple[int, int]] = {}  # by path: where it lies, and its version when it was copied
 
-    def describe(self, objects: Mapping[str, Any]) -> Described:
+    def describe(self, objects: Mapping[str, Any]) -> Description:
         """Returns what `describe_shards` does, quicker where the tensors lie where they lay the last time."""
-        described = describe_shards(objects, self._found)
-        self._found = described[1].found
-        return described
+        return self._describer.describe(objects)
 
     def gate(self, objects: Mapping[str, Any], constant: Collection[str] = ()) -> None:
         """Has the optimizers among some objects wait for a copy that is under way before they step.
@@ -212,11 +137,16 @@ class Copies:
             constant: paths of tensors that do not change, or of what they are part of.
         """
         self._constant, self._constants = frozenset(constant), {}
+        self._describer, self._order = Describer(), None
         for hook in self._hooks:
             hook.remove()
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         self._hooks = [one.register_step_pre_hook(lambda *_: self._let_pass()) for one in optimizers]
         self._gated = {name for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+
+    def ungate(self) -> None:
+        """Lets go of the objects, and of their tensors; the copies stay."""
+        self.gate({})
 
     @property
     def under_way(self) -> _Copying | None:
@@ -229,7 +159,7 @@ class Copies:
         objects: Mapping[str, Any],
         values: dict[str, Any],
         later: Collection[str] = (),
-        described: Described | None = None,
+        described: Description | None = None,
     ) -> StateCopy:
         """Begins to copy the present state, in place of the copy before the newest one; returns the copy.
 
@@ -244,23 +174,21 @@ class Copies:
             StateError: an object has a value that cannot be described; names the path.
         """
         self.finish()
-        manifest, encoder = self.describe(objects) if described is None else described
-        sources = encoder.tensors
-        constant = self._places_of_constants(encoder)
-        kept = self._kept(constant, encoder)
-        places = [kept[i] if i in kept else _place(source, self._spare(i)) for i, source in enumerate(sources)]
-        copy = StateCopy(step, manifest, values, places, dict(encoder.boxes), constant)
-        copied_later = self._later(objects, encoder) - constant
-        copied_later |= {place for place, spec in enumerate(encoder.specs) if spec["path"] in later}
-        now = [place for place in range(len(sources)) if place not in copied_later and place not in kept]
-        with torch.no_grad():
-            for place in now:
-                places[place].copy_(sources[place], non_blocking=True)
+        description = self.describe(objects) if described is None else described
+        sources, order = description.tensors, self._order_of(objects, description, later)
+        kept = self._kept(order.constant, description)
+        places = self._memory(description, order, kept)
+        manifest, boxes = description.manifest, description.boxes
+        copy = StateCopy(step, manifest, values, places, boxes, order.constant, form=description.form)
+        now = [*order.now, *(place for place in order.constant if place not in kept)]
+        if now:
+            with torch.no_grad():
+                into, of = ([tensors[place] for place in now] for tensors in (places, sources))
+                torch._foreach_copy_(into, of, non_blocking=True)
         self.former, self.newest = self.newest, copy
-        device = device_of(sources)
-        if copied_later or device is not None:
-            later_ones = [(place, sources[place]) for place in sorted(copied_later)]
-            self._under_way = _Copying(copy, later_ones, device, self._errored, self._abort)
+        if order.later or order.device is not None:
+            later_ones = [(place, sources[place]) for place in order.later]
+            self._under_way = _Copying(copy, later_ones, order.device, self._errored, self._abort)
         return copy
 
     def of_step(self, step: int) -> list[Part]:
@@ -312,12 +240,30 @@ class Copies:
         self.finish()
         self.newest = self.former = None
 
-    def _places_of_constants(self, encoder: ShardEncoder) -> set[int]:
-        if not self._constant:
-            return set()
-        return {place for place, spec in enumerate(encoder.specs) if _is_part(spec["path"], self._constant)}
+    def _order_of(self, objects: Mapping[str, Any], description: Description, paths: Collection[str]) -> _CopyOrder:
+        """Returns what is copied when; that of the last copy, if it is of the same tensors."""
+        before = self._order
+        groups = [group for name in self._gated for group in objects[name].param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        if (
+            before is not None
+            and before.form is description.form
+            and before.paths == paths
+            and len(before.parameters) == len(parameters)
+            and all(map(operator.is_, before.parameters, parameters))
+        ):
+            return before
+        sources, specs = description.tensors, description.manifest["tensors"]
+        constant = set[int]()
+        if self._constant:
+            constant = {place for place, spec in enumerate(specs) if _is_part(spec["path"], self._constant)}
+        later = self._stepped(parameters, description) - constant
+        later |= {place for place, spec in enumerate(specs) if spec["path"] in paths}
+        now = [place for place in range(len(sources)) if place not in later and place not in constant]
+        self._order = _CopyOrder(description.form, parameters, paths, constant, sorted(later), now, device_of(sources))
+        return self._order
 
-    def _kept(self, constant: Collection[int], encoder: ShardEncoder) -> dict[int, Tensor]:
+    def _kept(self, constant: Collection[int], description: Description) -> dict[int, Tensor]:
         """Returns by place the copies of what does not change, as far as they have been made.
 
         Raises:
@@ -325,8 +271,8 @@ class Copies:
         """
         if not constant:
             return {}
-        before, known, tensors = self.newest, self._constants, encoder.tensors
-        paths = {encoder.specs[place]["path"]: place for place in constant}
+        before, known, tensors = self.newest, self._constants, description.tensors
+        paths = {description.manifest["tensors"][place]["path"]: place for place in constant}
         self._constants = {path: (tensors[place].data_ptr(), tensors[place]._version) for path, place in paths.items()}
         changed = [path for path, found in self._constants.items() if known.get(path, found) != found]
         if changed:
@@ -338,6 +284,19 @@ class Copies:
         made = {before.manifest["tensors"][place]["path"]: before.tensors[place] for place in before.constant}
         return {place: made[path] for path, place in paths.items() if path in known and path in made}
 
+    def _memory(self, description: Description, order: _CopyOrder, kept: Mapping[int, Tensor]) -> list[Tensor]:
+        """Returns host memory for a copy: that of the copy before the newest one, where it fits."""
+        sources, former = description.tensors, self.former
+        if former is not None and former.form is description.form and former.constant is order.constant:
+            places = list(former.tensors)
+            for place in order.constant:
+                places[place] = kept[place] if place in kept else _place(sources[place], None)
+            return places
+        return [
+            kept[place] if place in kept else _place(sources[place], self._spare(place))
+            for place in range(len(sources))
+        ]
+
     def _spare(self, place: int) -> Tensor | None:
         """Returns memory that a copy of the tensor at a place may overwrite, if there is some."""
         former = self.former
@@ -346,15 +305,12 @@ class Copies:
         return former.tensors[place]
 
     @torch.no_grad()
-    def _later(self, objects: Mapping[str, Any], encoder: ShardEncoder) -> set[int]:
+    def _stepped(self, parameters: Sequence[Tensor], description: Description) -> set[int]:
         """Places of the tensors that nothing but an optimizer changes."""
-        changed: set[int] = set()
-        for name in self._gated:
-            for group in objects[name].param_groups:
-                changed.update(local_part(one).data_ptr() for one in group["params"])
+        changed = {local_part(one).data_ptr() for one in parameters}
         return {
             place
-            for place, (tensor, spec) in enumerate(zip(encoder.tensors, encoder.specs, strict=True))
+            for place, (tensor, spec) in enumerate(zip(description.tensors, description.manifest["tensors"]))
             if tensor.numel() and (spec["path"].partition(".")[0] in self._gated or tensor.data_ptr() in changed)
         }
 
@@ -476,12 +432,6 @@ def _is_part(path: str, names: Collection[str]) -> bool:
 def device_of(tensors: Sequence[Tensor]) -> torch.device | None:
     """Returns the device that some of the tensors lie on; None: all are in host memory, as an optimizer's counters."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-
-
-def local_part(tensor: Any) -> Tensor:
-    """Returns what this worker has of a tensor; all of it, unless it is a part."""
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
 
 
 def _place(source: Tensor, spare: Tensor | None) -> Tensor:

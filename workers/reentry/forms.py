@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from elaunch.errors import UsageError
-from elaunch.workers.reentry.run import Reentry, Reset, check_every
+from elaunch.workers.reentry.run import Reentry, Reset
 from elaunch.workers.reentry.state import ElasticState
 
 
@@ -28,7 +28,7 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1, reset
     Raises:
         UsageError: `every` is below 1.
     """
-    check_every(every)
+    _check_every(every)
     resets = _listed(reset)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ class Elastic:
     """
 
     def __init__(self, *, every: int = 1, reset: Reset | Sequence[Reset] = ()) -> None:
-        check_every(every)
+        _check_every(every)
         self._every, self._resets = every, _listed(reset)
 
     def __iter__(self) -> Iterator[ElasticState]:
@@ -134,3 +134,9 @@ class _Script:
     """The run of the script that is under way."""
 
     state: ElasticState | None = None
+
+
+def _check_every(every: int) -> None:
+    """Raises UsageError where every so many commits cannot count."""
+    if every < 1:
+        raise UsageError(f"elastic(every={every}): expected 1 or more")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -106,24 +106,50 @@ class Shipment:
         self._over.set()
 
 
+PackedForms = tuple[tuple[int, Box, torch.dtype], ...]
+"""Of each part, the place of its tensor in the manifest, its box, and its dtype."""
+
+
+@dataclass(frozen=True)
+class PartForms:
+    """The forms of parts of a commit.
+
+    Attributes:
+        changing: of those that are others with each commit.
+        constant: of the others.
+    """
+
+    changing: PackedForms
+    constant: PackedForms
+
+    @classmethod
+    def of(cls, boxes: Boxes, specs: Sequence[Mapping[str, Any]], constant: Collection[int]) -> PartForms:
+        """Returns the forms of the parts in some boxes, by place in a manifest that says so much of its tensors."""
+        forms = [(place, box, dtype_of(specs[place]["dtype"])) for place, box in boxes.items()]
+        return cls(
+            tuple(form for form in forms if form[0] not in constant),
+            tuple(form for form in forms if form[0] in constant),
+        )
+
+
 @dataclass(frozen=True)
 class PackedParts:
     """Parts of a commit in one run of memory, in which they travel.
 
     Attributes:
-        forms: of each part, the place of its tensor in the manifest, its box, and its dtype.
+        forms: of the parts.
         memory: of all of them.
         parts: where they lie in it.
     """
 
-    forms: tuple[tuple[int, Box, torch.dtype], ...]
+    forms: PackedForms
     memory: torch.Tensor
     parts: list[Part]
 
     @classmethod
-    def of(cls, forms: tuple[tuple[int, Box, torch.dtype], ...], spare: PackedParts | None) -> PackedParts:
+    def of(cls, forms: PackedForms, spare: PackedParts | None) -> PackedParts:
         """Returns memory for some parts; that of others, where it fits."""
-        if spare is not None and spare.forms == forms:
+        if spare is not None and (spare.forms is forms or spare.forms == forms):
             return spare
         likes = [
             torch.empty([stop - start for start, stop in box], dtype=dtype, device="meta") for _, box, dtype in forms
@@ -167,6 +193,7 @@ class Guards:
         self._given: dict[int, Box] = {}
         self._taken: dict[int, Box] = {}
         self._told = False
+        self._forms: tuple[object, PartForms, PartForms] | None = None  # of which copies, and the forms
 
     @property
     def newest(self) -> list[Part]:
@@ -197,6 +224,7 @@ class Guards:
             for rank in (group.rank, self._ward)
         )
         self._own, self._told, self._has_constants = dict(boxes), True, False  # places may be others
+        self._forms = None
 
     def ship(self, group: Group, copy: StateCopy, copied: Callable[[], None]) -> Shipment:
         """Begins to give this worker's guard what it alone holds of a copy, and to take what it keeps itself.
@@ -211,26 +239,17 @@ class Guards:
         spare, self._former, self._newest = self._former, self._newest, None
         if group.size == 1:
             return Shipment(copied)
-        specs, constant = copy.manifest["tensors"], copy.constant
-
-        def packed(boxes: Mapping[int, Box], constants: bool, spare: PackedParts | None) -> PackedParts:
-            forms = tuple(
-                (place, box, dtype_of(specs[place]["dtype"]))
-                for place, box in boxes.items()
-                if (place in constant) == constants
-            )
-            return PackedParts.of(forms, spare)
-
+        given, taken = self._forms_of(copy)
         # The shipment before has arrived, or was interrupted: its memory is free.
-        self._leaving = packed(self._given, False, self._leaving)
+        self._leaving = PackedParts.of(given.changing, self._leaving)
         leaving = [self._leaving]
-        changing = packed(self._taken, False, spare.changing if spare is not None else None)
+        changing = PackedParts.of(taken.changing, spare.changing if spare is not None else None)
         coming = [changing]
         if self._has_constants and self._former is not None:
             self._newest = KeptParts(changing, self._former.constant, copy.step)
         else:
-            self._newest = KeptParts(changing, packed(self._taken, True, None), copy.step)
-            leaving.append(packed(self._given, True, None))
+            self._newest = KeptParts(changing, PackedParts.of(taken.constant, None), copy.step)
+            leaving.append(PackedParts.of(given.constant, None))
             coming.append(self._newest.constant)
         self._has_constants = True
 
@@ -244,6 +263,14 @@ class Guards:
 
         return Shipment(move)
 
+    def _forms_of(self, copy: StateCopy) -> tuple[PartForms, PartForms]:
+        """Returns the forms of what leaves and of what comes; those of the copy before, if that was of the same."""
+        if self._forms is None or copy.form is None or self._forms[0] is not copy.form:
+            specs = copy.manifest["tensors"]
+            given, taken = (PartForms.of(boxes, specs, copy.constant) for boxes in (self._given, self._taken))
+            self._forms = copy.form, given, taken
+        return self._forms[1:]
+
     def forget_newest(self) -> None:
         """Lets the parts of the last commit go: it does not count."""
         self._newest, self._former = self._former, None
@@ -256,4 +283,4 @@ class Guards:
     def enter(self) -> None:
         """Forgets which parts the members have: there are others from now on, or they are cut anew."""
         self._own, self._given, self._taken, self._told = {}, {}, {}, False
-        self._has_constants = False
+        self._has_constants, self._forms = False, None

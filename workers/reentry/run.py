@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, GenerationChanged, JobFailed, StateLost, StepInterrupted, UsageError
-from elaunch.rendezvous.membership import Generation, node_of
+from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.reports import READY_STEP, step_report
-from elaunch.workers.random.rng import continue_generators, read_generators
-from elaunch.workers.reentry.copies import Copies, Described, StateCopy, is_sharded
+from elaunch.workers.random.rng import Generators, read_generators, set_generators
+from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.encoding import Description, is_sharded
+from elaunch.workers.reentry.environment import tell_environment
 from elaunch.workers.reentry.groups import FunctionGroups, is_of_a_group
 from elaunch.workers.reentry.guards import Guards, Shipment
 from elaunch.workers.reentry.shares import check_alike, load_shares, move_copies, shares
@@ -104,12 +104,13 @@ class Reentry:
         self._pending: Pending | None = None
         self._mending: Shipment | None = None  # of the last commit that counts, anew, to the guards of now
         self._bound: Bound | None = None
-        self._generators: dict[int, bytes] = {}
+        self._generators: dict[int, Generators] = {}
         self._brought: dict[str, Any] = {}
         self._holds = self._can_load = False
         self._commit_s = time.monotonic()
         self._always, self.resets = tuple(resets), list[Reset]()
         self.step, self.entry, self.over = 0, 0, False
+        self._excepthook = sys.excepthook
         self.member = Member(self._client, self, transport=transport)
 
     def run(self, function: Callable[[ElasticState], Result]) -> Result:
@@ -150,10 +151,12 @@ class Reentry:
         # who waited for it in a group of the function would not be told of that.
         member.begin_step(Group.barrier)
         generation = member.generation
-        _tell_environment(generation, member.group, self._client.elastic)
+        if self._client.elastic:
+            tell_environment(generation, member.group)
         resets, self.resets = [*self._always, *self.resets] if self.entry else [], []
         for reset in resets:
             reset()
+        sys.excepthook = self._excepthook  # each init_process_group puts its own around the one that it finds
         self.entry += 1
         self._bound = None
         self._guards.enter()
@@ -171,6 +174,7 @@ class Reentry:
         except Exception as error:
             left = self._consequence(error)
         else:
+            self._copies.ungate()
             self.over = member.finish(lambda: member.generation.number == generation.number)
             return
         finally:
@@ -181,6 +185,7 @@ class Reentry:
         if member.generation.number == generation.number:
             member.agree(left)
         self._bound = None
+        self._copies.ungate()
         gc.collect()  # models and groups are full of cycles
 
     def _consequence(self, error: Exception) -> StepInterrupted:
@@ -274,7 +279,8 @@ class Reentry:
 
     def continue_random(self) -> None:
         """Sets the generators of random numbers to where they were at the last commit, if this worker was there."""
-        continue_generators(self._generators.get(self.step, b""))
+        if (generators := self._generators.get(self.step)) is not None:
+            set_generators(generators)
 
     def bind(
         self,
@@ -292,7 +298,7 @@ class Reentry:
         self.check()
         group = self.member.group
         copy = self._copies.newest
-        forms = zlib.crc32(repr(_forms(copy.manifest)).encode()) if copy is not None else None
+        forms = copy.forms if copy is not None else None
         notes = group.all_gather_json({"names": sorted(objects), "forms": forms, "load": load is not None})
         names = [note["names"] for note in notes]
         if any(one != names[0] for one in names):
@@ -305,7 +311,7 @@ class Reentry:
         if holders:
             check_alike([notes[rank]["forms"] for rank in holders])
             first = group.rank == holders[0]
-            told = group.all_gather_bytes(_packed(copy) if first and copy is not None else b"")
+            told = group.all_gather_bytes(copy.packed() if first and copy is not None else b"")
             manifest, values = json.loads(told[holders[0]])
             try:
                 self._restore(group, objects, manifest, values)
@@ -334,22 +340,19 @@ class Reentry:
         is_cut = group.size > 1 and any(map(is_sharded, objects.values()))
         if is_cut or copy is None:
             self._brought = json.loads(json.dumps(values))  # the function changes its own before the next commit
-        if is_cut:
-            self._mend(group, objects)
-        elif copy is None:
-            self._copy(self.step, objects)
+            own = self._copy(self.step, objects)
+            if is_cut:
+                self._mend(group, own)
         if group.rank == 0:
             seconds = round(time.monotonic() - begin_s, 6)
             self.member.send("restored", {"step": self.step, "bytes_moved": received_bytes, "seconds": seconds})
 
-    def _mend(self, group: Group, objects: dict[str, Any]) -> None:
+    def _mend(self, group: Group, copy: StateCopy) -> None:
         """Begins to bring what each member has of the last commit now to its guard: one more may die before the next.
 
         Until all is there, the parts that were kept before are kept, too.
         """
-        described = self._copies.describe(objects)
-        self._guards.tell(group, described[1].boxes)
-        copy = self._copy(self.step, objects, described)
+        self._guards.tell(group, copy.boxes)
         self._mending = self._guards.ship(group, copy, self._copies.copied(self._lost))
 
     def _await_mending(self) -> None:
@@ -414,9 +417,8 @@ class Reentry:
         self._await_mending()
         group = self.member.group
         described = self._copies.describe(bound.objects)
-        boxes = described[1].boxes
-        if self._pending is None or self._count(b"" if self._guards.knows(boxes) else b"boxes"):
-            self._guards.tell(group, boxes)
+        if self._pending is None or self._count(b"" if self._guards.knows(described.boxes) else b"boxes"):
+            self._guards.tell(group, described.boxes)
         copy = self._copy(self.step + 1, bound.objects, described)
         shipment = self._guards.ship(group, copy, self._copies.copied(self._lost))
         now_s = time.monotonic()
@@ -445,7 +447,7 @@ class Reentry:
         self.step += 1
         self._copy(self.step, self._bound.objects)
 
-    def _copy(self, step: int, objects: dict[str, Any], described: Described | None = None) -> StateCopy:
+    def _copy(self, step: int, objects: dict[str, Any], described: Description | None = None) -> StateCopy:
         self._generators = {**dict(list(self._generators.items())[-1:]), step: read_generators()}
         return self._copies.begin(step, objects, self._brought, described=described)
 
@@ -495,35 +497,3 @@ class Reentry:
         self.step = verdict.step
         if verdict.fresh:
             self._holds = True
-
-
-def check_every(every: int) -> None:
-    """Raises UsageError where every so many commits cannot count."""
-    if every < 1:
-        raise UsageError(f"elastic(every={every}): expected 1 or more")
-
-
-def _tell_environment(generation: Generation, group: Group, elastic: bool) -> None:
-    """Sets the variables by which scripts and torch.distributed find the members. RANK and WORLD_SIZE are set."""
-    if not elastic:
-        return
-    nodes = list(dict.fromkeys(map(node_of, group.members)))
-    own = node_of(group.members[group.rank])
-    here = sum(node_of(member) == own for member in group.members)
-    os.environ |= {
-        "LOCAL_WORLD_SIZE": str(here),
-        "GROUP_RANK": str(nodes.index(own)),
-        "GROUP_WORLD_SIZE": str(len(nodes)),
-        "ROLE_RANK": str(group.rank),
-        "ROLE_WORLD_SIZE": str(group.size),
-        "MASTER_ADDR": generation.master.addr,
-        "MASTER_PORT": str(generation.master.port),
-    }
-
-
-def _forms(manifest: Manifest) -> list[Any]:
-    return [[spec["path"], spec["dtype"], spec["shape"]] for spec in manifest["tensors"]]
-
-
-def _packed(copy: StateCopy) -> bytes:
-    return json.dumps([copy.manifest, copy.values]).encode()

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.workers.comm.group import Group
-from elaunch.workers.reentry.copies import Part, box_of, is_dtensor
+from elaunch.workers.reentry.copies import Part
+from elaunch.workers.reentry.encoding import box_of, is_dtensor
 from elaunch.workers.state.boxes import Box, n_elements, whole
 from elaunch.workers.state.chunks import Chunk, ChunkedState
 from elaunch.workers.state.codec import Manifest, dtype_of

@@ -32,8 +32,13 @@ _SCALARS = (type(None), bool, int, str)
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 Manifest = dict[str, Any]
-_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
+Where = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
 """Where a tensor lies, and how."""
+
+
+def where(tensor: torch.Tensor) -> Where:
+    """Returns where a tensor lies, and how."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def describe(objects: Mapping[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
@@ -114,7 +119,7 @@ def digest(manifest: Manifest) -> str:
 class TensorPlaces(NamedTuple):
     """What an encoder found, without the tensors: where each of its list lay, and what the manifest says of it."""
 
-    places: Sequence[_Place | None] = ()
+    places: Sequence[Where | None] = ()
     specs: Sequence[dict[str, Any]] = ()
 
 
@@ -133,8 +138,8 @@ class Encoder:
     def __init__(self, before: TensorPlaces | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.specs: list[dict[str, Any]] = []
-        self._known: dict[_Place, int] = {}
-        self._places: list[_Place | None] = []  # None: the list has a copy of it
+        self._known: dict[Where, int] = {}
+        self._places: list[Where | None] = []  # None: the list has a copy of it
         self._before = TensorPlaces() if before is None else before
 
     @property
@@ -214,7 +219,7 @@ class Encoder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise StateError(f"{path}: a tensor without plain memory ({'meta' if tensor.is_meta else what})")
-        place: _Place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        place = where(tensor)
         plain = not (tensor.is_conj() or tensor.is_neg())
         ties = tied and plain and tensor.numel() > 0
         if ties and place in self._known:
@@ -236,7 +241,7 @@ class Encoder:
         self._places.append(place if plain else None)
         return len(self.tensors) - 1
 
-    def _former_spec(self, place: _Place, path: str) -> dict[str, Any] | None:
+    def _former_spec(self, place: Where, path: str) -> dict[str, Any] | None:
         """Returns what was said of a tensor before, if it lies where it lay, at the same place in the list."""
         number, (places, specs) = len(self.tensors), self._before
         if number < len(places) and places[number] == place and specs[number]["path"] == path:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.errors import UsageError
-from elaunch.workers.reentry.copies import local_part
+from elaunch.workers.reentry.encoding import local_part
 
 
 def fsdp_version(args: Any) -> int:
