@@ -94,7 +94,7 @@ def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: 
 def test_who_kept_the_part_of_one_that_died_may_die_before_the_next_commit(spawn: Spawner, tmp_path: Path) -> None:
     """Once all have bound, what each has is with another one again."""
     calm = undisturbed(spawn, tmp_path)
-    deaths = ("--die", "1:9:step", "--die", "2:2:bound")
+    deaths = ("--die", "1:9:step", "--die", "2:9:bound")
     node = run(spawn, tmp_path, "--shards", "3", *deaths, *in_turn(tmp_path), name="deaths")
     assert_as_undisturbed(node, calm)
 

@@ -3,8 +3,8 @@
     elaunch --standalone --nproc-per-node=4 tests/jobs/elastic.py --shards 4 --die 1:10:step
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
-before it binds its state after a change (bind: STEP is then the entry), before the first step of an entry and after all
-have bound and guard what others have (bound), or at the end, after STEP steps (end).
+before it binds its state after a change (bind: STEP is then the entry), before STEP where an entry begins with it, when
+all have bound, and guard what others have (bound), or at the end, after STEP steps (end).
 `--join-after FILE`: replacements join once the others have entered again, and made FILE. `--overtaken LOCAL_RANK`, with
 it: on its first way back that worker hears of the next generation when all others have entered the present one, and
 made FILE. `--stuck LOCAL_RANK:STEP`: its first process waits there for what never comes.
@@ -160,9 +160,9 @@ def train(state: elaunch.ElasticState) -> None:
     sys.stdout.write(f"entry {state.entry}: {state.size} members, step {state.step}\n")
     if state.entry > 1 and arguments.join_after is not None:
         arguments.join_after.touch()
-    if any(death.endswith(f":{state.entry}:bound") for death in arguments.die):
+    if any(death.endswith(f":{state.step}:bound") for death in arguments.die):
         state.all_gather(None)
-        die("bound", state.entry)
+        die("bound", state.step)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     for x, y in state.steps(loader, epochs=arguments.epochs, global_batch_size=BATCH):
         if state.rank == 0 and arguments.raise_at == state.step:
