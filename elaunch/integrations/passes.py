@@ -11,11 +11,21 @@ import torch.distributed as dist
 
 from elaunch.integrations.adapters import under_adapters
 from elaunch.workers.agent_client import has_agent
+from elaunch.workers.reentry.encoding import is_dtensor
 from elaunch.workers.reentry.run import Reentry
 from elaunch.workers.reentry.state import ElasticState
 
 Dealt = Iterable[tuple[float, Sequence[int], Any]]
 """Of each batch of this member: its weight, the samples of all members, and its content."""
+
+
+def whole_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the value of a tensor; of a DTensor, as a loss over tensor-parallel members, that of the whole one."""
+    value = tensor.detach()
+    if not is_dtensor(value):
+        return value
+    whole: torch.Tensor = value.full_tensor()  # type: ignore[attr-defined]
+    return whole
 
 
 class FunctionEntry:
@@ -194,7 +204,7 @@ class FunctionLoop:
             divisor: batches of an update over which losses are averaged.
         """
         loss = loss if self.weight == 1.0 else loss * self.weight
-        part = loss.detach().double() / divisor
+        part = whole_value(loss).double() / divisor
         self._loss = part if self._loss is None else self._loss + part
         return loss
 

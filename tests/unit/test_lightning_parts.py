@@ -1,4 +1,4 @@
-"""Parts of Lightning's adapter: metrics over members, orders of samplers of the script's own, rows of tables."""
+"""Parts of Lightning's adapter: metrics over members, orders of samplers, rows of tables, modules that were sharded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric.loggers.csv_logs import CSVLogger
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection
@@ -20,9 +21,11 @@ from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
 
 from elaunch.errors import GenerationChanged, UsageError
 from elaunch.integrations.lightning import Fabric, Trainer, elastic, loggers
+from elaunch.integrations.lightning.configured import GivenModule
 from elaunch.integrations.lightning.data import Dealer
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
-from elaunch.integrations.lightning.trainer import ElasticFit
+from elaunch.integrations.lightning.parts import fit_mesh, make_elastic, why_not_elastic
+from elaunch.integrations.lightning.trainer import ELASTIC, ElasticFit
 
 
 class Scored(nn.Module):
@@ -165,3 +168,106 @@ def test_a_fit_that_is_left_midway_leaves_nothing_of_the_step_on_the_module(own:
             fits.run(state, fit, module, None)
         assert vars(module) == before
         assert not module.error.update_called
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.last = nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+        self.later: Any = None
+        self.n_heads, self.is_configured, self.seen = 4, False, 0
+        self.register_buffer("rope", torch.ones(2), persistent=False)
+
+
+class ShardedLinear(nn.Linear):
+    """Stands for the class that torch gives a module which it shards."""
+
+
+def configure(module: Tied) -> None:
+    """Does to a module what FSDP2, tensor parallelism and users' `configure_model` do."""
+    module.first.__class__ = ShardedLinear
+    module.first._parameters["weight"] = nn.Parameter(torch.zeros(1, 2))
+    module.last._parameters["weight"] = module.first._parameters["weight"]
+    module.first.register_forward_pre_hook(lambda *_: None)
+    module.last = nn.Sequential(module.last)  # type: ignore[assignment]
+    module.later = nn.Linear(2, 1)
+    module.n_heads, module.is_configured = 2, True
+    module._is_managed = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_what_configure_model_did_is_undone(has_values: bool) -> None:
+    module = Tied()
+    first, rope = module.first, module.get_buffer("rope")
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    given = GivenModule(module, has_values)
+    with given.configuring():
+        configure(module)
+    module.seen = 7  # in training; it is not of what was configured
+    rope.zero_()
+    given.put_back()
+    assert type(module.first) is nn.Linear
+    assert module.first is first
+    assert not first._forward_pre_hooks
+    assert type(module.last) is nn.Linear
+    assert module.last.weight is first.weight
+    assert (module.later, module.n_heads, module.is_configured, module.seen) == (None, 4, False, 7)
+    assert not hasattr(module, "_is_managed")
+    found = module.state_dict()
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in before.items()}
+    assert not has_values or all(torch.equal(found[name], before[name]) for name in before)
+    assert torch.equal(rope, torch.ones(2) if has_values else torch.zeros(2))
+
+
+def test_a_module_can_be_configured_again_and_again() -> None:
+    module = Tied()
+    for _ in range(3):
+        given = GivenModule(module, False)
+        with given.configuring():
+            configure(module)
+        given.put_back()
+    assert sum(one.numel() for one in module.parameters()) == 8
+
+
+def test_quantized_parameters_are_refused_by_name() -> None:
+    class Quantized(nn.Parameter):
+        pass
+
+    module = nn.Linear(2, 2)
+    module.weight = Quantized(torch.ones(2, 2))
+    with pytest.raises(UsageError, match="weight is a Quantized"):
+        GivenModule(module, False)
+
+
+def test_the_tensor_parallel_size_stays_and_members_that_do_not_fit_wait() -> None:
+    told: list[str] = []
+
+    def wait_for_members(why: str) -> None:
+        told.append(why)
+        raise GenerationChanged(2)
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    fit_mesh(strategy, SimpleNamespace(size=6, wait_for_members=wait_for_members))  # type: ignore[arg-type]
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (3, 2)
+    with pytest.raises(GenerationChanged):
+        fit_mesh(strategy, SimpleNamespace(size=3, wait_for_members=wait_for_members))  # type: ignore[arg-type]
+    assert told == ["3 members cannot be divided into groups of tensor_parallel_size=2"]
+
+
+def test_a_strategy_that_is_not_elastic_is_named_with_the_one_to_use() -> None:
+    strategy: Any
+    for strategy, line in (
+        (FSDPStrategy(), "FSDPStrategy (FSDP 1, whose flat parameters are cut otherwise for other members)"),
+        (object.__new__(DeepSpeedStrategy), "DeepSpeedStrategy (DeepSpeed's engine)"),
+    ):
+        assert not make_elastic(strategy, ELASTIC)
+        name, instead = why_not_elastic(strategy)
+        assert name == line
+        assert "ModelParallelStrategy" in instead
+    for kind in (DDPStrategy, ModelParallelStrategy):
+        strategy = kind()
+        assert make_elastic(strategy, ELASTIC)
+        assert type(strategy) is ELASTIC[kind]
+        assert make_elastic(strategy, ELASTIC)

@@ -9,6 +9,8 @@ loops     loops that commit, and go on where the last commit was
 progress  what of a Trainer's state is neither a module nor an optimizer nor a scheduler
 metrics   metrics of torchmetrics, which add up over an epoch
 loggers   loggers that another worker takes over
+configured what `configure_model` does, undone for other members
+strategies  the Trainer's strategies
 trainer   the Trainer
 fabric    Fabric
 """

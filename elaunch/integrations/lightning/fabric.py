@@ -7,10 +7,10 @@ from typing import Any
 
 import lightning.fabric
 import torch
-from lightning.fabric.strategies import DDPStrategy  # type: ignore[attr-defined]
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # type: ignore[attr-defined]
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.wrappers import _FabricDataLoader
+from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_compiled
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
@@ -18,7 +18,16 @@ from elaunch.errors import UsageError
 from elaunch.integrations.lightning import loggers
 from elaunch.integrations.lightning.data import DealtLoader, dealt
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
-from elaunch.integrations.lightning.parts import FitStart, agree_on_start, make_elastic, weighted
+from elaunch.integrations.lightning.parts import (
+    DataRank,
+    FitStart,
+    agree_on_start,
+    fit_mesh,
+    make_elastic,
+    sharded_rank,
+    weighted,
+    why_not_elastic,
+)
 from elaunch.integrations.passes import Dealt, FunctionEntry, FunctionLoop, entered_again
 
 START = "lightning.fabric"
@@ -37,8 +46,8 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1) -> An
     return entered_again(function, every, lambda: None)
 
 
-class ElasticFabricDDP(DDPStrategy):
-    """Fabric's DistributedDataParallel over the members that there are, who have the global batches of the first ones.
+class ElasticFabricStrategy(Strategy):
+    """What is put before a strategy of Fabric's: the members that there are have the global batches of the first ones.
 
     Attributes:
         fabric: to which it belongs; None: it is Lightning's.
@@ -47,10 +56,17 @@ class ElasticFabricDDP(DDPStrategy):
     fabric: LiveFabric | None = None
 
     @property
+    def data_rank(self) -> DataRank:
+        """Returns which part of a batch is this member's."""
+        strategy: Any = self
+        return DataRank(strategy.global_rank, strategy.world_size)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Returns what Fabric makes samplers with; what they give is dealt out anew."""
         if self.fabric is None:
-            return super().distributed_sampler_kwargs
+            rank, size = self.data_rank
+            return {"num_replicas": size, "rank": rank}
         return {"num_replicas": self.fabric.start.replicas, "rank": 0}
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -74,7 +90,30 @@ class ElasticFabricDDP(DDPStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the members; within a batch, a mean is one over the samples of all members."""
-        return super().all_reduce(weighted(self, tensor, reduce_op), group, reduce_op)
+        return super().all_reduce(weighted(self, tensor, reduce_op), group, reduce_op)  # type: ignore[safe-super]
+
+
+class ElasticFabricDDP(ElasticFabricStrategy, DDPStrategy):
+    """DistributedDataParallel."""
+
+
+class ElasticFabricModelParallel(ElasticFabricStrategy, ModelParallelStrategy):
+    """FSDP2 and tensor parallelism; the tensor-parallel size stays, the data-parallel one follows the members."""
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Returns which part of a batch is this member's: the members of a tensor-parallel group share one."""
+        return sharded_rank(self)
+
+    def setup_environment(self) -> None:
+        """Makes the process group and the mesh of the members."""
+        if self.fabric is not None:
+            fit_mesh(self, self.fabric.loop.entry.state)
+        super().setup_environment()
+
+
+ELASTIC: dict[type, type] = {DDPStrategy: ElasticFabricDDP, ModelParallelStrategy: ElasticFabricModelParallel}
+"""By strategy of Fabric's, the one that it becomes."""
 
 
 class LiveFabric(lightning.fabric.Fabric):
@@ -105,11 +144,9 @@ class LiveFabric(lightning.fabric.Fabric):
         super()._prepare_run_method()
         if self._loop is None:
             return
-        if not make_elastic(self._strategy, DDPStrategy, ElasticFabricDDP):
-            raise UsageError(
-                f'in an elastic function Fabric takes strategy="ddp", not {type(self._strategy).__name__}, with '
-                "devices= as many as --nproc-per-node has"
-            )
+        if not make_elastic(self._strategy, ELASTIC):
+            name, instead = why_not_elastic(self._strategy)
+            raise UsageError(f"in an elastic function Fabric does not take {name}; {instead}")
         strategy: Any = self._strategy
         strategy.fabric = self
 
@@ -129,7 +166,8 @@ class LiveFabric(lightning.fabric.Fabric):
         """Has all members know what the first ones have begun with. All members call it."""
         entry = self.loop.entry
         known = entry.kept.get(START)
-        start, is_first = agree_on_start(entry.state, known, loggers.versions(self.loggers))
+        replicas = self._elastic_strategy.data_rank.size
+        start, is_first = agree_on_start(entry.state, known, replicas, loggers.versions(self.loggers))
         entry.kept[START] = start
         if not is_first:
             loggers.take_over(self.loggers, start.logger_versions, self.is_global_zero)
@@ -171,13 +209,16 @@ class LiveFabric(lightning.fabric.Fabric):
         if self._loop is not None and scheduler is not None:
             self._others[f"scheduler{len(self._models)}"] = scheduler
         found = super().setup(module, *optimizers, scheduler=scheduler, **kwargs)
+        self._take_sharded(found[0] if optimizers else found)
         self._wrappers += found[1 : 1 + len(optimizers)] if optimizers else ()
         return found
 
     def setup_module(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Sets up a model, as Fabric does."""
         self._note(module)
-        return super().setup_module(module, *args, **kwargs)
+        found = super().setup_module(module, *args, **kwargs)
+        self._take_sharded(found)
+        return found
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Sets up optimizers, as Fabric does."""
@@ -212,7 +253,12 @@ class LiveFabric(lightning.fabric.Fabric):
 
     def dealt(self, loader: Any, trains: bool) -> Any:
         """Returns a loader that deals out global batches; for other than training the same one if it cannot."""
-        return dealt(loader, self.start.replicas, self.global_rank, self.world_size, trains)
+        rank, size = self._elastic_strategy.data_rank
+        return dealt(loader, self.start.replicas, rank, size, trains)
+
+    @property
+    def _elastic_strategy(self) -> Any:
+        return self._strategy
 
     def _setup_dataloader(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         found: Any = super()._setup_dataloader(dataloader, *args, **kwargs)
@@ -228,6 +274,11 @@ class LiveFabric(lightning.fabric.Fabric):
             raise UsageError("set up all models and optimizers before the first epoch: they make up the state")
         self._models += [module] if module is not None else []
         self._optimizers += optimizers
+
+    def _take_sharded(self, wrapper: Any) -> None:
+        """Has the state be that of the model as it was sharded, which need not be the object that was set up."""
+        if isinstance(self._strategy, ModelParallelStrategy) and self._loop is not None:
+            self._models[-1], _ = _unwrap_compiled(wrapper._forward_module)
 
     def _objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
         objects: dict[str, Any] = {f"model{place}": one for place, one in enumerate(self._models)}

@@ -72,6 +72,11 @@ class FitLoop(_FitLoop):
         else:
             super().reset()
 
+    def on_run_start(self) -> None:
+        """Begins a run; what it goes on from stays, as Lightning's own examples make weights in `on_train_start`."""
+        with self.elastic.keeping_state():
+            super().on_run_start()
+
     def on_advance_start(self) -> None:
         """Begins an epoch, or goes on within one."""
         if not self.elastic.goes_on:

@@ -3,93 +3,48 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from elaunch.integrations.adapters import under_adapters
 from elaunch.integrations.lightning import loggers, loops
-from elaunch.integrations.lightning.data import DealtLoader, dealt
+from elaunch.integrations.lightning.configured import GivenModule, copied, put_back_values
+from elaunch.integrations.lightning.data import DealtLoader
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
-from elaunch.integrations.lightning.parts import (
-    FitStart,
-    agree_on_configs,
-    agree_on_start,
-    make_elastic,
-    weigh,
-    weighted,
-)
+from elaunch.integrations.lightning.parts import agree_on_configs, agree_on_start, make_elastic, say_not_elastic
 from elaunch.integrations.lightning.progress import FitProgress, add_up, past_metrics, put_back, put_back_metrics
+from elaunch.integrations.lightning.strategies import ElasticDDP, ElasticModelParallel
 from elaunch.workers.agent_client import has_agent
+from elaunch.workers.random.rng import Generators, read_generators, set_generators
+from elaunch.workers.reentry.encoding import describe_shards, local_part
 from elaunch.workers.reentry.forms import elastic
+from elaunch.workers.reentry.shares import load_shares, shares
 from elaunch.workers.reentry.state import ElasticState
+from elaunch.workers.state.codec import restore
+
+ELASTIC: dict[type, type] = {DDPStrategy: ElasticDDP, ModelParallelStrategy: ElasticModelParallel}
+"""By strategy of Lightning's, the one that it becomes."""
 
 METRICS = "lightning.metrics"
 """Among the values of a commit: what was logged by past epochs and validations."""
-
-
-class ElasticDDP(DDPStrategy):
-    """DistributedDataParallel over the members that there are, who have the global batches of the first ones.
-
-    Attributes:
-        elastic: the fit that it belongs to.
-        start: what the first members have begun with, once that is known.
-        weight: how much the mean over this member's present batch counts; 1.0 outside of steps.
-        loss: the sum of the losses that went backward since the last commit, weighted.
-    """
-
-    elastic: ElasticFit | None = None
-    start: FitStart | None = None
-    weight: float = 1.0
-    loss: torch.Tensor | None = None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Returns what Lightning makes samplers with; what they give is dealt out anew."""
-        if self.elastic is None or self.start is None:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": self.start.replicas, "rank": 0}
-
-    def setup_environment(self) -> None:
-        """Makes the process group of the members, who hear from the first one where the job is."""
-        super().setup_environment()
-        if self.elastic is not None:
-            self.elastic.meet()
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Returns a loader that deals out global batches."""
-        if self.elastic is None or self.start is None:
-            return dataloader
-        trains = bool(self.elastic.trainer.training)
-        return dealt(dataloader, self.start.replicas, self.global_rank, self.world_size, trains)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Weighs what follows by the size of the batch."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.elastic is not None:
-            self.weight = self.elastic.weight()
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs backward from a loss, weighted."""
-        loss = weigh(self, closure_loss) if self.elastic is not None else closure_loss
-        return super().backward(loss, optimizer, *args, **kwargs)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over the members; in a step, a mean is one over its samples."""
-        return super().reduce(weighted(self, tensor, reduce_op), group, reduce_op)
 
 
 class ElasticFit:
     """A Trainer's fit, from one entry to the next.
 
     Args:
-        trainer: whose strategy is an `ElasticDDP`.
+        trainer: whose strategy is an `ElasticStrategy`.
 
     Attributes:
         trainer: the same.
@@ -111,8 +66,12 @@ class ElasticFit:
         self._progress = FitProgress(self)
         self._metrics = EpochMetrics({}, False)
         self._sample_ids: list[int] = []
-        self._saved: set[str] = set()
+        self._saved: dict[str, int] = {}
         self._again: set[str] = set()
+        self._is_set_up = False
+        self._given: GivenModule | None = None
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._generators: Generators | None = None
         self._modes: dict[str, bool] = {}
         self._forward: Any = None
         bar = trainer.progress_bar_callback
@@ -131,9 +90,18 @@ class ElasticFit:
             path: that path; it is of no use once there was a commit.
         """
         trainer = self.trainer
-        self._state = state
+        if self._is_set_up:  # a fit that had ended when somebody died, so that not all have
+            self._leave(model)
+        self._state, self._is_set_up = state, True
         self.restored = self.goes_on = False
-        self._forward = vars(model).get("forward") if state.entry == 1 else self._forward
+        if state.entry == 1:
+            self._forward, self._generators = vars(model).get("forward"), read_generators()
+            changing = [*(one for one in model.parameters() if one.requires_grad), *model.buffers()]
+            self._values = copied(changing) if not self._is_sharded else []
+        elif state.step == 0:  # what was done before the first commit is done again, from the same beginning
+            put_back_values(self._values)
+            if self._generators is not None:
+                set_generators(self._generators)
         self._modes = self._modes or {name: one.training for name, one in model.named_modules()}
         bar = trainer.progress_bar_callback
         if bar is not None and self._shows_bar:
@@ -147,6 +115,7 @@ class ElasticFit:
     def _leave(self, model: pl.LightningModule) -> None:
         """Puts away what belongs to members who are gone: the fit was interrupted anywhere."""
         trainer = self.trainer
+        self._is_set_up = False
         trainer.training = True
         epochs: Any = trainer.fit_loop
         for loop in (epochs, epochs.epoch_loop.val_loop):
@@ -163,23 +132,58 @@ class ElasticFit:
             metric.reset()
         model._current_fx_name = None
         trainer._signal_connector.teardown()
+        self._unconfigure()
         self.strategy.model = None
         self.strategy.loss = None
         self.strategy.weight = 1.0
         self._sample_ids = []
-        self._again |= self._saved
-        self._saved = set()
         _close_bar(trainer.progress_bar_callback)
 
     def end(self) -> None:
         """Leaves the Trainer as Lightning's: what comes after the fit is not elastic."""
         self.strategy.elastic = None
         loops.give_back(self.trainer)
+        if self._is_sharded:
+            self._shard_trained()
+        self._given, self._values = None, []
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.strategy, ElasticModelParallel)
+
+    @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Returns a context in which `configure_model` runs; what it does is undone when the fit is left."""
+        self._given = GivenModule(self.trainer.lightning_module, self.state.step == 0)
+        with self._given.configuring():
+            yield
+
+    def _unconfigure(self) -> None:
+        """Has the module be whole again, and lets the optimizers of its shards go."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.put_back()
+            self.strategy._reset_optimizers_and_schedulers()
+
+    def _shard_trained(self) -> None:
+        """Has the trained module and its optimizers be sharded over a group for what comes after the fit."""
+        trainer, strategy = self.trainer, self.strategy
+        trained = describe_shards(self._stateful())
+        self._unconfigure()
+        strategy.setup_environment()
+        _call_configure_model(trainer)
+        strategy.setup(trainer)
+        objects = self._stateful()
+        needed = shares(objects, trained.manifest)  # the members and their parts are those of the fit
+        tensors = [share.wrap(tensor) for share, tensor in zip(needed, trained.tensors, strict=True)]
+        restore(objects, trained.manifest, tensors, load=load_shares)
+        strategy.teardown()
 
     def meet(self) -> None:
         """Has all members know what the first ones have begun with. All members call it."""
         strategy, used = self.strategy, self.trainer.loggers
-        start, is_first = agree_on_start(self.state, strategy.start, loggers.versions(used))
+        replicas = strategy.data_rank.size
+        start, is_first = agree_on_start(self.state, strategy.start, replicas, loggers.versions(used))
         strategy.start = start
         if not is_first:
             loggers.take_over(used, start.logger_versions, strategy.is_global_zero)
@@ -190,14 +194,13 @@ class ElasticFit:
         trainer, strategy = self.trainer, self.strategy
         module = trainer.lightning_module
         self._metrics = EpochMetrics(metrics_of(module), strategy.is_global_zero)
-        objects: dict[str, Any] = {"model": module, "trainer": self._progress, "metrics": self._metrics}
-        objects |= {f"optimizer{place}": one for place, one in enumerate(trainer.optimizers)}
-        objects |= {f"scheduler{place}": one.scheduler for place, one in enumerate(trainer.lr_scheduler_configs)}
+        objects = {**self._stateful(), "trainer": self._progress, "metrics": self._metrics}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelCheckpoint) and "file_exists" not in vars(callback):
                 self._write_again(callback)
         state = self.state
         state.bind(constant=under_adapters(objects), **objects)
+        self._again = {path for path, step in self._saved.items() if step >= state.step}
         if not self.restored:
             return
         put_back_metrics(trainer, state.values.get(METRICS, {}))
@@ -209,6 +212,24 @@ class ElasticFit:
                 put_back(epochs.epoch_loop._results, self._progress.sums)
         if strategy.is_global_zero:
             loggers.forget_from(trainer.loggers, epochs.epoch_loop._batches_that_stepped)
+
+    @contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """Returns a context in which hooks may make weights: those of the last commit are put back after it."""
+        module = self.trainer.lightning_module
+        keeps = self.restored and is_overridden("on_train_start", module)
+        state = module.state_dict(keep_vars=True).values() if keeps else ()
+        values = copied(local_part(one) for one in state if isinstance(one, torch.Tensor))
+        yield
+        put_back_values(values)
+
+    def _stateful(self) -> dict[str, Any]:
+        """Returns what is trained, by name."""
+        trainer = self.trainer
+        objects: dict[str, Any] = {"model": trainer.lightning_module}
+        objects |= {f"optimizer{place}": one for place, one in enumerate(trainer.optimizers)}
+        objects |= {f"scheduler{place}": one.scheduler for place, one in enumerate(trainer.lr_scheduler_configs)}
+        return objects
 
     @property
     def state(self) -> ElasticState:
@@ -242,15 +263,18 @@ class ElasticFit:
         self.committed_steps = trainer.global_step
         state.values[METRICS] = past_metrics(trainer)
         ids, self._sample_ids = self._sample_ids, []
-        self._again -= self._saved
-        self._saved = set()
         state.commit(loss=total.item() / state.size if total is not None else None, sample_ids=ids)
+        self._values = []
+        if self._given is not None:
+            self._given.forget_values()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def saves(self, path: str) -> None:
         """Takes down that a checkpoint is written, in a step that may have to be done again."""
-        self._saved.add(path)
+        if path in self._again and self.strategy.is_global_zero and os.path.isdir(path):
+            shutil.rmtree(path)  # more members may have left parts in it than there are now
+        self._saved[path] = self.state.step
         self._again.discard(path)
 
     def _write_again(self, callback: ModelCheckpoint) -> None:
@@ -275,8 +299,10 @@ class LiveTrainer(pl.Trainer):
 
     def fit(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Trains, as Lightning does. Once in a process it does so with members that may change."""
-        if has_agent() and self._elastic is None and make_elastic(self.strategy, DDPStrategy, ElasticDDP):
-            if _Fits.begun:
+        if has_agent() and self._elastic is None:
+            if not make_elastic(self.strategy, ELASTIC):
+                say_not_elastic(self.strategy)
+            elif _Fits.begun:
                 print(
                     f"[elaunch] worker {os.environ['ELAUNCH_WORKER']}: only the first fit of a process is elastic; in "
                     "this one, all workers are started again when one dies",

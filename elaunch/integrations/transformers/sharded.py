@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elaunch.errors import UsageError
+from elaunch.integrations.parameters import emptied
 from elaunch.workers.reentry.encoding import local_part
 
 
@@ -33,28 +33,20 @@ class UnshardedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = _with(model, lambda one: torch.empty_like(one, device="meta"))
+        self._model = _emptied(model, {name: torch.device("meta") for name, _ in model.named_parameters()})
         self._devices = {name: one.device for name, one in model.named_parameters()}
 
     def make(self) -> nn.Module:
         """Returns such a model, which is whole, and whose parameters have any values."""
-        devices = {one: self._devices[name] for name, one in self._model.named_parameters()}
-        return _with(self._model, lambda one: torch.empty_like(one, device=devices[one]))
+        return _emptied(self._model, self._devices)
 
 
-def _with(model: nn.Module, values: Any) -> nn.Module:
-    """Returns a deep copy of a model but for its parameters, which get other values; those that are tied, stay so."""
-    made: dict[int, Any] = {}
-    for name, one in model.named_parameters():
-        if type(one) is not nn.Parameter:
-            raise UsageError(
-                f"elaunch.integrations.transformers.Trainer with FSDP: {name} is a {type(one).__name__}, and not an "
-                "ordinary parameter: leave fsdp out, or the quantization"
-            )
-        value: Tensor = values(one)
-        other = nn.Parameter(value, one.requires_grad)
-        other.__dict__.update(copy.deepcopy(one.__dict__))
-        made[id(one)] = other
+def _emptied(model: nn.Module, devices: dict[str, torch.device]) -> nn.Module:
+    """Returns a deep copy of a model but for the values of its parameters; those that are tied, stay so."""
+    adapter = "elaunch.integrations.transformers.Trainer with FSDP"
+    made: dict[int, Any] = {
+        id(one): emptied(name, one, devices[name], adapter) for name, one in model.named_parameters()
+    }
     return copy.deepcopy(model, made)
 
 
