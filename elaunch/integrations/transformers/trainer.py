@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ class _Training:
     Attributes:
         reentry: of the job.
         state: of this entry.
-        values: of the last commit; `world`, `seed` and `accumulation` alone before the first one.
+        values: of the last commit; `world`, `seed`, `began_t` (Unix time) and `accumulation` alone before the first one.
         epoch: the pass that is under way.
         position: updates of it that are over.
         step: of the last commit, as transformers counts.
@@ -164,7 +165,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _enter(self, reentry: Reentry, state: ElasticState, train: Callable[[bool], Any]) -> Any:
         """Trains with the members of now, from the last commit."""
-        values = agreed(reentry, {"world": WORLD_AT_START, "seed": self.args.data_seed or self.args.seed})
+        own = {"world": WORLD_AT_START, "seed": self.args.data_seed or self.args.seed, "began_t": time.time()}
+        values = agreed(reentry, own)
         values.setdefault("accumulation", self._accumulation)
         self._training = training = _Training(reentry, state, values)
         self.args.gradient_accumulation_steps = self._accumulation
@@ -361,12 +363,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._commit(training.epoch + 1, 0)
         training.position = 0
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         training = self._training
-        if training is not None and "trainer" in training.state.values:
-            # Its own part since the last log differs between members, and is lost with one.
-            self._tr_loss.fill_(training.state.values["trainer"]["tr_loss"])
-        return super()._finalize_training(*args, **kwargs)
+        if training is not None:
+            start_time = training.values["began_t"]
+            if "trainer" in training.state.values:
+                # Its own part since the last log differs between members, and is lost with one.
+                self._tr_loss.fill_(training.state.values["trainer"]["tr_loss"])
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs; see transformers. What is counted per second is counted from the first entry on."""
+        if start_time is not None and self._training is not None:
+            start_time = self._training.values["began_t"]
+        super().log(logs, start_time)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != IN_MEMORY:
