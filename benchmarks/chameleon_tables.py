@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.profiles.derive import MODELS, derive, measured
@@ -22,7 +22,7 @@ from elaunch.policy.select import choose
 from elaunch.policy.transition import estimate_transition
 from elaunch.simulator.faults import exponential, present, rate_of
 from elaunch.simulator.job import simulate_job
-from elaunch.simulator.model import JobModel, JobRun, Timings
+from elaunch.simulator.model import JobModel, JobRun, RunSpan, Timings
 from elaunch.simulator.strategies import make_strategy
 
 NPU_BYTES = 64 * 10**9
@@ -66,7 +66,7 @@ def figure_6(report: Report) -> None:
             )
 
 
-def figure_8(report: Report, seeds: int) -> None:
+def figure_8(report: Report, seeds: int) -> dict[str, list[JobRun]]:
     """32 NPUs of which 10 % fail in an hour, for 9 hours."""
     profile = profile_of(1)
     job = JobModel(profile, 64, 1, pp=4, dp=8)
@@ -98,6 +98,31 @@ def figure_8(report: Report, seeds: int) -> None:
                 "greatest": max(ratios),
             }
         )
+    return found
+
+
+def figure_7(report: Report, runs: Mapping[str, Sequence[JobRun]]) -> None:
+    """NPUs that are left over the hours of figure 8, and those with something to do under each policy."""
+    for hour in range(HOURS + 1):
+        spans = {name: [_span_at(run, 3600.0 * hour) for run in some] for name, some in runs.items()}
+        left = [span.members for span in spans["auto"]]
+        report.row(
+            {
+                "figure": "7",
+                "hour": hour,
+                "expected of 10 % in an hour": 32 * 0.9**hour,
+                "left, mean": statistics.mean(left),
+                "least": min(left),
+                "greatest": max(left),
+                **{f"busy, {name}": statistics.mean(span.busy for span in some) for name, some in spans.items()},
+            }
+        )
+
+
+def _span_at(run: JobRun, at_s: float) -> RunSpan:
+    """What a job does then, or next that is training."""
+    late = [span for span in run.spans if span.end_s > at_s or span is run.spans[-1]]
+    return next((span for span in late if span.kind == "train"), late[0])
 
 
 def figure_10(report: Report) -> None:
@@ -191,6 +216,28 @@ def section_5f(report: Report, decisions: int) -> None:
         )
 
 
+def figure_12(report: Report) -> None:
+    """The most that an NPU needs before and after DP 4, PP 2 lose one and become pipelines of 2, 2 and 3 stages."""
+    profile = profile_of(1)
+    n_layers = len(profile.layers)
+    for batch in (16, 64):
+        before = symmetric(workers_of(8), n_layers, batch, 1, dp=4, pp=2)
+        after = _pipelines(n_layers, batch, (2, 2, 3), workers_of(7))
+        peaks = [sorted(estimate_step(plan, profile).peak_bytes.values()) for plan in (before, after)]
+        report.row(
+            {
+                "figure": "12",
+                "batch": batch,
+                "before GB, least": peaks[0][0] / 1e9,
+                "before GB, most": peaks[0][-1] / 1e9,
+                "after GB, least": peaks[1][0] / 1e9,
+                "after GB, most": peaks[1][-1] / 1e9,
+                "NPU GB": NPU_BYTES / 1e9,
+                "paper": "does not increase, well below the limit",
+            }
+        )
+
+
 def _even(n_layers: int, depth: int) -> list[range]:
     return [share(n_layers, depth, stage) for stage in range(depth)]
 
@@ -228,7 +275,8 @@ def _played(groups: Sequence[GradientGroup], price: Sequence[float], order: Sequ
 def chameleon(report: Report, quick: bool) -> None:
     """Adds all tables."""
     figure_6(report)
-    figure_8(report, 2 if quick else SEEDS)
+    figure_7(report, figure_8(report, 2 if quick else SEEDS))
     figure_10(report)
     figure_11(report)
+    figure_12(report)
     section_5f(report, 2 if quick else 5)

@@ -78,6 +78,7 @@ class Case:
     lost: int
     nodes: int = NODES
     placement: Placement = "pipelines"
+    per_node: int = PER_NODE
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ class Case:
 
     @property
     def workers(self) -> int:
-        return self.nodes * PER_NODE
+        return self.nodes * self.per_node
 
     def lose(self) -> list[int]:
         """The nodes that are lost, in their order: the last ones."""
@@ -94,7 +95,8 @@ class Case:
     def plan(self, profile: Profile) -> Plan:
         """Its workers by node."""
         model, n_layers = self.model, len(profile.layers)
-        workers = [f"n{number // PER_NODE}/{number % PER_NODE}#0" for number in range(self.workers)]
+        per_node = self.per_node
+        workers = [f"n{number // per_node}/{number % per_node}#0" for number in range(self.workers)]
         batch = model.dp * model.units * model.micro_batch
         spans = cut(n_layers - 2, model.pp)
         if self.placement == "ranks":
@@ -174,7 +176,7 @@ class ClusterJob(Job):
             self._agents.append(
                 self.processes.start(
                     [
-                        *[*ELAUNCH, f"--nnodes={low}:{self.case.nodes}", f"--nproc-per-node={PER_NODE}"],
+                        *[*ELAUNCH, f"--nnodes={low}:{self.case.nodes}", f"--nproc-per-node={self.case.per_node}"],
                         *[f"--rdzv-endpoint={self._etcd.endpoint}", "--rdzv-id=policies", f"--node-name=n{node}"],
                         *["--rdzv-conf=last_call_timeout=60,lease_ttl=2", "--max-restarts=0", "--warm-start"],
                         *["--preload=elaunch.workers.layers.job", f"--policy={self._policy}", "--consistency=fast"],
@@ -217,7 +219,15 @@ class ClusterJob(Job):
 
     @property
     def _left(self) -> int:
-        return (self.case.nodes - len(self._lost)) * PER_NODE
+        return (self.case.nodes - len(self._lost)) * self.case.per_node
+
+    def profile(self) -> Profile:
+        """What the job has measured."""
+        told = f"{self.name}: no profile"
+        words = "profile", "--json"
+        return Profile.from_json(
+            ask_job(*words, job="policies", endpoint=self._etcd.endpoint, limit_s=STEP_LIMIT_S, failed=told)
+        )
 
     def ask(self, plan: Plan) -> None:
         """Have the job go on by another plan."""

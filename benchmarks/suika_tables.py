@@ -108,7 +108,7 @@ FULL = Network()
 @cache
 def profile_of(name: str, tp: int) -> Profile:
     """A worker stands for a TP group."""
-    found = derive(BY_NAME[name].model, measured(), tp)
+    found = derive(BY_NAME[name].model, measured(), devices=tp)
     return replace(found, memory_bytes=DEVICE_BYTES * tp, bandwidth_bytes_per_s=1e9 * FULL.node * tp)
 
 

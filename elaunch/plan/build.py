@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -133,12 +133,12 @@ def pipelines(
         PlanError: the pipelines do not do every layer of every unit once.
     """
     _check_sizes(n_layers, global_batch_size, micro_batch_size)
-    tiles = tuple(
-        Tile(layers, _whole_units(pipeline.units, global_batch_size, micro_batch_size), workers)
-        for pipeline in pipelines
-        for layers, workers in pipeline.stages
-    )
-    return _validated(Plan(n_layers, global_batch_size, micro_batch_size, tiles, zero, tuple(idle)))
+    tiles: list[Tile] = []
+    for pipeline in pipelines:
+        # The very same in all stages, which tells others that they need not compare them.
+        units = _whole_units(pipeline.units, global_batch_size, micro_batch_size)
+        tiles += (Tile(layers, units, workers) for layers, workers in pipeline.stages)
+    return _validated(Plan(n_layers, global_batch_size, micro_batch_size, tuple(tiles), zero, tuple(idle)))
 
 
 def stages(
@@ -169,11 +169,16 @@ def stages(
     turns = tuple(_turns(global_batch_size, micro_batch_size, dp_size))
     tiles: list[Tile] = []
     without: list[str] = []
+    # Stages with replicas in the same DP ranks cut the samples alike: their tiles have the very same micro-batches.
+    cuts: dict[Hashable, list[tuple[MicroBatch, ...]]] = {}
     for stage in stages:
-        cut = _by_weight(turns, stage) if stage.shares is not None else _own_and_even_part(turns, stage)
-        for workers, micro_batches in zip(stage.replicas, cut):
-            if any(micro_batches):
-                tiles.append(Tile(stage.layers, tuple(filter(None, micro_batches)), workers))
+        kind = stage.shares, tuple(map(bool, stage.replicas))
+        if kind not in cuts:
+            cut = _by_weight(turns, stage) if stage.shares is not None else _own_and_even_part(turns, stage)
+            cuts[kind] = [tuple(filter(None, micro_batches)) for micro_batches in cut]
+        for workers, micro_batches in zip(stage.replicas, cuts[kind]):
+            if micro_batches:
+                tiles.append(Tile(stage.layers, micro_batches, workers))
             else:
                 without += workers
     return _validated(Plan(n_layers, global_batch_size, micro_batch_size, tuple(tiles), zero, (*without, *idle)))

@@ -5,7 +5,7 @@ The order of a step and its price are found component by component, and once onl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.plan.tiling import MicroBatch, Plan
@@ -35,26 +35,36 @@ def components(plan: Plan) -> tuple[Component, ...]:
 
 def _apart(plan: Plan) -> list[list[int]]:
     """Groups the tiles: tiles that share a unit or a worker are in the same list."""
-    leader: dict[Hashable, Hashable] = {}
+    leader = list(range(len(plan.tiles)))
+    first: dict[Hashable, int] = {}
+    cuts: dict[int, int] = {}
 
-    def find(one: Hashable) -> Hashable:
-        while (other := leader.setdefault(one, one)) != one:
-            leader[one] = leader[other]
-            one = other
-        return one
+    def find(tile: int) -> int:
+        while (other := leader[tile]) != tile:
+            leader[tile] = tile = leader[other]
+        return tile
+
+    def join(one: int, other: int) -> None:
+        leader[find(one)] = find(other)
 
     size = plan.micro_batch_size
-    for tile in plan.tiles:
-        here = find(tile.workers[0])
-        for worker in tile.workers[1:]:
-            leader[find(worker)] = here
+    for index, tile in enumerate(plan.tiles):
+        for worker in tile.workers:
+            if (before := first.setdefault(worker, index)) != index:
+                join(index, before)
+        # The stages of a pipeline mostly have the very same micro-batches.
+        same = cuts.setdefault(id(tile.micro_batches), index)
+        if same != index:
+            join(index, same)
+            continue
         for micro_batch in tile.micro_batches:
             for run in micro_batch:
-                for unit in range(run.start // size, -(-run.stop // size)):
-                    leader[find(unit)] = here = find(here)
-    found: dict[Hashable, list[int]] = {}
-    for index, tile in enumerate(plan.tiles):
-        found.setdefault(find(tile.workers[0]), []).append(index)
+                for unit in range(run.start // size, (run.stop - 1) // size + 1):
+                    if (before := first.setdefault(unit, index)) != index:
+                        join(index, before)
+    found: dict[int, list[int]] = {}
+    for index in range(len(plan.tiles)):
+        found.setdefault(find(index), []).append(index)
     return list(found.values())
 
 
@@ -64,24 +74,30 @@ def _part(plan: Plan, tiles: Sequence[int]) -> Component:
         # Else it keeps what was derived of it.
         component = replace(plan, tiles=tuple(plan.tiles[index] for index in tiles), idle=())
     size = plan.micro_batch_size
-    # The stages of a pipeline mostly have the very same micro-batches.
     cuts = {id(tile.micro_batches): tile.micro_batches for tile in component.tiles}
     units = {run.start // size for cut in cuts.values() for runs in cut for run in runs}
     # Units and workers count by their order only.
     first = {unit: place * size for place, unit in enumerate(sorted(units))}
     numbers = {worker: number for number, worker in enumerate(component.workers)}
-
-    def shape(runs: MicroBatch) -> tuple[tuple[int, int], ...]:
-        return tuple((first[run.start // size] + run.start % size, len(run)) for run in runs)
-
-    shapes = {key: tuple(map(shape, cut)) for key, cut in cuts.items()}
+    shapes: dict[Hashable, int] = {}
+    kinds = {}
+    for key, cut in cuts.items():
+        shape = tuple(_shape(runs, first, size) for runs in cut)
+        kinds[key] = shapes.setdefault(shape, len(shapes))
     here = tuple(
         (
             tile.layers.start,
             tile.layers.stop,
             tuple(numbers[worker] for worker in tile.workers),
-            shapes[id(tile.micro_batches)],
+            kinds[id(tile.micro_batches)],
         )
         for tile in component.tiles
     )
-    return Component(component, tuple(tiles), here)
+    return Component(component, tuple(tiles), (here, tuple(shapes)))
+
+
+def _shape(runs: MicroBatch, first: Mapping[int, int], size: int) -> tuple[int, ...]:
+    if len(runs) == 1:
+        run = runs[0]
+        return first[run.start // size] + run.start % size, len(run)
+    return tuple(n for run in runs for n in (first[run.start // size] + run.start % size, len(run)))

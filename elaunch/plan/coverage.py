@@ -29,7 +29,10 @@ def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
     runs in each band, not with the number of samples.
     """
     inside = {edge for tile in plan.tiles for edge in (tile.layers.start, tile.layers.stop) if 0 < edge < plan.n_layers}
-    runs = [tuple(_joined(tile, plan.global_batch_size)) for tile in plan.tiles]
+    # The stages of a pipeline mostly have the very same micro-batches.
+    known = {id(tile.micro_batches): tile for tile in plan.tiles}
+    joined = {key: tuple(_joined(tile, plan.global_batch_size)) for key, tile in known.items()}
+    runs = [joined[id(tile.micro_batches)] for tile in plan.tiles]
     for first, stop in pairwise(sorted({0, *inside, max(0, plan.n_layers)})):
         here = (i for i, tile in enumerate(plan.tiles) if tile.layers.start <= first and stop <= tile.layers.stop)
         boxes = ((start, end, index) for index in here for start, end in runs[index])

@@ -121,11 +121,15 @@ class Plan:
         tiles: list[Tile] = []
         idle: list[str] = []
         costs: list[int] = []
+        known: dict[str, tuple[MicroBatch, ...]] = {}
         for number, line in lines[1:]:
             if match := _TILE.fullmatch(line):
-                micro_batches = chain.from_iterable(_read_samples(word, number) for word in match[3].split())
+                if match[3] not in known:
+                    known[match[3]] = tuple(
+                        chain.from_iterable(_read_samples(word, number) for word in match[3].split())
+                    )
                 layers = range(int(match[1]), int(match[2]))
-                tiles.append(Tile(layers, tuple(micro_batches), tuple(match[4].split(","))))
+                tiles.append(Tile(layers, known[match[3]], tuple(match[4].split(","))))
             elif match := _IDLE.fullmatch(line):
                 idle.extend(match[1].split(","))
             elif match := _COSTS.fullmatch(line):
@@ -219,24 +223,34 @@ class Plan:
             yield f"costs must be {self.n_layers} numbers of 0 or more, one per layer, got {_costs_text(self.costs)}"
 
     def _bad_tiles(self) -> Iterator[str]:
+        sound: set[int] = set()
         for index, tile in enumerate(self.tiles):
             if not _is_run(tile.layers, self.n_layers):
                 yield f"{self._name(index)} has {tile.layers}, which is no run of the layers 0:{self.n_layers}"
             if not tile.micro_batches or not all(tile.micro_batches):
                 yield f"{self._name(index)} has {'an empty' if tile.micro_batches else 'no'} micro-batch"
-            for run in chain.from_iterable(tile.micro_batches):
-                if not _is_run(run, self.global_batch_size):
-                    yield f"{self._name(index)} has {run}, which is no run of the samples 0:{self.global_batch_size}"
+            if id(tile.micro_batches) in sound:
+                continue
+            bad = [run for run in chain.from_iterable(tile.micro_batches) if not _is_run(run, self.global_batch_size)]
+            if not bad:
+                # The stages of a pipeline mostly have the very same micro-batches.
+                sound.add(id(tile.micro_batches))
+            for run in bad:
+                yield f"{self._name(index)} has {run}, which is no run of the samples 0:{self.global_batch_size}"
 
     def _bad_workers(self) -> Iterator[str]:
-        for worker in self.workers:
-            if not re.fullmatch(r"[^\s,]+", worker):
-                yield f"{worker!r} is no worker id: neither blanks nor commas may be in it"
+        if not _are_names(self.workers):
+            for worker in self.workers:
+                if not re.fullmatch(r"[^\s,]+", worker):
+                    yield f"{worker!r} is no worker id: neither blanks nor commas may be in it"
         for worker in _repeated(self.idle):
             yield f"idle worker {worker} is named twice"
         for worker in dict.fromkeys(self.idle):
             if tiles := self.tiles_of(worker):
                 yield f"idle worker {worker} has {self._name(tiles[0])}"
+        groups = {tile.workers for tile in self.tiles}
+        if all(groups) and sum(map(len, groups)) == len(set(chain.from_iterable(groups))):
+            return  # no two of them share a worker
         partners: dict[str, int] = {}
         mixed: set[tuple[tuple[str, ...], ...]] = set()
         for index, tile in enumerate(self.tiles):
@@ -307,6 +321,12 @@ def size_findings(n_layers: int, global_batch_size: int, micro_batch_size: int) 
         sizes = f"global_batch_size {global_batch_size} and micro_batch_size {micro_batch_size}"
         wrong.append(f"batch sizes must be 1 or more, got {sizes}")
     return wrong
+
+
+def _are_names(workers: tuple[str, ...]) -> bool:
+    """Returns whether all can be worker ids, in one look at all of them."""
+    text = ",".join(workers)
+    return not workers or (all(workers) and text.count(",") == len(workers) - 1 and not re.search(r"\s", text))
 
 
 def _either(sizes: Iterable[object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from elaunch.plan.tiling import Plan
@@ -100,62 +101,133 @@ class Timeline:
         return 1 - sum(self.busy_s.values()) / (len(self.busy_s) * self.step_s)
 
 
+_Needs = Sequence[Sequence[Sequence[tuple[int, int, float]]]]
+"""For [tile][micro-batch] what it needs: tile, micro-batch, and the seconds of the transfer."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """When actions start and end, in seconds from the start of the step; `free_s` and `busy_s` by `crew_numbers`."""
+
+    starts: Sequence[float]
+    ends: Sequence[float]
+    free_s: Sequence[float]
+    busy_s: Sequence[float]
+
+
+class Prices:
+    """What actions and transfers of a plan take, asked for once, however many orders of the actions are played."""
+
+    def __init__(
+        self, plan: Plan, action_s: ActionPrice, transfer_s: TransferPrice = lambda source, target, rows: 0.0
+    ) -> None:
+        """Takes the prices.
+
+        Args:
+            plan: whose tiles the actions name.
+            action_s: asked once for each kind, tile and number of rows.
+            transfer_s: asked once for each pair of tiles and number of rows.
+        """
+        self._plan, self._action_s, self._transfer_s = plan, action_s, transfer_s
+        self._crews = crew_numbers(plan)
+        self._n_workers = max(map(max, self._crews), default=-1) + 1
+        self._seconds: dict[Kind, Sequence[Sequence[float]]] = {}
+
+    def seconds(self, kind: Kind) -> Sequence[Sequence[float]]:
+        """Returns, for [tile][micro-batch], what an action of a kind takes."""
+        if kind not in self._seconds:
+            found: list[Sequence[float]] = []
+            for tile, rows in enumerate(rows_of(self._plan)):
+                known = {n: self._action_s(kind, tile, n) for n in dict.fromkeys(rows)}
+                found.append([known[n] for n in rows])
+            self._seconds[kind] = found
+        return self._seconds[kind]
+
+    @cached_property
+    def _activations(self) -> _Needs:
+        return self._needs(sources(self._plan))
+
+    @cached_property
+    def _gradients(self) -> _Needs:
+        return self._needs(takers(self._plan))
+
+    @cached_property
+    def _told_s(self) -> dict[tuple[int, int, int], float]:
+        return {}
+
+    def _needs(self, ends: Ends) -> _Needs:
+        told_s, found = self._told_s, []
+        for tile, some in enumerate(ends):
+            of_tile = []
+            for needed in some:
+                of_micro_batch = []
+                for source, number, n in needed:
+                    way = source, tile, n
+                    if way not in told_s:
+                        told_s[way] = self._transfer_s(*way)
+                    of_micro_batch.append((source, number, told_s[way]))
+                of_tile.append(of_micro_batch)
+            found.append(of_tile)
+        return found
+
+    def play(self, sequence: Sequence[Action]) -> Played:
+        """Plays the critical path of a sequence through computation and transfers (Chameleon eq. 11)."""
+        forward, backward, weights = ([[0.0] * len(some) for some in rows_of(self._plan)] for _ in range(3))
+        nothing: _Needs = [[()] * len(some) for some in forward]
+        done_of = {"F": forward, "B": backward, "I": backward, "W": weights}
+        kinds = dict.fromkeys(action.kind for action in sequence)
+        needs_of = {"F": self._activations, "B": self._gradients, "I": self._gradients, "W": nothing}
+        of_kind = {kind: (needs_of[kind], self.seconds(kind), done_of[kind]) for kind in kinds}
+        crews = self._crews
+        free_s, busy_s = [0.0] * self._n_workers, [0.0] * self._n_workers
+        starts: list[float] = []
+        ends: list[float] = []
+        for kind, tile, micro_batch in sequence:
+            needs, seconds, done = of_kind[kind]
+            start_s = 0.0
+            for source, number, told_s in needs[tile][micro_batch]:
+                ready_s = done[source][number] + told_s
+                if ready_s > start_s:
+                    start_s = ready_s
+            takes_s = seconds[tile][micro_batch]
+            for worker in crews[tile]:
+                if free_s[worker] > start_s:
+                    start_s = free_s[worker]
+            end_s = start_s + takes_s
+            for worker in crews[tile]:
+                free_s[worker] = end_s
+                busy_s[worker] += takes_s
+            done[tile][micro_batch] = end_s
+            starts.append(start_s)
+            ends.append(end_s)
+        return Played(starts, ends, free_s, busy_s)
+
+
 def timeline(
     plan: Plan,
     order: Schedule,
     action_s: ActionPrice,
     transfer_s: TransferPrice = lambda source, target, rows: 0.0,
 ) -> Timeline:
-    """Prices a schedule: plays its critical path through computation and transfers (Chameleon eq. 11).
-
-    Args:
-        plan: whose tiles the actions name.
-        order: of the actions.
-        action_s: asked once for each kind, tile and number of rows.
-        transfer_s: asked once for each pair of tiles and number of rows.
-    """
-    nothing = tuple(((),) * len(tile.micro_batches) for tile in plan.tiles)
-    needs_of: dict[Kind, Ends] = {"F": sources(plan), "B": takers(plan), "I": takers(plan), "W": nothing}
-    forward, backward, weights = ([[0.0] * len(tile.micro_batches) for tile in plan.tiles] for _ in range(3))
-    done_of = {"F": forward, "B": backward, "I": backward, "W": weights}
-    rows, crews = rows_of(plan), crews_of(plan)
-    taken_s: dict[tuple[Kind, int, int], float] = {}
-    told_s: dict[tuple[int, int, int], float] = {}
-    free_s = dict.fromkeys(order.by_worker, 0.0)
-    busy_s = dict.fromkeys(order.by_worker, 0.0)
-    starts: list[float] = []
-    ends: list[float] = []
-    for kind, tile, micro_batch in order.sequence:
-        done, start_s = done_of[kind], 0.0
-        for source, number, n in needs_of[kind][tile][micro_batch]:
-            way = source, tile, n
-            if way not in told_s:
-                told_s[way] = transfer_s(*way)
-            start_s = max(start_s, done[source][number] + told_s[way])
-        what = kind, tile, rows[tile][micro_batch]
-        if what not in taken_s:
-            taken_s[what] = action_s(*what)
-        seconds = taken_s[what]
-        for worker in crews[tile]:
-            start_s = max(start_s, free_s[worker])
-        end_s = start_s + seconds
-        for worker in crews[tile]:
-            free_s[worker] = end_s
-            busy_s[worker] += seconds
-        done[tile][micro_batch] = end_s
-        starts.append(start_s)
-        ends.append(end_s)
-    for here, crew in zip(plan.tiles, crews, strict=True):
-        busy_s |= {worker: busy_s[crew[0]] for worker in here.workers if worker not in crew}
-    return Timeline(order.sequence, starts, ends, max(ends, default=0.0), busy_s)
+    """Prices a schedule of a plan, as `Prices` do."""
+    played = Prices(plan, action_s, transfer_s).play(order.sequence)
+    busy_s = dict.fromkeys(plan.workers, 0.0)
+    for tile, crew, numbers in zip(plan.tiles, crews_of(plan), crew_numbers(plan), strict=True):
+        own = dict(zip(crew, (played.busy_s[number] for number in numbers), strict=True))
+        busy_s |= {worker: own[worker if worker in own else crew[0]] for worker in tile.workers}
+    return Timeline(order.sequence, played.starts, played.ends, max(played.ends, default=0.0), busy_s)
 
 
 @once_per_plan
 def crews_of(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns, for each tile, the workers whose clocks matter: one per TP group, if every worker is in one only."""
-    tp_groups: dict[str, set[tuple[str, ...]]] = {}
-    for tile in plan.tiles:
-        for worker in tile.workers:
-            tp_groups.setdefault(worker, set()).add(tile.workers)
-    apart = any(len(some) > 1 for some in tp_groups.values())
+    groups = {tile.workers for tile in plan.tiles}
+    apart = sum(map(len, groups)) > len(set(chain.from_iterable(groups)))
     return tuple(tile.workers if apart else tile.workers[:1] for tile in plan.tiles)
+
+
+@once_per_plan
+def crew_numbers(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Returns `crews_of` with numbers for workers, in the order of the tiles."""
+    numbers: dict[str, int] = {}
+    return tuple(tuple(numbers.setdefault(worker, len(numbers)) for worker in crew) for crew in crews_of(plan))

@@ -126,30 +126,76 @@ def rows_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 @once_per_plan
 def sources(plan: Plan) -> Ends:
     """Returns `inputs` without the places of the rows."""
-    return _ends(inputs(plan))
+    return _ends(plan)[0]
 
 
 @once_per_plan
 def takers(plan: Plan) -> Ends:
     """Returns `outputs` without the places of the rows."""
-    return _ends(outputs(plan))
+    return _ends(plan)[1]
 
 
-def _ends(feeds: Feeds) -> Ends:
-    return tuple(
-        tuple(tuple((feed.tile, feed.micro_batch, feed.n_rows) for feed in some) for some in tile) for tile in feeds
-    )
+@once_per_plan
+def _ends(plan: Plan) -> tuple[Ends, Ends]:
+    """Finds both together. Most micro-batches are fed by the same rows of the layers before, in one piece."""
+    ending: dict[int, list[int]] = {}
+    for index, tile in enumerate(plan.tiles):
+        ending.setdefault(tile.layers.stop, []).append(index)
+    rows = rows_of(plan)
+    given: list[list[tuple[tuple[int, int, int], ...]]] = [[()] * len(some) for some in rows]
+    # With the first row in the source before the end.
+    taken: list[list[list[tuple[int, int, int, int]]]] = [[[] for _ in some] for some in rows]
+    for start in dict.fromkeys(tile.layers.start for tile in plan.tiles if tile.layers.start):
+        before = ending.get(start, [])
+        whole = {id(plan.tiles[index].micro_batches): index for index in before}
+        exact: dict[MicroBatch, tuple[int, int]] = {}
+        samples: list[_Source] = []
+        for index, tile in enumerate(plan.tiles):
+            if tile.layers.start != start:
+                continue
+            source = whole.get(id(tile.micro_batches))
+            if source is not None:
+                for number, n in enumerate(rows[index]):
+                    given[index][number] = ((source, number, n),)
+                    taken[source][number].append((0, index, number, n))
+                continue
+            if not exact:
+                exact = {
+                    runs: (one, number) for one in before for number, runs in enumerate(plan.tiles[one].micro_batches)
+                }
+            for number, runs in enumerate(tile.micro_batches):
+                found = exact.get(runs)
+                if found is not None:
+                    given[index][number] = ((*found, rows[index][number]),)
+                    taken[found[0]][found[1]].append((0, index, number, rows[index][number]))
+                    continue
+                samples = samples or _samples_of_layer(plan, start - 1)
+                feeds = _feeds(samples, runs)
+                given[index][number] = tuple((feed.tile, feed.micro_batch, feed.n_rows) for feed in feeds)
+                for feed in feeds:
+                    first = min(run[0] for run in feed.runs)
+                    taken[feed.tile][feed.micro_batch].append((first, index, number, feed.n_rows))
+    takers = tuple(tuple(tuple(one[1:] for one in sorted(some)) for some in tile) for tile in taken)
+    return tuple(map(tuple, given)), takers
 
 
 @once_per_plan
 def holders(plan: Plan) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Returns, for each layer, the distinct tensor-parallel groups that hold it, ordered by their first sample."""
     found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(plan.n_layers)]
+    first: dict[int, int] = {}
     for tile in plan.tiles:
-        first = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)
+        key = id(tile.micro_batches)
+        if key not in first:
+            first[key] = min(run.start for micro_batch in tile.micro_batches for run in micro_batch)
         for layer in tile.layers:
-            found[layer].append((first, tile.workers))
-    return tuple(tuple(dict.fromkeys(workers for _, workers in sorted(layer))) for layer in found)
+            found[layer].append((first[key], tile.workers))
+    # Layers of one stage are held alike: the same object for all of them.
+    known: dict[tuple[tuple[int, tuple[str, ...]], ...], tuple[tuple[str, ...], ...]] = {}
+    alike = [tuple(of_layer) for of_layer in found]
+    for here in dict.fromkeys(alike):
+        known[here] = tuple(dict.fromkeys(workers for _, workers in sorted(here)))
+    return tuple(known[here] for here in alike)
 
 
 @once_per_plan

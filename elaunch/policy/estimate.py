@@ -11,14 +11,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, product
 from typing import TypeVar
 
 from elaunch.plan.components import Component, components
-from elaunch.plan.schedule import schedule, sequence
+from elaunch.plan.schedule import sequence
 from elaunch.plan.tiling import ORDERS, Order, Plan, Tile
-from elaunch.plan.timeline import Action, Schedule, by_workers, timeline
-from elaunch.plan.views import gradient_groups, holders, rows_of
+from elaunch.plan.timeline import Action, Prices, crew_numbers, crews_of
+from elaunch.plan.views import GradientGroup, gradient_groups, once_per_plan, rows_of
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
 LARGE, LARGEST = 2_000, 10_000
@@ -45,6 +46,8 @@ class StepEstimate:
 
     def over(self, profile: Profile) -> dict[str, tuple[int, float]]:
         """Returns, for each worker that needs more memory than it may use, the bytes needed and allowed."""
+        if not profile.workers and profile.memory_bytes is None:
+            return {}
         caps = {worker: profile.cap_bytes(worker) for worker in self.peak_bytes}
         return {worker: (n, caps[worker]) for worker, n in self.peak_bytes.items() if n > caps[worker]}
 
@@ -55,12 +58,7 @@ def estimate_step(plan: Plan, profile: Profile) -> StepEstimate:
     Raises:
         PlanError: the profile is for another number of layers.
     """
-    profile.check(plan)
-
-    def play(component: Plan) -> _Played:
-        return _play(component, schedule(component), profile)
-
-    return _joined(_each(plan, profile, play), _Rest(plan, profile))
+    return _fastest(plan, profile, _Rest(plan, profile), [(plan.deferred, plan.costs, plan.order)])[1]
 
 
 def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple[Plan, StepEstimate]:
@@ -78,7 +76,6 @@ def ordered(plan: Plan, profile: Profile, deferred: Sequence[int] = ()) -> tuple
     Raises:
         PlanError: the profile is for another number of layers.
     """
-    profile.check(plan)
     clocks = list(dict.fromkeys([(), profile.costs]))
     rest = _Rest(plan, profile)
     found, step = _fastest(plan, profile, rest, list(product((0,), clocks, ORDERS)))
@@ -103,72 +100,73 @@ def _rank(step: StepEstimate, profile: Profile) -> tuple[bool, float]:
 
 
 def _fastest(plan: Plan, profile: Profile, rest: _Rest, ways: Sequence[_Way]) -> tuple[Plan, StepEstimate]:
-    """Returns the plan in the best of these ways, the first of equals."""
+    """Returns the plan in the best of these ways, the first of equals, and the estimate of its step."""
 
     def play(component: Plan) -> list[_Played]:
+        stage = _Stage(component, profile)
         known: dict[tuple[Action, ...], _Played] = {}
         found = [sequence(component, costs, order, most) for most, costs, order in ways]
         for actions in found:
             if actions not in known:
-                known[actions] = _play(component, by_workers(component, actions), profile)
+                known[actions] = stage.play(actions)
         return [known[actions] for actions in found]
 
     each = _each(plan, profile, play)
-    estimates: dict[tuple[int, ...], tuple[int, StepEstimate]] = {}
+    outcomes: dict[tuple[int, ...], tuple[int, _StepOutcome]] = {}
     for number in range(len(ways)):
         parts = [(component, played[number]) for component, played in each]
         same = tuple(id(played) for _, played in parts)
-        if same not in estimates:
-            estimates[same] = number, _joined(parts, rest)
-    number, step = min(estimates.values(), key=lambda one: _rank(one[1], profile))
+        if same not in outcomes:
+            outcomes[same] = number, _StepOutcome(parts, rest)
+    number, outcome = min(outcomes.values(), key=lambda one: (one[1].is_over, round(one[1].step_s, 9)))
     most, costs, order = ways[number]
     if (costs, order, most) != (plan.costs, plan.order, plan.deferred):
         plan = replace(plan, costs=costs, order=order, deferred=most)
-    return plan, step
+    return plan, outcome.estimate()
 
 
-def static_bytes(plan: Plan, profile: Profile) -> dict[str, int]:
-    """Returns, by worker with a tile, the bytes of parameters, and its part of masters and optimizer states; and of
-    gradients, where nothing is known of their sums.
-    """
-    found: dict[str, float] = defaultdict(float)
-    for layer, tp_groups in zip(profile.layers, holders(plan), strict=True):
-        n_bytes: float = (2 if layer.gradient_bytes is None else 1) * layer.parameter_bytes
-        n_bytes += layer.optimizer_bytes / len(tp_groups)
-        for workers in tp_groups:
-            for worker in workers:
-                found[worker] += n_bytes / len(workers)
-    return {worker: math.ceil(n) for worker, n in found.items()}
-
-
-class EngineBytes:
-    """What workers hold in a step of the engine beside what they keep from step to step and for backward.
+class StateBytes:
+    """What workers hold beside what they keep for backward, by a worker of each TP group of its own.
 
     Attributes:
-        known: whether the profile tells of sums of gradients; else the other figures are 0.
-        arriving: by worker, from the beginning of a step: room for the gradients that replicas send to the owner.
-        sharing: by worker, at the end of a step: the gradient of what it owns, its new values, and those of its layers.
+        fixed: of parameters, and its part of masters and optimizer states; and of gradients, where nothing is known of
+            their sums.
+        known: whether the profile tells of sums of gradients; else the figures below are 0.
+        arriving: from the beginning of a step: room for the gradients that replicas send to the owner.
+        sharing: at the end of a step: the gradient of what it owns, its new values, and those of its layers.
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.known = profile.knows_gradients
+        fixed: dict[str, float] = defaultdict(float)
         self.arriving: dict[str, int] = defaultdict(int)
         self.sharing: dict[str, int] = defaultdict(int)
-        if not self.known:
-            return
         alone: dict[str, int] = defaultdict(int)
-        for layer, tp_groups in zip(profile.layers, holders(plan), strict=True):
-            n, gradient_bytes = len(tp_groups), layer.gradient_bytes or 0
-            for workers in tp_groups:
-                new_bytes = math.ceil(layer.parameter_bytes / len(workers))
-                for worker in workers:
-                    self.arriving[worker] += math.ceil(gradient_bytes * (n - 1) / n / len(workers))
-                    self.sharing[worker] += math.ceil(gradient_bytes / len(workers)) + new_bytes
+        for group, heads in _gradient_heads(plan):
+            n = len(group.replicas)
+            for layer in (profile.layers[number] for number in group.layers):
+                n_bytes: float = (2 if layer.gradient_bytes is None else 1) * layer.parameter_bytes
+                n_bytes += layer.optimizer_bytes / n
+                gradient_bytes = layer.gradient_bytes or 0
+                for worker, width in heads:
+                    fixed[worker] += n_bytes / width
+                    if not self.known:
+                        continue
+                    new_bytes = math.ceil(layer.parameter_bytes / width)
+                    self.arriving[worker] += math.ceil(gradient_bytes * (n - 1) / n / width)
+                    self.sharing[worker] += math.ceil(gradient_bytes / width) + new_bytes
                     # Values that go to nobody else are made for one layer after the other.
                     self.sharing[worker] += math.ceil(new_bytes / n) if n > 1 else 0
                     alone[worker] = max(alone[worker], new_bytes if n == 1 else 0)
-        for worker, n_bytes in alone.items():
-            self.sharing[worker] += n_bytes
+        for worker, n_alone in alone.items():
+            self.sharing[worker] += n_alone
+        self.fixed = {worker: math.ceil(n) for worker, n in fixed.items()}
+
+    def peak_bytes(self, worker: str, kept_bytes: int) -> int:
+        """Returns the bytes of a worker at the worst moment, if its actions keep so many at theirs."""
+        if not self.known:
+            return self.fixed[worker] + kept_bytes
+        return self.fixed[worker] + max(kept_bytes + self.arriving[worker], self.sharing[worker])
 
 
 def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
@@ -234,14 +232,17 @@ def long_pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: 
 
 @dataclass(frozen=True)
 class _Played:
-    """Figures of the workers of a component, in their order: end of their actions, length of the last, computing,
-    activations.
-    """
+    """Figures by number of `crew_numbers`: end of the actions, length of the last, computing."""
 
-    ends_s: tuple[float, ...]
-    last_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    kept_bytes: tuple[int, ...]
+    ends_s: Sequence[float]
+    last_s: Sequence[float]
+    busy_s: Sequence[float]
+    keep: Callable[[], Sequence[int]]
+
+    @cached_property
+    def kept_bytes(self) -> Sequence[int]:
+        """Returns what they keep at the worst moment; nobody asks for it of most orders where memory has no bound."""
+        return self.keep()
 
 
 T = TypeVar("T")
@@ -259,46 +260,6 @@ def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple
     return found
 
 
-def _joined(each: Sequence[tuple[Component, _Played]], rest: _Rest) -> StepEstimate:
-    ends_s: dict[str, float] = {}
-    last_s: dict[str, float] = {}
-    busy_s: dict[str, float] = {}
-    kept: dict[str, int] = {}
-    for component, played in each:
-        workers = component.plan.workers
-        ends_s |= zip(workers, played.ends_s)
-        last_s |= zip(workers, played.last_s)
-        busy_s |= zip(workers, played.busy_s)
-        kept |= zip(workers, played.kept_bytes)
-    makespan_s = max(ends_s.values(), default=0.0)
-    bubble = 1 - sum(busy_s.values()) / (len(busy_s) * makespan_s) if makespan_s else 0.0
-    step_s = max((end_s + rest.tail_s(worker, last_s[worker]) for worker, end_s in ends_s.items()), default=0.0)
-    peak_bytes = {worker: rest.peak_bytes(worker, n) for worker, n in kept.items()}
-    return StepEstimate(step_s + rest.common_s, bubble, busy_s, peak_bytes)
-
-
-class _Rest:
-    """The costs of a step beside its actions, whatever their order."""
-
-    def __init__(self, plan: Plan, profile: Profile) -> None:
-        self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
-        self._overlap = profile.overlap
-        self.common_s = max(shared_s.values(), default=0.0) + profile.step_s
-        self._fixed = static_bytes(plan, profile)
-        self._engine = EngineBytes(plan, profile)
-
-    def peak_bytes(self, worker: str, kept_bytes: int) -> int:
-        """Returns the bytes of a worker at the worst moment, if its actions keep so many at theirs."""
-        engine = self._engine
-        if not engine.known:
-            return self._fixed[worker] + kept_bytes
-        return self._fixed[worker] + max(kept_bytes + engine.arriving[worker], engine.sharing[worker])
-
-    def tail_s(self, worker: str, last_s: float) -> float:
-        """Returns the seconds of a worker after its last action, which took `last_s`."""
-        return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
-
-
 def _likeness(component: Component, profile: Profile) -> Hashable:
     """Returns a key; components with equal keys take equally long."""
     if not profile.workers and not profile.links:
@@ -311,43 +272,143 @@ def _likeness(component: Component, profile: Profile) -> Hashable:
     return component.shape, speeds, links
 
 
-def _play(component: Plan, order: Schedule, profile: Profile) -> _Played:
-    workers, rows = component.workers, rows_of(component)
-    price = action_s(profile, component)
-    played = timeline(component, order, price, transfer_s(profile, component))
-    activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
-    gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
-    sums = [_Sums(profile, tile) for tile in component.tiles] if profile.knows_gradients else []
-    known: dict[int, tuple[float, float, int]] = {}
-    for worker in workers:
-        # The members of a TP group have one order.
-        actions = order.by_worker[worker]
-        if id(actions) not in known:
-            kept = most = 0.0
-            for one in sums:
-                one.begin()
-            for kind, tile, micro_batch in actions:
-                if kind == "F":
-                    per_row = activations[tile]
-                elif kind == "I":
-                    per_row = gradients[tile]
-                else:
-                    per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
-                    if sums:
-                        most = max(most, kept + sums[tile].fresh_bytes)
-                        kept += sums[tile].add()
-                kept += rows[tile][micro_batch] * per_row
-                most = max(most, kept)
-            last = actions[-1]
-            last_s = price(last.kind, last.tile, rows[last.tile][last.micro_batch])
-            known[id(actions)] = played.ends_s[last], last_s, math.ceil(most)
-    found = [known[id(order.by_worker[worker])] for worker in workers]
-    return _Played(
-        tuple(end_s for end_s, _, _ in found),
-        tuple(last_s for _, last_s, _ in found),
-        tuple(played.busy_s[worker] for worker in workers),
-        tuple(most for _, _, most in found),
-    )
+@once_per_plan
+def _alike(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Returns, by number of `crew_numbers`, the workers for which it stands: those of a TP group, if each worker is in
+    one only.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for tile, crew, numbers in zip(plan.tiles, crews_of(plan), crew_numbers(plan), strict=True):
+        if len(crew) < len(tile.workers):
+            found[numbers[0]] = tile.workers
+        else:
+            found |= {number: (worker,) for number, worker in zip(numbers, crew, strict=True)}
+    return tuple(found[number] for number in range(len(found)))
+
+
+@once_per_plan
+def _gradient_heads(plan: Plan) -> list[tuple[GradientGroup, list[tuple[str, int]]]]:
+    """Returns the gradient groups, each with one worker for all that are alike, and the width of its TP group."""
+    heads = {tile.workers: crew for tile, crew in zip(plan.tiles, crews_of(plan), strict=True)}
+    return [
+        (group, [(worker, len(workers)) for workers in group.replicas for worker in heads[workers]])
+        for group in gradient_groups(plan)
+    ]
+
+
+class _StepOutcome:
+    """What a step takes if the components are played like this, as far as orders are compared by it."""
+
+    def __init__(self, parts: Sequence[tuple[Component, _Played]], rest: _Rest) -> None:
+        self._parts, self._rest = parts, rest
+        self.step_s = rest.common_s
+        self.makespan_s = 0.0
+        ends_s = 0.0
+        for component, played in parts:
+            for workers, end_s, last_s in zip(_alike(component.plan), played.ends_s, played.last_s, strict=True):
+                ends_s = max(ends_s, end_s + rest.tail_s(workers[0], last_s))
+            self.makespan_s = max(self.makespan_s, *played.ends_s)
+        self.step_s = ends_s + rest.common_s
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether some worker needs more memory than it may use."""
+        rest = self._rest
+        return rest.is_bounded and any(
+            rest.bytes.peak_bytes(workers[0], kept) > rest.cap_bytes(workers)
+            for component, played in self._parts
+            for workers, kept in zip(_alike(component.plan), played.kept_bytes, strict=True)
+        )
+
+    def estimate(self) -> StepEstimate:
+        """Returns all figures, by worker."""
+        busy_s: dict[str, float] = {}
+        peak_bytes: dict[str, int] = {}
+        for component, played in self._parts:
+            figures = zip(_alike(component.plan), played.busy_s, played.kept_bytes, strict=True)
+            for workers, busy, kept in figures:
+                busy_s |= dict.fromkeys(workers, busy)
+                peak_bytes |= dict.fromkeys(workers, self._rest.bytes.peak_bytes(workers[0], kept))
+        bubble = 1 - sum(busy_s.values()) / (len(busy_s) * self.makespan_s) if self.makespan_s else 0.0
+        return StepEstimate(self.step_s, bubble, busy_s, peak_bytes)
+
+
+class _Rest:
+    """The costs of a step beside its actions, whatever their order; by one worker for all that are alike."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        profile.check(plan)
+        self._profile = profile
+        self._reduced_s, shared_s, self._updated_s = _synchronised(plan, profile)
+        self._overlap = profile.overlap
+        self.common_s = max(shared_s.values(), default=0.0) + profile.step_s
+        self.bytes = StateBytes(plan, profile)
+        self.is_bounded = profile.memory_bytes is not None or bool(profile.workers)
+
+    def cap_bytes(self, workers: Sequence[str]) -> float:
+        """Returns the memory that the worker may use that has the least of these."""
+        return self._profile.least_cap_bytes(workers)
+
+    def tail_s(self, worker: str, last_s: float) -> float:
+        """Returns the seconds of a worker after its last action, which took `last_s`."""
+        return _not_hidden(last_s, self._reduced_s[worker], self._overlap) + self._updated_s[worker]
+
+
+class _Stage:
+    """Plays orders of the actions of a component."""
+
+    def __init__(self, component: Plan, profile: Profile) -> None:
+        self._rows, self._crews = rows_of(component), crew_numbers(component)
+        self._prices = Prices(component, action_s(profile, component), transfer_s(profile, component))
+        self._activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
+        self._gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
+        self._sums = [_Sums(profile, tile) for tile in component.tiles] if profile.knows_gradients else []
+
+    def play(self, actions: Sequence[Action]) -> _Played:
+        """Plays actions in this order."""
+        played = self._prices.play(actions)
+        n_workers = len(played.free_s)
+        last_s: list[float] = [-1.0] * n_workers
+        left = n_workers
+        for kind, tile, micro_batch in reversed(actions):
+            for worker in self._crews[tile]:
+                if last_s[worker] < 0.0:
+                    last_s[worker] = self._prices.seconds(kind)[tile][micro_batch]
+                    left -= 1
+            if not left:
+                break
+        return _Played(played.free_s, last_s, played.busy_s, partial(self._kept_bytes, actions, n_workers))
+
+    def _kept_bytes(self, actions: Sequence[Action], n_workers: int) -> list[int]:
+        """Returns what each worker keeps for backward, and of sums of gradients, when it keeps the most."""
+        rows, crews, sums, activations, gradients = (
+            self._rows,
+            self._crews,
+            self._sums,
+            self._activations,
+            self._gradients,
+        )
+        for one in sums:
+            one.begin()
+        kept, most = [0.0] * n_workers, [0.0] * n_workers
+        for kind, tile, micro_batch in actions:
+            if kind == "F":
+                n_bytes = rows[tile][micro_batch] * activations[tile]
+            elif kind == "I":
+                n_bytes = rows[tile][micro_batch] * gradients[tile]
+            else:
+                per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
+                n_bytes = rows[tile][micro_batch] * per_row
+                if sums:
+                    fresh, added = sums[tile].fresh_bytes, sums[tile].add()
+                    for worker in crews[tile]:
+                        most[worker] = max(most[worker], kept[worker] + fresh)
+                        kept[worker] += added
+            for worker in crews[tile]:
+                kept[worker] += n_bytes
+                if kept[worker] > most[worker]:
+                    most[worker] = kept[worker]
+        return list(map(math.ceil, most))
 
 
 class _Sums:
@@ -386,25 +447,28 @@ def _bytes_per_row(component: Plan, by_layer: Sequence[int]) -> list[float]:
 
 
 def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Returns, by worker, the seconds of reducing gradients, of sharing new values and of the optimizer's step."""
+    """Returns the seconds of reducing gradients, of sharing new values and of the optimizer's step; by one worker for
+    all that are alike, of the slowest of them.
+    """
     reduced: dict[str, float] = defaultdict(float)
     shared: dict[str, float] = defaultdict(float)
     updated: dict[str, float] = defaultdict(float)
-    for group in gradient_groups(plan):
+    members = {workers[0]: workers for workers in _alike(plan)}
+    for group, heads in _gradient_heads(plan):
         n = len(group.replicas)
         n_bytes = sum(profile.layers[layer].parameter_bytes for layer in group.layers)
         update_s = sum(profile.layers[layer].update_s for layer in group.layers) / n
         seconds = 0.0
         if n > 1:
-            heads = [workers[0] for workers in group.replicas]
-            ring = pairwise([*heads, heads[0]]) if profile.links else [(heads[0], heads[1])]
+            first = [workers[0] for workers in group.replicas]
+            ring = pairwise([*first, first[0]]) if profile.links else [(first[0], first[1])]
             slowest = min((profile.link(*pair) for pair in ring), key=lambda link: link.bandwidth_bytes_per_s)
             seconds = slowest.seconds(n_bytes * (n - 1) / n)
-        for workers in group.replicas:
-            for worker in workers:
-                reduced[worker] += seconds / len(workers)
-                shared[worker] += seconds / len(workers)
-                updated[worker] += update_s / len(workers) / profile.speed(worker)
+        for worker, width in heads:
+            reduced[worker] += seconds / width
+            shared[worker] += seconds / width
+            speed = profile.slowest(members[worker])
+            updated[worker] += update_s / width / speed
     return reduced, shared, updated
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -263,6 +263,12 @@ class Profile:
         cap = here.memory_bytes if here is not None and here.memory_bytes is not None else self.memory_bytes
         return math.inf if cap is None else cap
 
+    def least_cap_bytes(self, workers: Iterable[str]) -> float:
+        """Returns the memory that the one of some workers may use that has the least."""
+        if not self.workers:
+            return math.inf if self.memory_bytes is None else self.memory_bytes
+        return min(map(self.cap_bytes, workers), default=math.inf)
+
     def link(self, source: str, target: str) -> LinkProfile:
         """Returns the link between two workers: as measured, else as between their nodes, else as any."""
         found = self.links.get((slot_of(source), slot_of(target)))
@@ -272,9 +278,11 @@ class Profile:
 
     def tile_speed(self, tile: Tile) -> float:
         """Returns the speed of the slowest worker of a tensor-parallel group, for which the others wait."""
-        if not self.workers:
-            return 1.0
-        return min(map(self.speed, tile.workers))
+        return self.slowest(tile.workers)
+
+    def slowest(self, workers: Sequence[str]) -> float:
+        """Returns the speed of the slowest of some workers."""
+        return min(map(self.speed, workers)) if self.workers else 1.0
 
     def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
         """Returns the seconds of a forward of some layers at speed 1, on a TP group of `width` workers (0: that of the

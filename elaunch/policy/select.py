@@ -280,7 +280,8 @@ def choose(
         )
     allowed = [one for one in able if settings.policy in ("auto", one.policy) or one.policy in FREE]
     chosen = at_preferred if at_preferred in able else (allowed or able)[0]
-    new = [worker for worker in members if worker not in now.workers]
+    before = set(now.workers)
+    new = [worker for worker in members if worker not in before]
     assert chosen.plan is not None
     assert chosen.step is not None
     why = _reason(chosen, ranked, lost, new, settings.rate(chosen.plan, chosen.step), chosen is at_preferred)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from elaunch.plan.tiling import Plan
@@ -53,21 +53,21 @@ def estimate_transition(
     gone = set(lost)
     into: dict[str, float] = defaultdict(float)
     out: dict[str, float] = defaultdict(float)
-    for layer, before, after in zip(profile.layers, holders(old), holders(new), strict=True):
+    for before, after, parameter_bytes, optimizer_bytes in _held_alike(old, new, profile):
         if before == after and gone.isdisjoint(worker for workers in before for worker in workers):
             continue
         had = {workers for workers in before if gone.isdisjoint(workers)}
         sources = sorted(had) or [before[0]]
         for place, workers in enumerate(workers for workers in after if workers not in had):
             for worker in workers:
-                into[worker] += layer.parameter_bytes / len(workers)
+                into[worker] += parameter_bytes / len(workers)
             for worker in sources[place % len(sources)]:
-                out[worker] += layer.parameter_bytes / len(workers)
+                out[worker] += parameter_bytes / len(workers)
         for giver, taker, part in _handed(before, after):
             for worker in taker:
-                into[worker] += part * layer.optimizer_bytes / len(taker)
+                into[worker] += part * optimizer_bytes / len(taker)
             for worker in giver:
-                out[worker] += part * layer.optimizer_bytes / len(taker)
+                out[worker] += part * optimizer_bytes / len(taker)
     # What is lost has a copy somewhere else: nobody in particular sends it.
     busiest = max([*into.values(), *(n for worker, n in out.items() if worker not in gone)], default=0.0)
     transfer_s = profile.link("", "").seconds(busiest) if busiest else 0.0
@@ -79,7 +79,18 @@ def estimate_transition(
     )
 
 
-_Holders = Sequence[tuple[str, ...]]
+_Holders = tuple[tuple[str, ...], ...]
+
+
+def _held_alike(old: Plan, new: Plan, profile: Profile) -> Iterator[tuple[_Holders, _Holders, int, int]]:
+    """Yields who held and who holds some layers, and the bytes of their parameters and of what the optimizer keeps."""
+    found: dict[tuple[_Holders, _Holders], list[int]] = {}
+    for layer, before, after in zip(profile.layers, holders(old), holders(new), strict=True):
+        n_bytes = found.setdefault((before, after), [0, 0])
+        n_bytes[0] += layer.parameter_bytes
+        n_bytes[1] += layer.optimizer_bytes
+    for (before, after), (parameter_bytes, optimizer_bytes) in found.items():
+        yield before, after, parameter_bytes, optimizer_bytes
 
 
 def _handed(before: _Holders, after: _Holders) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], float]]:

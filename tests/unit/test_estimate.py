@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.plan import Plan, PlanError, Stage, stages, symmetric
-from elaunch.plan.schedule import schedule
-from elaunch.plan.tiling import ORDERS
-from elaunch.plan.timeline import Schedule, timeline
+from elaunch.plan.schedule import schedule, sequence
+from elaunch.plan.tiling import ORDERS, Order
+from elaunch.plan.timeline import Action, timeline
 from elaunch.plan.views import holders
 from elaunch.policy import estimate
 from elaunch.policy.estimate import estimate_step, long_pipeline_s, ordered, pipeline_s
@@ -142,11 +143,11 @@ def test_parts_of_a_plan_take_as_long_as_the_whole(plan: Plan, profile: Profile)
 def test_equal_pipelines_are_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[Plan] = []
 
-    def noted(part: Plan) -> Schedule:
+    def noted(part: Plan, costs: Sequence[int], order: Order, deferred: int) -> tuple[Action, ...]:
         played.append(part)
-        return schedule(part)
+        return sequence(part, costs, order, deferred)
 
-    monkeypatch.setattr(estimate, "schedule", noted)
+    monkeypatch.setattr(estimate, "sequence", noted)
     plan = symmetric(names(32), 8, 64, 1, dp=8, pp=4)
     estimate_step(plan, FREE)
     assert len(played) == 1

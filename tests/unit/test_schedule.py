@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from elaunch.plan import Pipeline, Plan, Stage, Tile, pipelines, stages, symmetric
 from elaunch.plan.components import components
-from elaunch.plan.schedule import _row_costs, _Run, in_flight_limits, in_parts, schedule
+from elaunch.plan.schedule import _board, _played_alone, _row_costs, _Run, in_flight_limits, in_parts, schedule
 from elaunch.plan.tiling import Order
-from elaunch.plan.timeline import Action, ActionPrice, Kind, by_workers, timeline
+from elaunch.plan.timeline import Action, ActionPrice, Kind, by_workers, crews_of, timeline
 from elaunch.plan.views import inputs, outputs
 from tests.helpers import scaled
 from tests.unit.plan_strategies import valid_plans
@@ -364,3 +364,14 @@ def test_equal_pipelines_have_one_shape_and_unequal_ones_have_not() -> None:
     assert len({component.shape for component in components(plan(2, 2, 2))}) == 1
     assert len({component.shape for component in components(plan(2, 3, 2))}) == 2
     assert [str(order) for order in schedule(plan(2, 2)).by_worker["b1"]] == ["F3.0", "B3.0", "F3.1", "B3.1"]
+
+
+@settings(max_examples=scaled(60, 300), deadline=None)
+@given(valid_plans(tp=(1, 2)), st.sampled_from(FIRST))
+def test_tiles_with_workers_of_their_own_are_played_as_any_others(plan: Plan, first: Kind) -> None:
+    for component in components(plan):
+        alone = len({worker for crew in crews_of(component.plan) for worker in crew}) == len(component.plan.tiles)
+        assert _board(component.plan).alone == (alone and not _board(component.plan).shared)
+        if _board(component.plan).alone:
+            expected = _Run(component.plan, first, plan.costs).play()
+            assert _played_alone(component.plan, first, plan.costs) == expected

@@ -54,61 +54,54 @@ def minimax(
     """
     if not 1 <= n_stages <= n_layers:
         return None
-    best = _table(n_layers, n_stages, cost, fits, max, math.inf)
-    slowest = best[n_stages][n_layers].value
+    table = _Table(n_layers, n_stages)
+    table.fill(cost, fits, summed=False)
+    slowest = table.values[n_stages][n_layers]
     if math.isinf(slowest):
         return None
     if moved is not None:
         limit = slowest * (1 + slack)
-        best = _table(
-            n_layers,
-            n_stages,
+        table = _Table(n_layers, n_stages)
+        table.fill(
             moved,
             lambda stage, start, stop: cost(stage, start, stop) <= limit and fits(stage, start, stop),
-            lambda before, here: before + here,
-            None,
+            summed=True,
         )
     bounds = [n_layers]
     for stage in range(n_stages, 0, -1):
-        bounds.append(best[stage][bounds[-1]].start)
+        bounds.append(table.starts[stage][bounds[-1]])
     found = tuple(reversed(bounds))
     return Partition(found, max(cost(stage, found[stage], found[stage + 1]) for stage in range(n_stages)))
 
 
-class _Best(NamedTuple):
-    value: float
-    start: int
-
-
-_NONE = _Best(math.inf, 0)
-
-
-def _table(
-    n_layers: int,
-    n_stages: int,
-    cost: Cost,
-    fits: Callable[[int, int, int], bool],
-    joined: Callable[[float, float], float],
-    prune: float | None,
-) -> list[list[_Best]]:
-    """Returns [stages][layers] -> the best value of giving the first layers to the first stages, and where the last
+class _Table:
+    """For [stages][layers], the best value of giving the first layers to the first stages, and where the last of these
     begins.
     """
-    table = [[_NONE] * (n_layers + 1) for _ in range(n_stages + 1)]
-    table[0][0] = _Best(0.0, 0)
-    for stage in range(1, n_stages + 1):
-        before, here = table[stage - 1], table[stage]
-        for stop in range(stage, n_layers - (n_stages - stage) + 1):
-            best = _NONE
-            for start in range(stop - 1, stage - 2, -1):
-                if not fits(stage - 1, start, stop):
-                    break
-                value = cost(stage - 1, start, stop)
-                if prune is not None and value >= best.value:
-                    break
-                if before[start].value < math.inf:
-                    value = joined(before[start].value, value)
-                    if value < best.value:
-                        best = _Best(value, start)
-            here[stop] = best
-    return table
+
+    def __init__(self, n_layers: int, n_stages: int) -> None:
+        self.values = [[math.inf] * (n_layers + 1) for _ in range(n_stages + 1)]
+        self.starts = [[0] * (n_layers + 1) for _ in range(n_stages + 1)]
+        self.values[0][0] = 0.0
+
+    def fill(self, cost: Cost, fits: Callable[[int, int, int], bool], *, summed: bool) -> None:
+        """Finds the least of the greatest cost of a stage, or of the sum of all."""
+        n_stages, n_layers = len(self.values) - 1, len(self.values[0]) - 1
+        for stage in range(n_stages):
+            before = self.values[stage]
+            for stop in range(stage + 1, n_layers - (n_stages - stage) + 2):
+                best, first = math.inf, 0
+                for start in range(stop - 1, stage - 1, -1):
+                    if not fits(stage, start, stop):
+                        break
+                    value = cost(stage, start, stop)
+                    if not summed and value >= best:
+                        break
+                    earlier = before[start]
+                    if summed:
+                        value += earlier
+                    elif earlier > value:
+                        value = earlier
+                    if value < best:
+                        best, first = value, start
+                self.values[stage + 1][stop], self.starts[stage + 1][stop] = best, first

@@ -98,7 +98,7 @@ def _of_width(
     if not tp_groups:
         raise NotPossible(f"{len(members)} members make no tensor-parallel group of {width} on a node")
     # The slow ones last: they are in the deeper pipelines then, with fewer layers.
-    tp_groups.sort(key=lambda workers: -min(map(profile.speed, workers)))
+    tp_groups.sort(key=lambda workers: -profile.slowest(workers))
     shapes = sorted(_shapes(plan, tp_groups, profile, degrees), key=lambda shape: shape.step_s)
     made = [_with_workers(plan, shape, tp_groups, rest, profile) for shape in shapes[:MOST_PLAYED]]
     made += _staged(plan, tp_groups, members, profile, degrees)
@@ -267,7 +267,7 @@ def _with_workers(
         size = plan.micro_batch_size
         each, first = [], []
         for number, pipeline in enumerate(workers):
-            speeds = [min(map(profile.speed, some)) for some in pipeline]
+            speeds = [profile.slowest(some) for some in pipeline]
 
             def cost(stage: int, start: int, stop: int, speeds: Sequence[float] = speeds) -> float:
                 return profile.turn_s(range(start, stop), size, len(tp_groups[0])) / speeds[stage]
@@ -280,7 +280,8 @@ def _with_workers(
             each.append(max(costs))
             first.append(sum(costs) - max(costs))
         units = shared_out(plan.n_units, each, 1, first)
-    spare = [workers for place, workers in enumerate(tp_groups) if place not in set(taken)]
+    used = set(taken)
+    spare = [workers for place, workers in enumerate(tp_groups) if place not in used]
     ends = pairwise(accumulate(units, initial=0))
     made = [
         Pipeline(range(*end), tuple(zip(stages, pipeline, strict=True)))

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from operator import itemgetter
 
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
 from elaunch.policy.candidates.structure import NotPossible
@@ -38,16 +37,17 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
     if not lost:
         raise NotPossible("all micro-batches have their workers")
     work: dict[tuple[str, ...], float] = {}
-    given: dict[tuple[tuple[str, ...], range], list[tuple[int, int, MicroBatch]]] = {}
+    own: dict[tuple[tuple[str, ...], range], list[Tile]] = {}
+    given: dict[tuple[tuple[str, ...], range], list[tuple[int, MicroBatch]]] = {}
 
-    def give(workers: tuple[str, ...], layers: range, place: int, micro_batch: MicroBatch) -> None:
-        speed = 1.0 if profile is None else min(map(profile.speed, workers))
-        work[workers] = work.get(workers, 0.0) + n_rows(micro_batch) * len(layers) / speed
-        given.setdefault((workers, layers), []).append((place, micro_batch[0].start, micro_batch))
+    def speed(workers: tuple[str, ...]) -> float:
+        return 1.0 if profile is None else profile.slowest(workers)
 
+    n_rows_of = {id(tile.micro_batches): sum(map(n_rows, tile.micro_batches)) for tile in whole}
     for tile in whole:
-        for place, micro_batch in enumerate(tile.micro_batches):
-            give(tile.workers, tile.layers, place, micro_batch)
+        rows = n_rows_of[id(tile.micro_batches)]
+        work[tile.workers] = work.get(tile.workers, 0.0) + rows * len(tile.layers) / speed(tile.workers)
+        own.setdefault((tile.workers, tile.layers), []).append(tile)
     cuts = sorted({end for tile in whole for end in (tile.layers.start, tile.layers.stop)})
     for tile in lost:
         ends = [tile.layers.start, *(cut for cut in cuts if tile.layers.start < cut < tile.layers.stop)]
@@ -63,15 +63,25 @@ def rerouted(plan: Plan, members: Sequence[str], profile: Profile | None = None)
                 gone = ", ".join(worker for worker in tile.workers if worker not in here)
                 raise NotPossible(f"nobody else has the layers {band.start}:{band.stop} of {gone}")
             for place, micro_batch in enumerate(tile.micro_batches):
-                give(min(peers, key=lambda workers: (work[workers], workers)), band, place, micro_batch)
-    tiles = tuple(
-        Tile(layers, tuple(micro_batch for *_, micro_batch in sorted(some, key=itemgetter(0, 1))), workers)
-        for (workers, layers), some in given.items()
-    )
+                taker = min(peers, key=lambda workers: (work[workers], workers))
+                work[taker] += n_rows(micro_batch) * len(band) / speed(taker)
+                given.setdefault((taker, band), []).append((place, micro_batch))
+    tiles = tuple(_merged(own.get(key, []), given.get(key, []), *key) for key in dict.fromkeys([*own, *given]))
     busy = {worker for tile in tiles for worker in tile.workers}
     found = replace(plan, tiles=tiles, idle=tuple(member for member in members if member not in busy))
     found.validate(members)
     return found
+
+
+def _merged(
+    own: Sequence[Tile], given: Sequence[tuple[int, MicroBatch]], workers: tuple[str, ...], layers: range
+) -> Tile:
+    """Returns one tile for those of some workers and layers, with what they are given, each at its place."""
+    if len(own) == 1 and not given:
+        return own[0]
+    found = [*(one for tile in own for one in enumerate(tile.micro_batches)), *given]
+    found.sort(key=lambda one: (one[0], one[1][0].start))
+    return Tile(layers, tuple(micro_batch for _, micro_batch in found), workers)
 
 
 def deferrals(plan: Plan, profile: Profile) -> tuple[int, ...]:

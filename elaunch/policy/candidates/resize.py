@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise
 
 from elaunch.plan.build import Stage, stages
@@ -92,23 +92,27 @@ def balanced(
     ranked = sorted((bounds for bounds in tried if value(bounds) < math.inf), key=value)
     length = min(turns, 2 * len(given) + PERIOD)
     most = max(1, min(most_played, MOST_ACTIONS // (2 * dp_size * len(given) * length)))
-    bounded = any(profile.cap_bytes(worker) < math.inf for worker in members)
-    best: tuple[float, tuple[int, ...]] | None = None
+    bounded = profile.least_cap_bytes(members) < math.inf
+    best: tuple[float, tuple[int, ...], Plan | None] | None = None
     for number, bounds in enumerate(ranked[:MOST_REFUSED]):
         if best is not None and number >= most:
             break
-        step_s = value(bounds)
+        step_s, played = value(bounds), None
         if most > 1 or bounded:
             # The beginning of a long step tells which cut is better, and what memory it takes.
             short = made(_of_length(plan, length * dp_size), _with_bounds(given, bounds), members)
-            found = estimate_step(replace(short, costs=profile.costs), profile)
+            short = replace(short, costs=profile.costs)
+            found = estimate_step(short, profile)
             if found.over(profile):
                 continue
             step_s = found.step_s if most > 1 else step_s
-        best = min(best or (math.inf, ()), (step_s, bounds))
+            played = short if short.global_batch_size == plan.global_batch_size else None
+        if best is None or (step_s, bounds) < best[:2]:
+            best = step_s, bounds, played
     if best is None:
         raise NotPossible(_does_not_fit(given, profile))
-    return replace(made(plan, _with_bounds(given, best[1]), members), costs=profile.costs)
+    # What was played through in full keeps what was derived of it.
+    return best[2] or replace(made(plan, _with_bounds(given, best[1]), members), costs=profile.costs)
 
 
 def _with_bounds(given: Sequence[Stage], bounds: tuple[int, ...]) -> list[Stage]:
@@ -154,7 +158,7 @@ def made(plan: Plan, given: Sequence[Stage], members: Sequence[str]) -> Plan:
 
 def with_rows(stage: Stage, profile: Profile) -> Stage:
     """Returns the same stage with its rows distributed by the speed of its replicas; evenly if they are alike."""
-    speeds = [min(map(profile.speed, workers)) if workers else 0.0 for workers in stage.replicas]
+    speeds = [profile.slowest(workers) if workers else 0.0 for workers in stage.replicas]
     if len({speed for speed in speeds if speed}) <= 1:
         return replace(stage, shares=None)
     return replace(stage, shares=tuple(round(WEIGHT * speed) for speed in speeds))
@@ -169,7 +173,7 @@ def pace(stage: Stage, profile: Profile, rows: int, rounded: Callable[[float], f
         rows: of a turn.
         rounded: of a replica's part of them; `math.ceil` for the turn in which it has the most.
     """
-    speeds = [min(map(profile.speed, workers)) for workers in stage.replicas if workers]
+    speeds = [profile.slowest(workers) for workers in stage.replicas if workers]
     if stage.shares is None:
         return rounded(rows / len(speeds)) / min(speeds)
     weights = [weight for weight in stage.shares if weight]
@@ -197,8 +201,8 @@ class _Prices:
         self._paces = [pace(stage, profile, rows) for stage in given]
         self._most = [pace(stage, profile, rows, math.ceil) for stage in given]
         workers = [[worker for some in stage.replicas for worker in some] for stage in given]
-        self._slowest = [min(map(profile.speed, some)) for some in workers]
-        self._caps = [min(map(profile.cap_bytes, some)) for some in workers]
+        self._slowest = [profile.slowest(some) for some in workers]
+        self._caps = [profile.least_cap_bytes(some) for some in workers]
         self._replicas = [sum(map(bool, stage.replicas)) for stage in given]
         self._bytes = {
             n: list(accumulate((la.optimizer_bytes + n * la.parameter_bytes for la in profile.layers), initial=0))
@@ -225,14 +229,26 @@ class _Prices:
     def partitions(self) -> Iterator[Partition]:
         """Yields cuts that may be the best, for the average rows of a turn and for the most."""
         for paces in dict.fromkeys((tuple(self._paces), tuple(self._most))):
-            turn_s = partial(self._turn_s, paces)
+            turn_s = self._turn_prices(paces)
             found = minimax(self._n_layers, len(self._given), turn_s, self._fits, self._moved, SLACK)
             if found is not None:
                 yield found
 
-    def _turn_s(self, paces: Sequence[float], stage: int, start: int, stop: int) -> float:
-        fixed, per_row = self._turn(self._widths[stage], start, stop)
-        return fixed / self._slowest[stage] + paces[stage] * per_row
+    def _turn_prices(self, paces: Sequence[float]) -> Callable[[int, int, int], float]:
+        """Returns the seconds of a turn by stage and layers. Stages of a kind have them in common."""
+        known: dict[tuple[int, float, float], dict[tuple[int, int], float]] = {}
+        kinds = list(zip(self._widths, self._slowest, paces, strict=True))
+        of_stage = [known.setdefault(kind, {}) for kind in kinds]
+
+        def turn_s(stage: int, start: int, stop: int) -> float:
+            prices, layers = of_stage[stage], (start, stop)
+            if layers not in prices:
+                width, slowest, pace = kinds[stage]
+                fixed, per_row = self._turn(width, start, stop)
+                prices[layers] = fixed / slowest + pace * per_row
+            return prices[layers]
+
+        return turn_s
 
     def _seconds(self, price: _Price, paces: Sequence[float], stage: int, start: int, stop: int) -> float:
         layers, width = range(start, stop), self._widths[stage]

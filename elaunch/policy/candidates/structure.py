@@ -36,34 +36,57 @@ def stages_of(plan: Plan, lost: Collection[str] = ()) -> list[Stage]:
         raise NotPossible("a worker has layers of several stages")
     dp_size = max(map(len, replicas))
     stages = []
+    done = _RowsDone(plan, dp_size)
     for span in spans:
         placed: list[tuple[str, ...]] = [()] * dp_size
-        for dp_rank, workers in _by_dp_rank(plan, found[span], dp_size).items():
+        for dp_rank, workers in _by_dp_rank(found[span], done).items():
             placed[dp_rank] = workers if gone.isdisjoint(workers) else ()
         stages.append(Stage(range(*span), tuple(placed)))
     return stages
 
 
-def _by_dp_rank(plan: Plan, tiles: Sequence[Tile], dp_size: int) -> dict[int, tuple[str, ...]]:
+class _RowsDone:
+    """How many rows of each DP rank a tile does, and which sample it does first."""
+
+    def __init__(self, plan: Plan, dp_size: int) -> None:
+        size = plan.micro_batch_size
+        shares = [share(plan.n_units, dp_size, dp_rank) for dp_rank in range(dp_size)]
+        self.dp_size = dp_size
+        self._starts, self._ends = [units.start * size for units in shares], [units.stop * size for units in shares]
+        self._known: dict[int, tuple[list[int], int]] = {}
+
+    def of(self, tile: Tile) -> tuple[list[int], int]:
+        """Returns both for a tile; the stages of a pipeline mostly have the very same micro-batches."""
+        key = id(tile.micro_batches)
+        if key not in self._known:
+            rows = [0] * self.dp_size
+            for run in (run for runs in tile.micro_batches for run in runs):
+                for dp_rank in range(bisect_right(self._ends, run.start), self.dp_size):
+                    start, stop = max(run.start, self._starts[dp_rank]), min(run.stop, self._ends[dp_rank])
+                    if start >= stop:
+                        break
+                    rows[dp_rank] += stop - start
+            self._known[key] = rows, min(run.start for runs in tile.micro_batches for run in runs)
+        return self._known[key]
+
+
+def _by_dp_rank(tiles: Sequence[Tile], done: _RowsDone) -> dict[int, tuple[str, ...]]:
     """Puts each TP group in the DP rank of which it does the most rows, as far as that is free."""
     rows: dict[tuple[str, ...], list[int]] = {}
     first: dict[tuple[str, ...], int] = {}
-    size = plan.micro_batch_size
-    shares = [share(plan.n_units, dp_size, dp_rank) for dp_rank in range(dp_size)]
-    ends = [units.stop * size for units in shares]
     for tile in tiles:
-        done = rows.setdefault(tile.workers, [0] * dp_size)
-        for run in (run for runs in tile.micro_batches for run in runs):
-            first[tile.workers] = min(first.get(tile.workers, run.start), run.start)
-            for dp_rank in range(bisect_right(ends, run.start), dp_size):
-                start, stop = max(run.start, shares[dp_rank].start * size), min(run.stop, ends[dp_rank])
-                if start >= stop:
-                    break
-                done[dp_rank] += stop - start
+        here, begins = done.of(tile)
+        before = rows.get(tile.workers)
+        rows[tile.workers] = here if before is None else [one + other for one, other in zip(before, here, strict=True)]
+        first[tile.workers] = min(first.get(tile.workers, begins), begins)
+    most = {workers: max(some) for workers, some in rows.items()}
     found: dict[int, tuple[str, ...]] = {}
-    for workers in sorted(rows, key=lambda workers: (-max(rows[workers]), first[workers])):
-        free = [dp_rank for dp_rank in range(dp_size) if dp_rank not in found]
-        found[max(free, key=lambda dp_rank: (rows[workers][dp_rank], -dp_rank))] = workers
+    for workers in sorted(rows, key=lambda workers: (-most[workers], first[workers])):
+        best = rows[workers].index(most[workers])
+        if best in found:
+            free = [dp_rank for dp_rank in range(done.dp_size) if dp_rank not in found]
+            best = max(free, key=lambda dp_rank: (rows[workers][dp_rank], -dp_rank))
+        found[best] = workers
     return found
 
 
