@@ -88,7 +88,7 @@ def _measure(report: Report, blocks: int, width: int, pairs: int) -> float:
             begin_s = time.perf_counter()
             engine.train_step(watch=watch)
             if watch is not None:
-                recorder.add(watch.turns(), {}, engine.update_s, engine.n_owned, None, watch.overheads())
+                recorder.add(watch.turns(), {}, engine.update.host_s, engine.n_owned, None, watch.overheads())
                 told.append(recorder.news(dict))
                 recorder.pace()
             seconds[watched] = time.perf_counter() - begin_s

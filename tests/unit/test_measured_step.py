@@ -12,8 +12,8 @@ from torch import nn
 
 from elaunch.policy.profile import LayerProfile
 from elaunch.policy.selector import make_selector
+from elaunch.workers import moments
 from elaunch.workers.agent_client import StaticClient
-from elaunch.workers.data_parallel import job as job_module
 from elaunch.workers.data_parallel.job import Job
 
 LOADING_S, COMPUTING_S, WAITING_S, UPDATING_S, UPLOADING_S = 1.0, 2.0, 30.0, 400.0, 5000.0
@@ -56,7 +56,7 @@ class Updating(torch.optim.SGD):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
+    monkeypatch.setattr(moments, "time", SimpleNamespace(perf_counter=lambda: made.now_s))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return made
@@ -74,7 +74,7 @@ def test_neither_waiting_for_others_nor_what_follows_the_commit_counts(
     loop: str, job: Job, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, took = job._member, []
-    monkeypatch.setattr(member, "took", lambda seconds, rows: took.append((seconds, rows)))
+    monkeypatch.setattr(member.policy, "measured", lambda seconds, rows: took.append((seconds, rows)))
     monkeypatch.setattr(member, "pass_barrier", clock.passes(WAITING_S, member.pass_barrier))
     member.policy.selector = make_selector(job.worker, [LayerProfile(0, 0, 8, 8, 0, 0)], [1], "a job", 1.0, 1)
     model = job.wrap(nn.Linear(2, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from elaunch.workers.layers.chain.chain import Chain
 from elaunch.workers.layers.model import Draw, build, describe
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.timing import Stopwatch, Turn
+from elaunch.workers.moments import HostTiming, TimedWork, timing_of
 
 CPU = torch.device("cpu")
 
@@ -62,7 +64,8 @@ class Slow(nn.Module):
 @pytest.fixture(autouse=True)
 def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now_s = 0.0
-    monkeypatch.setattr("elaunch.workers.layers.timing.time", SimpleNamespace(perf_counter=clock))
+    for module in ("layers.timing", "moments"):
+        monkeypatch.setattr(f"elaunch.workers.{module}.time", SimpleNamespace(perf_counter=clock))
 
 
 def chain(*seconds: tuple[float, float], recompute: tuple[int, ...] = ()) -> Chain:
@@ -187,6 +190,34 @@ def test_the_end_of_a_step_is_what_follows_its_barrier_without_the_optimizer() -
         return given
 
     assert watch.at_end(barrier)(record) is record
-    clock.now_s += 1.5
-    watch.ended(1.0)
+    clock.now_s += 0.5
+    update = TimedWork(timing_of(CPU))
+    with update:
+        clock.now_s += 1.0
+    watch.ended(update)
     assert watch.overheads().end_s == 2.5
+    assert watch.update_s == 1.0
+
+
+def test_a_step_has_figures_once_the_device_has_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ahead(HostTiming):
+        """A device whose host does not wait for it."""
+
+        reached_s = 0.0
+
+        def are_over(self, moments: Iterable[float]) -> bool:
+            return all(moment <= self.reached_s for moment in moments)
+
+    device = Ahead()
+    monkeypatch.setattr("elaunch.workers.layers.timing.timing_of", lambda _: device)
+    watch, update = Stopwatch(CPU), TimedWork(device)
+    run(chain((1.0, 2.0)), watch, 2)
+    with update:
+        clock.now_s += 4.0
+    watch.ended(update)
+    reached = [0.0, clock.now_s - 1.0, clock.now_s]  # the update is part of it
+    over = []
+    for device.reached_s in reached:
+        over.append(watch.is_over)
+    assert over == [False, False, True]
+    assert watch.update_s == 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from elaunch.detect.heartbeat import Phase
 from elaunch.workers import heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.exact_sum import NOTHING, ExactSum
+from elaunch.workers.moments import OwnTime
 
 
 @dataclass(slots=True)
@@ -18,27 +20,23 @@ class StepInFlight:
 
     Attributes:
         coverage: digest of what this worker computes, and `whole_coverage` that of the whole step.
-        measured: how long this worker's own part takes is measured.
         in_micro_batch: the script has a micro-batch at hand.
         last_micro_batch: it is, or was, this worker's last one of the step.
         n_samples: samples of the micro-batch at hand that count.
         loss: sum of the losses of the samples, and `loss_samples` is their number.
-        waited_s: seconds of waiting for other members.
-        settled_s: what `own_s` was when the step was settled; None: it is not.
+        own: how long this worker's own part takes, if that is measured.
         committed: whether it has committed; None: that is not settled.
         whole: the record of all members; None unless they passed the barrier here: a recovery may commit a step, too.
     """
 
     coverage: int = 0
     whole_coverage: int = 0
-    measured: bool = False
     in_micro_batch: bool = False
     last_micro_batch: bool = False
     n_samples: int = 0
     loss: ExactSum = NOTHING
     loss_samples: int = 0
-    waited_s: float = 0.0
-    settled_s: float | None = None
+    own: OwnTime | None = None
     committed: bool | None = None
     whole: StepRecord | None = None
 
@@ -49,12 +47,14 @@ class StepInFlight:
             self.loss += ExactSum.of([value * self.n_samples])
         self.loss_samples += self.n_samples
 
-    def own_s(self, now_s: float) -> float:
-        """Returns a time that runs only while this worker works on the step: not when it waits for others.
+    def works(self, does: bool) -> None:
+        """Takes note that this worker begins to work on the step, or leaves off."""
+        if self.own is not None:
+            (self.own.start if does else self.own.stop)()
 
-        It stands still once the step is settled: the update follows, and what the script does between two steps.
-        """
-        return now_s - self.waited_s if self.settled_s is None else self.settled_s
+    def waiting(self) -> AbstractContextManager[None]:
+        """Returns a context in which this worker waits for others."""
+        return nullcontext() if self.own is None else self.own.waiting()
 
     @property
     def has_sums(self) -> bool:

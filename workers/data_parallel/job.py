@@ -9,7 +9,6 @@ end of the loop over the micro-batches does that, and is reached when the step h
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,7 +24,6 @@ from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data.batches import Collate, to_device
 from elaunch.workers.data.loader import Loader
@@ -43,6 +41,7 @@ from elaunch.workers.data_parallel.takeover import take_over, trained_bytes
 from elaunch.workers.data_parallel.watch import ReplicaWatch
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.job import BaseJob
+from elaunch.workers.moments import OwnTime, timing_of
 from elaunch.workers.refusals import refuse_own_group, refuse_sparse, refuse_wrappers, warn_of_own_group
 from elaunch.workers.runtime import Member
 
@@ -73,6 +72,8 @@ class Job(BaseJob):
         self._model_buffers: ModelBuffers | None = None
         self._feed: SampleFeed | None = None
         self._in_flight = StepInFlight()
+        self._timing = timing_of(self.device)
+        self._measured: tuple[OwnTime, int, int] | None = None  # a step: micro-batches, and rows of each
         self._step: Step | None = None
         self._wants_stop = self._stops = False
 
@@ -294,15 +295,16 @@ class Job(BaseJob):
         step = self._in_flight
         usual = layout.usual_samples(self._member.size)
         self._reducer.begin(self._member.group, usual / layout.global_batch_size, self._member.native.current)
-        selector = self._member.selector
-        measured = step.measured = selector is not None and selector.measures()
-        own_s = 0.0
+        self._read_own_time()  # of the step before, whose end the device may not have come to at its commit
+        if self._member.selector is not None and self._member.selector.measures():
+            n_turns, step.own = len(share.micro_batches), OwnTime(self._timing)
+            self._measured = step.own, n_turns, len(share.units) // n_turns
         for place, samples in enumerate(share.micro_batches):
             if self._member.interrupted or self._reducer.error is not None:
                 self._resolve()
                 return
             heartbeat.enter(Phase.SCRIPT, self.step)
-            begin_s = step.own_s(self._now_s(measured))
+            step.works(True)
             batch = loader.take(self.step, samples)
             step.n_samples = len(samples) if share.counts else 0
             step.last_micro_batch = place == len(share.micro_batches) - 1
@@ -313,10 +315,8 @@ class Job(BaseJob):
             step.in_micro_batch = True
             yield to_device(batch, self.device)
             step.in_micro_batch = False
-            own_s += step.own_s(self._now_s(measured)) - begin_s
-        if measured:
-            n_turns = len(share.micro_batches)
-            self._member.took(own_s / n_turns, len(share.units) // n_turns)
+            step.works(False)
+        self._read_own_time()
         if self._resolve():  # unless an optimizer did; there is none, or a GradScaler skipped it
             self._tell()
 
@@ -329,26 +329,26 @@ class Job(BaseJob):
             self._model_buffers.begin()
         return share
 
-    def _now_s(self, measured: bool) -> float:
-        """Returns the time; in a step that is measured, when the device has done all that it was told."""
-        if measured and self.device.type != "cpu":
-            # Nothing of it waits for the others: the sums are joined later, or are there.
-            ended.reach(self.device, ended.here(self.device), lambda: None)
-        return time.monotonic()
+    def _read_own_time(self) -> None:
+        """Tells what this worker's own part of the last measured step took, once its device has come to its end."""
+        if self._measured is not None:
+            own, n_turns, rows = self._measured
+            if (own_s := own.read_s()) is not None:
+                self._member.policy.measured(own_s / n_turns, rows)
+                self._measured = None
 
     def _wait_for_sums(self) -> None:
-        """Has what follows come after the sums; in a step that is measured, returns when they are there."""
-        step = self._in_flight
-        begin_s = self._now_s(step.measured)  # own work first: what follows on the stream waits for the others
-        (self._reducer.wait if step.measured else self._reducer.join)()
-        step.waited_s += time.monotonic() - begin_s
+        """Has what follows come after the sums."""
+        with self._in_flight.waiting():
+            self._reducer.join()
 
     def _resolve(self) -> bool:
         """Commits the step, or recovers; returns whether it is committed. Once per attempt."""
         step = self._in_flight
         if step.committed is None:
             heartbeat.enter(Phase.STEP)
-            begin_s = self._now_s(step.measured)
+            if step.own is not None:
+                step.own.end()  # the update follows, and what the script does between two steps
             try:
                 if self._member.interrupted:
                     self._reducer.raise_error()
@@ -360,8 +360,6 @@ class Job(BaseJob):
                 step.committed = self._recover(error)
             if self._model_buffers is not None:
                 (self._model_buffers.commit if step.committed else self._model_buffers.drop)()
-            step.settled_s = step.own_s(begin_s)
-            step.waited_s += time.monotonic() - begin_s
             if step.committed:
                 self._state.watch.committed(step.whole, self._member.generation.number)
                 self._stops = self._stops or (step.whole is not None and step.whole.stops > 0)
@@ -457,8 +455,9 @@ class Job(BaseJob):
         )
 
     def pause(self) -> None:
-        """Ends the reductions of the step in flight."""
+        """Ends the reductions of the step in flight; what was measured is of members that change."""
         self._reducer.cancel()
+        self._measured = None
         if self._buckets is not None:
             self._buckets.disarm()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.untrained.duties import copy_peers
 from elaunch.workers.layers.untrained.moving import move
+from elaunch.workers.moments import TimedWork, timing_of
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
 
@@ -91,8 +91,8 @@ class Engine:
         self._lent: LentWeights | None = None
         self._next_lent: LentWeights | None = None
         self._outcome: Outcome | None = None
-        self.update_s = 0.0
-        """Of the optimizer's last step on what this worker owns; on an accelerator, of giving it orders."""
+        self.update = TimedWork(timing_of(self.builder.device))
+        """The optimizer's last step on what this worker owns."""
         self.last_commit: Commit | None = None
         """What the last step that committed here came to; for who was at its barrier and did not pass."""
         self._stale = False
@@ -205,9 +205,8 @@ class Engine:
         if self._migration is not None:
             self._take_over()
         self._stale = True
-        begin_s = time.perf_counter()
-        self._here.zero.shards.step(outcome.gradients, commit.coefficient)
-        self.update_s = time.perf_counter() - begin_s
+        with self.update:
+            self._here.zero.shards.step(outcome.gradients, commit.coefficient)
         self._here.snapshots.commit(commit.coefficient)
         self._here.copies.commit()
         self.last_commit = commit

@@ -30,6 +30,7 @@ from elaunch.policy.settings import from_environment
 from elaunch.rendezvous.membership import Generation
 from elaunch.replica_check import CHECK
 from elaunch.workers import agent_client, heartbeat
+from elaunch.workers.barrier import StepRecord
 from elaunch.workers.clocks import Governor
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Verdict, Vote
@@ -60,6 +61,7 @@ class HybridJob(BaseJob):
         self._governor: Governor | None = None
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.local_rank)
         self._engine: Engine | None = None
+        self._measured: tuple[Stopwatch, int, Plan] | None = None  # a step: elements that were updated, and its plan
         self._next: Decision | None = None
         self._call: ReplanCall | None = None  # by which the members go over to it
         self._holds = False
@@ -228,12 +230,27 @@ class HybridJob(BaseJob):
         selector, watch = self._member.selector, None
         if selector is not None and selector.measures() and not engine.changing:
             watch = Stopwatch(self.device, selector.meters())
-        barrier = self._member.pass_barrier if watch is None else watch.at_end(self._member.pass_barrier)
+        barrier = self._pass_barrier if watch is None else watch.at_end(self._pass_barrier)
         engine.train_step(barrier, watch)
-        if selector is not None and watch is not None:
-            watch.ended(engine.update_s)
-            measured = watch.turns(), watch.kept_bytes, engine.update_s, engine.n_owned, watch.weights()
-            selector.add(*measured, watch.overheads())
+        if watch is not None:
+            watch.ended(engine.update)
+            self._measured = watch, engine.n_owned, engine.plan
+            self._read_measured()
+
+    def _pass_barrier(self, record: StepRecord) -> StepRecord:
+        """Passes the commit barrier; what was measured until the step before is told in it."""
+        self._read_measured()
+        return self._member.pass_barrier(record)
+
+    def _read_measured(self) -> None:
+        """Has the selector take in what the last measured step has shown, once the device has come to its end."""
+        selector = self._member.selector
+        if self._measured is None or selector is None or not self._measured[0].is_over:
+            return
+        (watch, n_owned, plan), self._measured = self._measured, None
+        if plan is self._made.plan:  # else others have its layers now
+            measured = watch.turns(), watch.kept_bytes, watch.update_s, n_owned, watch.weights(), watch.overheads()
+            selector.add(*measured)
 
     def _compare(self, group: Group, saving: bool) -> None:
         """Compares the replicas of layers where that is due; never while layers move."""

@@ -1,8 +1,8 @@
 """How long each layer takes, measured in the steps that train (Suika 3.1): no runs of their own.
 
 In a step that is measured, a moment is taken before and after the forward of each layer, and where backward passes from
-one layer to the one before it. On an accelerator a moment is an event in its queue, read when the step is over;
-nothing waits for it before.
+one layer to the one before it. On an accelerator a moment is an event in its queue, read once it is over; nothing waits
+for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from elaunch.policy.sample import Overheads
 from elaunch.workers.barrier import StepRecord
+from elaunch.workers.moments import TimedWork, timing_of
 
 
 class ActivationMeter:
@@ -121,12 +122,14 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, meter: bool = False) -> None:
-        self._device, self._meter = device, meter
+        self._timing, self._meter = timing_of(device), meter
+        self._moments: list[Any] = []
         self._spans: list[Span] = []
         self._actions: list[ActionSpan] = []
         self._loads: list[tuple[int, float]] = []
         self._end_began_s = 0.0
         self._end_s: float | None = None
+        self._update: tuple[Any, Any] | None = None
         self.kept_bytes: dict[int, float] = {}
         self.weight_bytes: dict[int, float] = {}
         self.waited_s = 0.0
@@ -137,11 +140,13 @@ class Stopwatch:
 
     def moment(self) -> Any:
         """Returns this moment, by the device's queue."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        self._moments.append(self._timing.now())
+        return self._moments[-1]
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the device has come to all moments; before, there are no figures. It waits for nothing."""
+        return self._timing.are_over(self._moments)
 
     def span(self, layer: int, rows: int, width: int = 1) -> Span:
         """Returns the span of a layer, or of this member's part of it, on a micro-batch; its forward follows."""
@@ -171,13 +176,21 @@ class Stopwatch:
 
         return pass_barrier
 
-    def ended(self, update_s: float) -> None:
-        """Notes that the step has ended here; the optimizer's step took `update_s` of that."""
-        self._end_s = max(0.0, time.perf_counter() - self._end_began_s - update_s)
+    def ended(self, update: TimedWork) -> None:
+        """Notes that the step has ended here, with the optimizer's step."""
+        self._end_s = max(0.0, time.perf_counter() - self._end_began_s - update.host_s)
+        self._update = update.moments
+        self._moments += update.moments or ()
+
+    @property
+    def update_s(self) -> float:
+        """Returns how long the optimizer's step took."""
+        return self._timing.seconds(*self._update) if self._update is not None else 0.0
 
     def overheads(self) -> Overheads:
         """Returns what this worker has spent beside its layers in the step, whose actions are over."""
-        beside = {kind: [one.seconds(self.seconds) for one in self._actions if one.kind == kind] for kind in "FB"}
+        between = self._timing.seconds
+        beside = {kind: [one.seconds(between) for one in self._actions if one.kind == kind] for kind in "FB"}
         of_actions = [statistics.median(rest_s for rest_s, _ in some) for some in beside.values() if some]
         sent = [sent_s for some in beside.values() for _, sent_s in some if sent_s]
         return Overheads(
@@ -220,14 +233,7 @@ class Stopwatch:
         return self._seconds(span, "W") if "W" in span.ends else 0.0
 
     def _seconds(self, span: Span, kind: str) -> float:
-        return self.seconds(span.begins[kind], span.ends[kind])
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Returns the seconds from one moment to another, when both are over."""
-        if self._device.type == "cpu":
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return self._timing.seconds(span.begins[kind], span.ends[kind])
 
 
 @dataclass(eq=False)

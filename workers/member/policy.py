@@ -113,7 +113,12 @@ class Policy:
 
     def took(self, seconds: float, rows: int) -> None:
         """Tells the selector what this worker's own part of the step under way took; see `Member.took`."""
-        if self.selector is not None and rows and self.selector.measures():
+        if self.selector is not None and self.selector.measures():
+            self.measured(seconds, rows)
+
+    def measured(self, seconds: float, rows: int) -> None:
+        """Tells the selector what this worker's own part of a step took that was to be measured."""
+        if self.selector is not None and rows:
             self.selector.add([MeasuredStep.of(seconds, rows)], {}, 0.0, 0)
 
     def note(self, transport: Transport) -> dict[str, Any]:
