@@ -87,6 +87,10 @@ class Sharded(Net):
         fully_shard(self.net, mesh=shards)
         self.configure_model = lambda: None  # type: ignore[method-assign]  # once, as after the fit
 
+    def on_fit_start(self) -> None:
+        self.error.reset()  # Lightning leaves a metric of a module that had no values with any
+        self.largest.reset()
+
 
 class BestFiles(Callback):
     """Says at the end which files a ModelCheckpoint has kept, and what an EarlyStopping has seen."""
