@@ -67,7 +67,7 @@ class _Training:
     Attributes:
         reentry: of the job.
         state: of this entry.
-        values: of the last commit; `world`, `seed`, `began_t` (Unix time) and `accumulation` alone before the first one.
+        values: of the last commit; before the first one `world`, `seed`, `began_t` (Unix time) and `accumulation`.
         epoch: the pass that is under way.
         position: updates of it that are over.
         step: of the last commit, as transformers counts.
