@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, Literal, Protocol
 
 from elaunch.errors import GenerationChanged, LinkLost
-from elaunch.workers.comm.link import BEFORE_ALL, Destination, Entering
+from elaunch.workers.comm.link import BEFORE_ALL, Destination, Entering, Floors
 from elaunch.workers.comm.transport import Transport
 from tests.simulation.control_world import SILENT_S
 from tests.simulation.processes import Process
@@ -250,7 +250,7 @@ class _Dialler:
         ):
             transport._failed(peer, "connection refused")
         elif not transport._has(peer):
-            transport._has_entered(peer, target._floor)
+            transport._floors.peers[peer] = target._floors.own
             here, there = End(transport, peer), End(target, transport.worker)
             here.other, there.other = there, here
             target._add(there)  # type: ignore[arg-type]
@@ -266,9 +266,8 @@ class SimulatedTransport(Transport):
     def __init__(self, world: Surroundings, network: Network, process: Process, worker: str) -> None:
         self.world, self.process, self.worker = world, process, worker
         self._links, self._replaced, self._failures, self._known = {}, [], {}, {}
-        self._floor = 0
+        self._floors = Floors()
         self._entering = Entering()
-        self._entered: dict[str, int] = {}
         self._watchers: list[Callable[[int], None]] = []
         self._closing = self._closed = False
         self._changed = _Changed(process)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -18,7 +19,7 @@ from elaunch.workers.comm.connection import HANG_UP, Connection
 from elaunch.workers.comm.incoming import Destination, Incoming
 from elaunch.workers.comm.outgoing import Outgoing
 
-__all__ = ["Destination", "Entering", "Link", "LinkBeside"]
+__all__ = ["Destination", "Entering", "Floors", "Link", "LinkBeside"]
 
 BEFORE_ALL = -1
 """An operation that comes before all that a peer sends of a generation."""
@@ -149,6 +150,19 @@ class LinkBeside:
     def finish(self) -> None:
         """Leaves the link to the next operation."""
         self._link.finish()
+
+
+@dataclass
+class Floors:
+    """The generations below which workers take part in nothing any more.
+
+    Attributes:
+        own: this worker's.
+        peers: of those that have said so when they were dialled.
+    """
+
+    own: int = 0
+    peers: dict[str, int] = field(default_factory=dict)
 
 
 class Entering:

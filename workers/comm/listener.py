@@ -27,6 +27,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here, listen_here
+from elaunch.workers.comm.link import Floors
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
@@ -85,8 +86,7 @@ class Listener:
 
     `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
     direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
-    `floor()` is the generation below which this worker takes part in nothing, for whoever dials;
-    `entered(peer, generation)` is told that of a peer that was dialled.
+    Whoever dials is told `floors.own`; `floors.peers` takes what is heard of those that are dialled, before `joined`.
     `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
     reach must be replaced.
@@ -102,11 +102,10 @@ class Listener:
         failed: Callable[[str, str], None],
         died: Callable[[BaseException], None] = _end_worker,
         mail: Callable[[str, socket.socket], None] | None = None,
-        floor: Callable[[], int] = int,
-        entered: Callable[[str, int], None] = lambda peer, generation: None,
+        floors: Floors | None = None,
     ) -> None:
         self._worker, self._token = worker, token
-        self._floor, self._entered = floor, entered
+        self._floors = Floors() if floors is None else floors
         self._linked, self._joined, self._failed, self._mail = linked, joined, failed, mail
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=1024)
@@ -284,7 +283,7 @@ class Listener:
         except ProtocolError as error:
             handshake.socket.send(wire.refusal_line(str(error)))
             raise
-        handshake.socket.send(wire.ack_line(self._worker, self._floor()))
+        handshake.socket.send(wire.ack_line(self._worker, self._floors.own))
         if hello.purpose == "probe":
             self._drop(handshake, None)
             return
@@ -303,7 +302,7 @@ class Listener:
             return
         if ack.worker != handshake.peer:
             raise ProtocolError(f"{ack.worker} answered at this address")
-        self._entered(ack.worker, ack.generation)
+        self._floors.peers[ack.worker] = ack.generation
         handshake.socket.send(wire.go_line())
         self._settle(handshake)
 

@@ -34,7 +34,7 @@ from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
-from elaunch.workers.comm.link import Destination, Entering, Link, LinkBeside
+from elaunch.workers.comm.link import Destination, Entering, Floors, Link, LinkBeside
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
@@ -70,9 +70,8 @@ class Transport:
         self._replaced: list[Link] = []
         self._failures: dict[str, str] = {}
         self._known: dict[str, str] = {}
-        self._floor = 0
+        self._floors = Floors()
         self._entering = Entering()
-        self._entered: dict[str, int] = {}  # by peer: the generation below which it takes part in nothing
         self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
@@ -82,12 +81,8 @@ class Transport:
         self._opened: queue.SimpleQueue[Traffic | None] = queue.SimpleQueue()
         self._driver: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener = Listener(
-            *(worker, token, host, self._has, self._joined, self._failed),
-            mail=self.mail.accept,
-            floor=lambda: self._floor,
-            entered=self._has_entered,
-        )
+        makers = self._has, self._joined, self._failed
+        self._listener = Listener(worker, token, host, *makers, mail=self.mail.accept, floors=self._floors)
         self.address = self._listener.address
         _FABRICS.add(self)
 
@@ -130,9 +125,9 @@ class Transport:
                     link.fail("closed by the peer")
             self._dial_missing(members, timeout_s)
             while True:
-                if self._floor > generation:
-                    raise GenerationChanged(self._floor)
-                gone = max((self._entered.get(peer, 0) for peer in members), default=0)
+                if self._floors.own > generation:
+                    raise GenerationChanged(self._floors.own)
+                gone = max((self._floors.peers.get(peer, 0) for peer in members), default=0)
                 if gone > generation:
                     raise GenerationChanged(gone)
                 missing = [peer for peer in members if peer != self.worker and not self._has(peer)]
@@ -200,9 +195,9 @@ class Transport:
     def interrupt(self, generation: int) -> None:
         """Makes operations of older generations, now and later, raise `GenerationChanged`. Any thread may call it."""
         with self._changed:
-            if generation <= self._floor or self._closed:
+            if generation <= self._floors.own or self._closed:
                 return
-            self._floor = generation
+            self._floors.own = generation
             self._changed.notify_all()
             self._rouse()
         for watcher in self._watchers:
@@ -399,8 +394,8 @@ class Transport:
 
     def _check(self, generation: int) -> Collection[Link]:
         """Raises when interrupted; the links that got something to do by that: none."""
-        if self._floor > generation:
-            raise GenerationChanged(self._floor)
+        if self._floors.own > generation:
+            raise GenerationChanged(self._floors.own)
         return ()
 
     def link_up(self, peers: Collection[str], generation: int) -> None:
@@ -461,11 +456,6 @@ class Transport:
             if self._entering.generation:
                 self._entering.untold.add(link)
                 self._rouse()
-            self._changed.notify_all()
-
-    def _has_entered(self, peer: str, generation: int) -> None:
-        with self._changed:
-            self._entered[peer] = generation
             self._changed.notify_all()
 
     def _failed(self, peer: str, why: str) -> None:

@@ -110,7 +110,6 @@ class Reentry:
         self._commit_s = time.monotonic()
         self._always, self.resets = tuple(resets), list[Reset]()
         self.step, self.entry, self.over = 0, 0, False
-        self._excepthook = sys.excepthook
         self.member = Member(self._client, self, transport=transport)
 
     def run(self, function: Callable[[ElasticState], Result]) -> Result:
@@ -156,11 +155,11 @@ class Reentry:
         resets, self.resets = [*self._always, *self.resets] if self.entry else [], []
         for reset in resets:
             reset()
-        sys.excepthook = self._excepthook  # each init_process_group puts its own around the one that it finds
         self.entry += 1
         self._bound = None
         self._guards.enter()
         heartbeat.enter(Phase.FUNCTION, self.step)
+        hook = sys.excepthook
         try:
             with self._groups.watching(f"entry/{generation.attempt}/{generation.number}"):
                 self._entered_in = generation.number
@@ -179,6 +178,7 @@ class Reentry:
             return
         finally:
             self._entered_in = 0
+        sys.excepthook = hook  # init_process_group puts one around that which it finds
         self._say_why(left)
         traceback.clear_frames(left.__traceback__)
         left.__traceback__ = left.__context__ = left.__cause__ = None
