@@ -44,7 +44,7 @@ class Holder:
         self.state: dict[str, Any] = {"a": torch.zeros(4, 4), "b": [torch.ones(3), 1.0, (2, None)], "c": torch.zeros(0)}
         self.state |= {
             "tied": self.state["a"],
-            "z": torch.zeros(4, dtype=torch.complex64),
+            "z": torch.full((4,), 1j),
             "deep": {"d": torch.ones(2)},
         }
 
@@ -129,9 +129,16 @@ class Job:
     def note(self, value: Any) -> None:
         self.optimizer.param_groups[0]["note"] = value
 
+    def toggle(self, one: Any, other: Any) -> None:
+        self.note(other if repr(self.optimizer.param_groups[0].get("note")) == repr(one) else one)
+
     def double(self) -> None:
         self.swap(torch.Tensor.double)
         self.optimize("AdamW")
+
+    def add_to_set(self) -> None:
+        kept = self.holder.state["deep"].setdefault("set", set())
+        kept.add(len(kept))
 
     def override(self) -> None:
         self.net.state_dict = lambda **_: {"only": self.net.second.bias}
@@ -170,10 +177,8 @@ CHANGES: dict[str, Callable[[Job], object]] = {
     "load the optimizer": lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict()),
     "forget in the optimizer": lambda job: job.optimizer.state.clear(),
     "count in Python": Job.keep_number,
-    "zero": lambda job: job.note(0.0),
-    "minus zero": lambda job: job.note(-0.0),
-    "true": lambda job: job.note(True),
-    "one": lambda job: job.note(1),
+    "zero or minus zero": lambda job: job.toggle(0.0, -0.0),
+    "one or true": lambda job: job.toggle(1, True),
     "nan": lambda job: job.note(float("nan")),
     "other buffer": lambda job: setattr(job.net.norm, "running_mean", torch.ones(3)),
     "other mask": lambda job: setattr(job.net, "mask", torch.zeros(3)),
@@ -195,6 +200,7 @@ CHANGES: dict[str, Callable[[Job], object]] = {
     "hold negated": lambda job: job.holder.state.update(n=torch.ones(2, dtype=torch.complex64).conj().imag),
     "hold an array": lambda job: job.holder.state.update(array=np.ones(3)),
     "hold a set": lambda job: job.holder.state.update(deep={"d": torch.ones(2), "set": {1, 2}}),
+    "add to the set": Job.add_to_set,
     "hold in another order": lambda job: job.holder.state.update(c=job.holder.state.pop("c")),
     "bind in another order": lambda job: job.bind("holder", "scaler", "optimizer", "net"),
     "bind less": lambda job: job.bind("net", "optimizer"),
