@@ -88,8 +88,8 @@ class Sharded(Net):
         self.configure_model = lambda: None  # type: ignore[method-assign]  # once, as after the fit
 
     def on_fit_start(self) -> None:
-        self.error.reset()  # Lightning leaves a metric of a module that had no values with any
-        self.largest.reset()
+        # In a module that had no values, Lightning leaves those of metrics to chance, and of what resets them.
+        self.error, self.largest = MeanSquaredError(), MaxMetric()
 
 
 class BestFiles(Callback):
