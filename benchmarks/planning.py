@@ -73,13 +73,14 @@ def lost_worker(report: Report, profile: Profile, clusters: Sequence[Cluster]) -
         # As a job has for the steps before: a plan keeps what was derived of it.
         schedule(plan)
         prepare(cluster.dp * cluster.pp)
-        seconds, chosen = [], set()
+        seconds, processor_s, chosen = [], [], set()
         for lost in random.Random(0).sample(plan.workers, cluster.losses):
             members = [worker for worker in plan.workers if worker != lost]
             gc.collect()
-            start_s = time.perf_counter()
+            start_s, start_processor_s = time.perf_counter(), time.process_time()
             choice = choose(plan, plan, members, here)
             seconds.append(time.perf_counter() - start_s)
+            processor_s.append(time.process_time() - start_processor_s)
             chosen.add(choice.chosen.policy)
         found = spread(seconds)
         report.row(
@@ -89,6 +90,8 @@ def lost_worker(report: Report, profile: Profile, clusters: Sequence[Cluster]) -
                 "decisions": found.count,
                 "p50_s": found.median,
                 "p99_s": found.worst,
+                "processor_p50_s": spread(processor_s).median,
+                "processor_p99_s": spread(processor_s).worst,
                 "chosen": ", ".join(sorted(chosen)),
             }
         )
@@ -209,7 +212,10 @@ def main() -> int:
     args = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     profile = Profile.load(PROFILE)
-    report = Report("planning", notes=["one core", "p99 of so few decisions is the slowest"])
+    report = Report(
+        "planning",
+        notes=["one core", "p99 of so few decisions is the slowest", "processor: where other programs use the machine"],
+    )
     lost_worker(report, profile, CLUSTERS[:2] if args.quick else CLUSTERS)
     expansion(report, profile, 2 if args.quick else 5)
     try:

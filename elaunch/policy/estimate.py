@@ -178,12 +178,10 @@ def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float
         replicas: among which the optimizer's state is shared out.
         kept_rows: whose activations are there at the worst moment.
     """
-    own = profile.layers[layers.start : layers.stop]
-    needed = 0.0
-    for layer in own:
-        gradient_bytes = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-        needed += gradient_bytes + layer.parameter_bytes + layer.optimizer_bytes / replicas
-    return needed + kept_rows * sum(layer.activation_bytes_per_row for layer in own)
+    start, stop = layers.start, layers.stop
+    held, optimizer, activations = profile.bytes_before
+    n_bytes = held[stop] - held[start] + (optimizer[stop] - optimizer[start]) / replicas
+    return n_bytes + kept_rows * (activations[stop] - activations[start])
 
 
 def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
@@ -264,7 +262,7 @@ def _likeness(component: Component, profile: Profile) -> Hashable:
     """Returns a key; components with equal keys take equally long."""
     if not profile.workers and not profile.links:
         return component.shape
-    speeds = tuple(profile.tile_speed(tile) for tile in component.plan.tiles)
+    speeds = tuple(profile.slowest(tile.workers) for tile in component.plan.tiles)
     links: tuple[LinkProfile, ...] = ()
     if profile.links:
         heads = list(dict.fromkeys(tile.workers[0] for tile in component.plan.tiles))

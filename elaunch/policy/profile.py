@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.errors import ProtocolError
-from elaunch.plan.tiling import Plan, PlanError, Tile
+from elaunch.plan.tiling import Plan, PlanError
 from elaunch.plan.timeline import ActionPrice, Kind, TransferPrice
 from elaunch.policy.profile_fields import DOCUMENT, LAYER, LINK, VERSION, WORKER, checked
 from elaunch.rendezvous.membership import node_of, slot_of
@@ -265,9 +265,7 @@ class Profile:
 
     def least_cap_bytes(self, workers: Iterable[str]) -> float:
         """Returns the memory that the one of some workers may use that has the least."""
-        if not self.workers:
-            return math.inf if self.memory_bytes is None else self.memory_bytes
-        return min(map(self.cap_bytes, workers), default=math.inf)
+        return min(map(self.cap_bytes, workers if self.workers else ("",)), default=math.inf)
 
     def link(self, source: str, target: str) -> LinkProfile:
         """Returns the link between two workers: as measured, else as between their nodes, else as any."""
@@ -276,12 +274,8 @@ class Profile:
             found = self._by_nodes.get((node_of(source), node_of(target)))
         return self._any if found is None else found
 
-    def tile_speed(self, tile: Tile) -> float:
-        """Returns the speed of the slowest worker of a tensor-parallel group, for which the others wait."""
-        return self.slowest(tile.workers)
-
     def slowest(self, workers: Sequence[str]) -> float:
-        """Returns the speed of the slowest of some workers."""
+        """Returns the speed of the slowest of some workers, for which a tensor-parallel group waits."""
         return min(map(self.speed, workers)) if self.workers else 1.0
 
     def forward_s(self, layers: range, rows: float, width: int = 0) -> float:
@@ -379,6 +373,14 @@ class Profile:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @cached_property
+    def bytes_before(self) -> tuple[list[int], ...]:
+        """Returns, of the layers before each: parameters and gradients, optimizer, activations of a row."""
+        sums = [one.parameter_bytes if one.gradient_bytes is None else one.gradient_bytes for one in self.layers]
+        held = [one.parameter_bytes + n for one, n in zip(self.layers, sums)]
+        kept = [one.optimizer_bytes for one in self.layers], [one.activation_bytes_per_row for one in self.layers]
+        return tuple(list(accumulate(some, initial=0)) for some in (held, *kept))
+
+    @cached_property
     def output_bytes_per_row(self) -> float:
         """Returns what an average layer gives to the next one."""
         return self._outputs[-1] / len(self.layers)
@@ -459,7 +461,7 @@ def action_s(profile: Profile, plan: Plan) -> ActionPrice:
             found = profile.weights_s(*what)
         else:
             found = profile.backward_s(*what) - (profile.weights_s(*what) if kind == "I" else 0.0)
-        return found / profile.tile_speed(here)
+        return found / profile.slowest(here.workers)
 
     return seconds
 

@@ -1,7 +1,8 @@
 """How a simulated job goes on when its members change: as elaunch does, and as others do.
 
 auto                 elaunch: every policy is priced, the best one is taken (`elaunch.policy.select.choose`)
-reroute              the same, with that policy alone as long as it has a plan (ReCycle)
+reroute              the same, with that policy alone as long as it has a plan (ReCycle: with its decoupled backward, as
+                     an order of the schedule, without its staggered optimizer)
 resize               likewise (ElasWave)
 reparallelize        likewise (Chameleon's dynamic parallelism)
 templates            pipelines of depths that were planned before (Oobleck)
