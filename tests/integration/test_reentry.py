@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
-from tests.helpers import ROOT, Spawner, once_a_session, soak
+from tests.helpers import ROOT, Spawner, once_a_session, scaled, soak
 from tests.jobs.watch import Node, elaunch, kill_node, wait_for, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "elastic.py"
@@ -22,7 +22,7 @@ STEPS = 50  # two passes over 600 samples in steps of 24
 def run(spawn: Spawner, folder: Path, *flags: str, workers: int = 3, code: int = 0, name: str = "elastic") -> Node:
     command = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=6")
     node = elaunch(spawn, folder, *command, script=(SCRIPT, *flags), name=name)
-    assert node.agent.wait(100) == code, node.agent.tail()
+    assert node.agent.wait(scaled(100, 250)) == code, node.agent.tail()
     return node
 
 
@@ -78,6 +78,15 @@ def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(
     node = run(spawn, tmp_path, *deaths, *flags, *in_turn(tmp_path), name="deaths")
     assert_as_undisturbed(node, calm)
     assert "2 members, step 7" in node.agent.text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [soak(18)])
+def test_so_does_a_job_in_which_not_all_have_links_to_all(spawn: Spawner, tmp_path: Path, workers: int) -> None:
+    calm = undisturbed(spawn, tmp_path)
+    deaths = ("--die", "3:7:step", "--die", "0:20:step")
+    node = run(spawn, tmp_path, *deaths, *in_turn(tmp_path), workers=workers, name="deaths")
+    assert_as_undisturbed(node, calm)
 
 
 @pytest.mark.timeout(200)
