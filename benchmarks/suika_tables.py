@@ -86,6 +86,9 @@ KINDS = (
     Kind(Model("LLaMA2-70B", 80, 8192, 28672, 8), "XL", 3, 8, 8),
     Kind(gpt("GPT2-175B", 96, 12288), "XL", 4, 8, 8),
 )
+TOO_LARGE = "GPT2-175B"
+"""Its default plan does not fit into 80 GB with samples of 4096 tokens: no job of it could ever start."""
+
 BY_NAME = {kind.model.name: kind for kind in KINDS}
 
 
@@ -217,7 +220,7 @@ class Workload:
         kinds = []
         for _ in arrivals:
             size = chance.choices(list(self.mix), list(self.mix.values()))[0]
-            kinds.append(chance.choice([kind for kind in KINDS if kind.size == size]))
+            kinds.append(chance.choice([kind for kind in KINDS if kind.size == size and kind.model.name != TOO_LARGE]))
         sized = [replace(one, devices=kind.basic) for one, kind in zip(arrivals, kinds, strict=True)]
         sized = scaled_to(sized, device_s)
         found = [(kind, one.at_s / self.intensity, one.duration_s) for kind, one in zip(kinds, sized, strict=True)]

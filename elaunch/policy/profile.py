@@ -51,7 +51,7 @@ class LayerProfile:
             outputs of the layer's operations. None: not measured; as much as the activations is assumed, which is more
             than it is where every output is an activation that is kept.
         gradient_bytes: of a sum of the parameters' gradients. None: not known; then as much as the parameters is taken,
-            once, and nothing of what the engine has beside it (see `elaunch.policy.estimate.EngineBytes`).
+            once, and nothing of what the engine has beside it (see `elaunch.policy.estimate.StateBytes`).
         summed_in_tree: whether a worker keeps several partial sums of gradients, along a tree over the micro-batches.
     """
 
