@@ -89,7 +89,8 @@ class Sharded(Net):
 
     def on_fit_start(self) -> None:
         # In a module that had no values, Lightning leaves those of metrics to chance, and of what resets them.
-        self.error, self.largest = MeanSquaredError(), MaxMetric()
+        if arguments.cut == "meta":
+            self.error, self.largest = MeanSquaredError(), MaxMetric()
 
 
 class BestFiles(Callback):

@@ -131,6 +131,7 @@ class ElasticFit:
         for metric in metrics_of(model).values():
             metric.reset()
         model._current_fx_name = None
+        model._metric_attributes = None  # metrics may be made anew, in `setup` or `configure_model`
         trainer._signal_connector.teardown()
         self._unconfigure()
         self.strategy.model = None
