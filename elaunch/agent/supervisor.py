@@ -43,6 +43,7 @@ class Supervisor:
         self._rest = b""
         self._groups: set[int] = set()
         self._asked_s: dict[str, float] = {}  # when workers were asked for that it has not started yet
+        self._imports = False  # they may wait for modules to be imported
         self._pace = Pace.begin(0.0)
 
     def spawn(
@@ -71,6 +72,7 @@ class Supervisor:
 
     def warm(self, env: dict[str, str], modules: tuple[str, ...], share: float = 1.0) -> None:
         """Begins to keep a process that has the modules imported, which takes so much of a core until it is needed."""
+        self._imports = True
         self._send(op="warm", env=env, modules=list(modules), share=share)
 
     def remove_at_the_end(self, folder: str) -> None:
@@ -102,6 +104,9 @@ class Supervisor:
                 elif "exited" in message:
                     self._groups.discard(message["pid"])
                     self._asked_s.pop(message["exited"], None)
+                elif "warm" in message:
+                    self._imports = False
+                    self._asked_s = dict.fromkeys(self._asked_s, time.monotonic())
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"{data[:80]!r} ({error})") from error
         return messages
@@ -109,16 +114,18 @@ class Supervisor:
     def late(self, now_s: float) -> tuple[str, bool]:
         """Returns a line about a worker that was asked for and does not start, if one is due; and whether to give up.
 
-        Nobody but the fork server can say what becomes of it: it may be stopped, or open a log file on a dead disk.
+        Nobody but the fork server can say what becomes of it: it may be stopped, or open a log file on a dead disk. It
+        is waited for while modules are imported for all workers: that may take long from a slow disk, and others train.
         """
         worker, asked_s = min(self._asked_s.items(), key=lambda item: item[1], default=("", now_s))
         waited_s = now_s - asked_s
-        if waited_s >= START_S:
+        if waited_s >= START_S and not self._imports:
             return f"the process that holds this node's workers has not started {worker} within {START_S:g} s", True
         if waited_s < self._pace.first_s:
             self._pace.reset(asked_s)
             return "", False
-        line = f"the process of worker {worker} has been starting for {waited_s:.0f} s, of at most {START_S:g} s"
+        why = "while modules are imported for it" if self._imports else f"of at most {START_S:g} s"
+        line = f"the process of worker {worker} has been starting for {waited_s:.0f} s, {why}"
         return line if self._pace.is_due(now_s) else "", False
 
     def close(self, limit_s: float = CLOSE_S) -> None:

@@ -65,6 +65,16 @@ def test_a_worker_that_is_never_started_is_told_of_and_ends_the_agent(monkeypatc
     theirs.sendall(b'{"started": "a/0#0", "pid": 7}\n')
     holder.receive()
     assert holder.late(1e6) == ("", False)
+    holder.warm({}, ("torch",))
+    holder.spawn("a/0#1", ["true"], {}, {})
+    holder._asked_s = dict.fromkeys(holder._asked_s, 2e6)
+    text, over = holder.late(2e6 + 2 * START_S)
+    assert text == "the process of worker a/0#1 has been starting for 600 s, while modules are imported for it"
+    assert not over
+    theirs.sendall(b'{"warm": true, "error": ""}\n')
+    holder.receive()
+    now_s = time.monotonic()
+    assert [holder.late(now_s + seconds)[1] for seconds in (START_S - 10, START_S + 10)] == [False, True]
     ours.close()
     theirs.close()
 

@@ -190,7 +190,7 @@ class Reentry:
 
     def _consequence(self, error: Exception) -> StepInterrupted:
         """Returns what interrupted the function, if that is what an error follows from; else raises the error."""
-        if not self._client.elastic:
+        if not self._client.elastic or isinstance(error, StateLost):  # all members find that at once
             raise error
         end_s, past = time.monotonic() + NEWS_S, self.member.generation.number
         with contextlib.suppress(JobFailed):
