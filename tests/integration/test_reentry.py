@@ -292,7 +292,8 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced(spawn: Spawner, tm
 @pytest.mark.timeout(150)
 def test_a_worker_that_does_not_leave_its_function_is_replaced(spawn: Spawner, tmp_path: Path) -> None:
     calm = undisturbed(spawn, tmp_path)
-    node = run(spawn, tmp_path, "--die", "1:7:step", "--stuck", "2:7", name="stuck")
+    once = ("--once", str(tmp_path / "stuck"))
+    node = run(spawn, tmp_path, "--die", "1:7:step", "--stuck", "2:7", *once, name="stuck")
     assert_as_undisturbed(node, calm)
     assert "in its function, in step 7, which it is to leave, asleep" in node.agent.text()
 

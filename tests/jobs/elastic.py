@@ -50,6 +50,7 @@ parser.add_argument("--join-after", type=Path)
 parser.add_argument("--overtaken", default="")
 parser.add_argument("--direct", type=int, help="up to so many members have links to all others")
 parser.add_argument("--stuck", default="")
+parser.add_argument("--once", type=Path, help="who dies in a step waits for this file, which who is stuck makes")
 parser.add_argument("--late", action="store_true")
 parser.add_argument("--checkpoint", type=Path, help="a file of the script's own, written every 5 steps")
 arguments = parser.parse_args()
@@ -101,11 +102,14 @@ if arguments.change_late:  # so that the copy of a small model is under way then
 def die(where: str, number: int) -> None:
     worker = os.environ.get("ELAUNCH_WORKER", "")
     if worker.endswith("#0") and f"{os.environ['LOCAL_RANK']}:{number}:{where}" in arguments.die:
+        while where == "step" and arguments.once is not None and not arguments.once.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stick(step: int) -> None:
     if os.environ.get("ELAUNCH_WORKER", "").endswith("#0") and f"{os.environ['LOCAL_RANK']}:{step}" == arguments.stuck:
+        arguments.once.touch()
         threading.Event().wait()
 
 

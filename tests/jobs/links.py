@@ -47,7 +47,9 @@ class Links:
         """Called in each micro-batch."""
         kind = self.faults.pop(step, "")
         if kind == "deaf":
-            for server in self.job._member._transport._listener._accepting:
+            own = self.job._member._transport._listener
+            for server in own._accepting:
+                own._selector.unregister(server)  # or what has its number next could not be registered
                 server.close()
         elif kind == "dead":
             listener.Listener._wait_s = _fails  # type: ignore[assignment, method-assign]
