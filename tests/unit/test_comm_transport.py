@@ -525,25 +525,16 @@ def test_neither_an_idle_link_nor_one_whose_peer_takes_nothing_is_silent() -> No
         task.result()
 
 
-def test_who_waits_for_a_link_hears_from_the_one_that_is_to_dial_that_it_has_gone_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It comes to no exchange of the older generation any more, so it does not dial either."""
+@pytest.mark.parametrize("waits", [0, 1])
+def test_who_needs_a_link_to_one_that_has_gone_on_hears_of_that(waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to no exchange of the older generation any more; the later of two dials at once, the other one waits."""
     monkeypatch.setattr(transport, "ASK_S", 0.05)
-    with crew(2, connected=False) as (a, b):
-        introduce_all((a, b))
-        b.interrupt(2)
+    with crew(2, connected=False) as transports:
+        introduce_all(transports)
+        here, gone = transports[waits], transports[1 - waits]
+        gone.interrupt(2)
         with pytest.raises(GenerationChanged) as changed:
-            a.exchange(1, 1, receives=[(b.worker, 0, bytearray())])
-        assert changed.value.generation == 2
-
-
-def test_who_dials_one_that_has_gone_on_hears_of_that() -> None:
-    with crew(2, connected=False) as (a, b):
-        introduce_all((a, b))
-        a.interrupt(2)
-        with pytest.raises(GenerationChanged) as changed:
-            b.exchange(1, 1, receives=[(a.worker, 0, bytearray())])
+            here.exchange(1, 1, receives=[(gone.worker, 0, bytearray())])
         assert changed.value.generation == 2
 
 
