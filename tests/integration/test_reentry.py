@@ -67,26 +67,18 @@ def assert_as_undisturbed(node: Node, calm: Course) -> None:
     assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("flags", [(), soak(("--late",))])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("workers", "flags"), [(3, ()), soak(3, ("--late",)), soak(18, ())])
 def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(
-    spawn: Spawner, tmp_path: Path, flags: tuple[str, ...]
+    spawn: Spawner, tmp_path: Path, workers: int, flags: tuple[str, ...]
 ) -> None:
+    """Also where there are so many that not all have links to all."""
     calm = undisturbed(spawn, tmp_path)
     assert [step for step, _, _ in calm.steps] == list(range(STEPS))
     deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
-    node = run(spawn, tmp_path, *deaths, *flags, *in_turn(tmp_path), name="deaths")
+    node = run(spawn, tmp_path, *deaths, *flags, *in_turn(tmp_path), workers=workers, name="deaths")
     assert_as_undisturbed(node, calm)
-    assert "2 members, step 7" in node.agent.text()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [soak(18)])
-def test_so_does_a_job_in_which_not_all_have_links_to_all(spawn: Spawner, tmp_path: Path, workers: int) -> None:
-    calm = undisturbed(spawn, tmp_path)
-    deaths = ("--die", "3:7:step", "--die", "0:20:step")
-    node = run(spawn, tmp_path, *deaths, *in_turn(tmp_path), workers=workers, name="deaths")
-    assert_as_undisturbed(node, calm)
+    assert f"{workers - 1} members, step 7" in node.agent.text()
 
 
 @pytest.mark.timeout(200)

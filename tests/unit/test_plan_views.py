@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elaunch.plan import (
@@ -22,8 +22,10 @@ from elaunch.plan import (
     outputs,
     rounds,
     rows_by_unit,
+    symmetric,
     unit_of,
 )
+from elaunch.plan.views import Ends, Feeds, sources, takers
 from tests.unit.plan_strategies import valid_plans
 
 repeatable = settings(deadline=None, derandomize=True)
@@ -105,6 +107,19 @@ def test_outputs_are_the_inputs_seen_from_the_other_end(plan: Plan) -> None:
 
 
 @repeatable
+def ends_of(feeds: Feeds) -> Ends:
+    return tuple(tuple(tuple((one.tile, one.micro_batch, one.n_rows) for one in some) for some in of) for of in feeds)
+
+
+@repeatable
+@given(valid_plans(tp=(1, 2)))
+@example(symmetric("abcdefgh", 4, 16, 2, dp=2, pp=2, tp=2))  # whose stages share their micro-batches
+@example(CUT)
+def test_sources_and_takers_are_the_feeds_without_the_places_of_the_rows(plan: Plan) -> None:
+    assert sources(plan) == ends_of(inputs(plan))
+    assert takers(plan) == ends_of(outputs(plan))
+
+
 @given(valid_plans(tp=(1, 2)))
 def test_every_output_row_is_taken_once_by_the_next_layer(plan: Plan) -> None:
     for tile, number in micro_batches(plan):

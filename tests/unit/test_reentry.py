@@ -438,6 +438,29 @@ def test_what_a_function_changes_before_its_first_commit_is_not_in_the_copy_that
     assert joined.last_values() == {POSITION: 5, "passes": [0]}
 
 
+def test_a_copy_is_not_made_anew_where_its_parts_would_be_at_other_places_than_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "shares", lambda *_: [])
+    monkeypatch.setattr(run, "move_copies", lambda *_: ([], 0))
+    monkeypatch.setattr(run, "restore", lambda *_, **more: None)
+    monkeypatch.setattr(run, "is_sharded", lambda thing: True)
+    model, shipped = nn.Linear(2, 2), list[StateCopy]()
+    survivor: Any = run.Reentry.__new__(run.Reentry)
+    survivor._copies, survivor._guards, survivor.step = Copies(), Guards(), 3
+    survivor._generators, survivor._brought = {}, {}
+    survivor._mend = lambda group, copy: shipped.append(copy)
+    former = survivor._copies.begin(3, {"model": model}, {})
+    group = SimpleNamespace(rank=1, size=2, all_gather_json=lambda value: [value, True])
+    specs = former.manifest["tensors"]
+    survivor._restore(group, {"model": model}, {"tensors": specs[::-1]}, {})
+    assert shipped == []
+    assert survivor._copies.newest is former
+    survivor._restore(group, {"model": model}, {"tensors": specs}, {})
+    assert shipped == [survivor._copies.newest]
+    assert survivor._copies.former is former
+
+
 def test_copies_are_made_in_turn_by_one_thread_that_keeps_nothing_of_them() -> None:
     class Model:
         def copy(self) -> None:

@@ -372,10 +372,10 @@ class Transport:
 
     def _drive(self, links: Collection[Link], generation: int, deadline_s: float | None) -> None:
         """Returns when all has moved that the links were given."""
-        if generation != self._entering.generation:
-            drive(links, self._wake, partial(self._check, generation), deadline_s=deadline_s)
+        check, entering, beside = partial(self._check, generation), self._entering, dict[Link, LinkBeside]()
+        if generation != entering.generation:
+            drive(links, self._wake, check, deadline_s=deadline_s)
             return
-        entering, beside = self._entering, dict[Link, LinkBeside]()
 
         def begin_beside() -> Collection[LinkBeside]:
             with self._changed:
@@ -386,7 +386,6 @@ class Transport:
 
         try:
             entering.tell_over(links)
-            check = partial(self._check, generation)
             drive(links, self._wake, check, deadline_s=deadline_s, beside=begin_beside)
         finally:
             for line in beside.values():

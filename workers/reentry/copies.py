@@ -65,15 +65,15 @@ class StateCopy:
             (place, self.boxes.get(place, whole(shapes[place])), tensor) for place, tensor in enumerate(self.tensors)
         ]
 
-    @property
-    def forms(self) -> int:
-        """Returns a checksum of the names, dtypes and shapes of all tensors, which is the same on all members."""
-        forms = [[spec["path"], spec["dtype"], spec["shape"]] for spec in self.manifest["tensors"]]
-        return zlib.crc32(repr(forms).encode())
-
     def packed(self) -> bytes:
         """Returns all that is not in tensors, for others."""
         return json.dumps([self.manifest, self.values]).encode()
+
+
+def forms_of(manifest: Manifest) -> int:
+    """Returns a checksum of the names, dtypes and shapes of all tensors, which is the same on all members."""
+    forms = [[spec["path"], spec["dtype"], spec["shape"]] for spec in manifest["tensors"]]
+    return zlib.crc32(repr(forms).encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +128,10 @@ class Copies:
     def describe(self, objects: Mapping[str, Any]) -> Description:
         """Returns what `describe_shards` does, quicker where the tensors lie where they lay the last time."""
         return self._describer.describe(objects)
+
+    def describes(self, objects: Mapping[str, Any], manifest: Manifest) -> bool:
+        """Returns whether objects have the tensors of a manifest, at the same places."""
+        return forms_of(self.describe(objects).manifest) == forms_of(manifest)
 
     def gate(self, objects: Mapping[str, Any], constant: Collection[str] = ()) -> None:
         """Has the optimizers among some objects wait for a copy that is under way before they step.

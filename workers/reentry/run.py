@@ -21,7 +21,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.reports import READY_STEP, step_report
 from elaunch.workers.random.rng import Generators, read_generators, set_generators
-from elaunch.workers.reentry.copies import Copies, StateCopy
+from elaunch.workers.reentry.copies import Copies, StateCopy, forms_of
 from elaunch.workers.reentry.encoding import Description, is_sharded
 from elaunch.workers.reentry.environment import tell_environment
 from elaunch.workers.reentry.groups import FunctionGroups, is_of_a_group
@@ -298,7 +298,7 @@ class Reentry:
         self.check()
         group = self.member.group
         copy = self._copies.newest
-        forms = copy.forms if copy is not None else None
+        forms = forms_of(copy.manifest) if copy is not None else None
         notes = group.all_gather_json({"names": sorted(objects), "forms": forms, "load": load is not None})
         names = [note["names"] for note in notes]
         if any(one != names[0] for one in names):
@@ -338,10 +338,12 @@ class Reentry:
         restore(objects, manifest, wrapped, load=load_shares)
         self.continue_random()
         is_cut = group.size > 1 and any(map(is_sharded, objects.values()))
-        if is_cut or copy is None:
+        # Parts go by their places in the manifest: those of copies with other manifests are not to be mixed.
+        mends = is_cut and all(group.all_gather_json(self._copies.describes(objects, manifest)))
+        if mends or copy is None:
             self._brought = json.loads(json.dumps(values))  # the function changes its own before the next commit
             own = self._copy(self.step, objects)
-            if is_cut:
+            if mends:
                 self._mend(group, own)
         if group.rank == 0:
             seconds = round(time.monotonic() - begin_s, 6)
@@ -349,7 +351,6 @@ class Reentry:
 
     def _mend(self, group: Group, copy: StateCopy) -> None:
         """Begins to bring what each member has of the last commit now to its guard: one more may die before the next.
-
         Until all is there, the parts that were kept before are kept, too.
         """
         self._guards.tell(group, copy.boxes)
