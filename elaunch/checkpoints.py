@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +157,12 @@ def discard(path: Path) -> bool:
         doomed = path
     shutil.rmtree(doomed, ignore_errors=True)
     return True
+
+
+def discard_all(folders: Iterable[Path]) -> None:
+    """Removes checkpoints, one after the other."""
+    for folder in folders:
+        discard(folder)
 
 
 def set_aside(path: Path) -> Path:

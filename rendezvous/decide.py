@@ -6,6 +6,7 @@ Any node may lead at any time: all it needs is in the documents.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from elaunch.rendezvous.membership import (
@@ -18,8 +19,9 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
-from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, takes_part, too_few
+from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, let_go, takes_part, too_few
 from elaunch.rendezvous.rules.early import restart_whole, same_everywhere
+from elaunch.rendezvous.rules.sick import sick_to_leave
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
     LeaderDecision,
@@ -31,7 +33,7 @@ from elaunch.rendezvous.view import (
     ready_workers,
 )
 
-__all__ = ["LeaderDecision", "MembershipSettings", "View", "decide", "surplus"]
+__all__ = ["LeaderDecision", "MembershipSettings", "View", "decide", "to_leave"]
 
 
 def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:
@@ -64,14 +66,39 @@ def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDeci
     return _plain(view, generation, nodes, now_s, settings)
 
 
-def surplus(view: View, max_nodes: int) -> tuple[str, ...]:
-    """Returns the nodes that are to leave a job whose members are on more nodes than it may have: the last to join."""
+def surplus(view: View, max_nodes: int, leaving: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns the nodes that are to leave a job whose members are on more nodes than it may have: the last to join.
+
+    Args:
+        view: the documents.
+        max_nodes: how many it may have.
+        leaving: nodes that leave for another reason.
+    """
     if view.generation is None or view.result is not None:
         return ()
     docs = {doc.node: doc for doc in view.nodes}
-    staying = [docs[name] for name in view.generation.nodes if name in docs and not docs[name].draining]
+    here = [docs[name] for name in view.generation.nodes if name in docs and name not in leaving]
+    staying = [doc for doc in here if not doc.draining]
     staying.sort(key=lambda doc: (doc.rank, doc.order, doc.node))
     return tuple(doc.node for doc in staying[max_nodes:])
+
+
+def to_leave(
+    view: View, settings: MembershipSettings, asked: Collection[str], decision: LeaderDecision
+) -> dict[str, str]:
+    """Returns the nodes that are to be asked to leave, and why: sick ones, those that the job has too many, or all.
+
+    Args:
+        view: the documents.
+        settings: for the numbers of nodes.
+        asked: nodes that were asked before.
+        decision: of the leader's rule.
+    """
+    if decision.all_leave:
+        return {doc.node: decision.all_leave for doc in view.nodes if not doc.draining}
+    sick, most = sick_to_leave(view, settings.min_nodes, asked), settings.max_nodes
+    text = f"the job is to have {most} node{'' if most == 1 else 's'} from now on"
+    return sick | dict.fromkeys(surplus(view, most, sick), text)
 
 
 def _finished(nodes: tuple[NodeDoc, ...], name: str) -> bool:
@@ -81,6 +108,8 @@ def _finished(nodes: tuple[NodeDoc, ...], name: str) -> bool:
 def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings) -> LeaderDecision:
     """Waits for the nodes, then lets each start its workers."""
     former = view.generation
+    if former is not None and (decision := let_go(view, former, nodes, now_s, settings)) is not None:
+        return decision
     attempt = former.attempt if former else 0
     present = [doc for doc in nodes if not doc.draining]
     clear = [doc for doc in present if former is None or doc.progress.attempt >= attempt]
@@ -136,8 +165,8 @@ def _plain(
     if len(draining) == len(generation.nodes):
         return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
     if draining:
-        cause = f"node {', '.join(draining)} leaves"
-        return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False))
+        cause, leaving = f"node {', '.join(draining)} leaves", tuple(draining)
+        return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False, leaving=leaving))
     waiting = [doc.node for doc in nodes if doc.node not in generation.nodes and not doc.draining]
     if waiting and len(generation.nodes) < settings.max_nodes and not any(doc.summary.finished for doc in nodes):
         grace_s = view.generation_s + settings.attach_s

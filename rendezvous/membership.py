@@ -263,11 +263,13 @@ class Departure:
         draining: all of it.
         evicted: workers that are to leave although the node stays.
         joined: the newest generation that all its members have entered; told only where some of them are to leave.
+        sick: why it is to leave as soon as the job can do without it; "" where it need not.
     """
 
     draining: bool = False
     evicted: tuple[str, ...] = ()
     joined: int = 0
+    sick: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +364,7 @@ class Generation:
             anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two.
         begun: some worker has held state before: without a holder of state, the job cannot go on.
         hold: the members are to keep their state and wait: the job has fewer nodes than its minimum.
-        leaving: workers that were told to leave and are still there.
+        leaving: workers that were told to leave and are still there; while nodes meet again, nodes that may end now.
         master: where its workers meet.
         roles: those of its nodes, by name, where they are not all the same.
         requested_plan: a member that has not acted on this request yet does so when it changes over.

@@ -20,6 +20,7 @@ class MembershipSettings:
         attach_s: how long a script may take to import elaunch before it counts as one that never will.
         ready_s: how long workers that are ready wait for others that still start, before the first step.
         lease_s: the lease of a node; after an outage of the store, absence is believed only after this time.
+        saves: whether the job has a folder for checkpoints.
         reach_s: how long the leader waits for what a node says that others cannot reach, before it leaves one out.
     """
 
@@ -33,6 +34,7 @@ class MembershipSettings:
     ready_s: float = 30.0
     lease_s: float = 5.0
     reach_s: float = 3.0
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class LeaderDecision:
         result: to be written; None: the job goes on.
         wake_s: when to ask again at the latest, by the leader's clock; None: only a change calls for it.
         pending: whether it waits for more changes to come, within a window that is open.
+        all_leave: why all nodes are to drain; "": they are not.
     """
 
     reason: str
@@ -79,6 +82,7 @@ class LeaderDecision:
     result: Result | None = None
     wake_s: float | None = None
     pending: bool = False
+    all_leave: str = ""
 
 
 def next_generation(view: View) -> int:

@@ -19,10 +19,8 @@ import importlib
 import os
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +31,7 @@ from elaunch.checkpoints import (
     before,
     complete,
     discard,
+    discard_all,
     from_environment,
     newest,
     outdated,
@@ -42,11 +41,14 @@ from elaunch.checkpoints import (
     set_aside,
 )
 from elaunch.detect.heartbeat import Phase
+from elaunch.detect.host import size
 from elaunch.errors import CheckpointDamaged, StateError, StepInterrupted
 from elaunch.wire import Report, Saved
 from elaunch.workers import heartbeat
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
+from elaunch.workers.member import saving
+from elaunch.workers.member.saving import SaveAttempt
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
 if TYPE_CHECKING:
@@ -68,29 +70,6 @@ WRITE_S = 1800.0
 CLOSE_S = 5.0
 
 
-@dataclass(eq=False)
-class _Attempt:
-    """A checkpoint on its way to the disk."""
-
-    step: int
-    generation: int
-    members: tuple[str, ...]
-    rank: int
-    folder: Path
-    start_s: float
-    written: threading.Event = field(default_factory=threading.Event)
-    over: threading.Event = field(default_factory=threading.Event)
-    abandoned: threading.Event = field(default_factory=threading.Event)
-    gone: frozenset[str] = frozenset()
-    failed: bool = False
-    reason: str = "another member could not write"
-    thread: threading.Thread | None = None
-
-    def is_wanted(self) -> bool:
-        """Whether to go on writing."""
-        return not self.abandoned.is_set() and os.path.exists(self.folder)
-
-
 class _Unseen(StateError):
     """This worker does not see the checkpoint that the first member sees."""
 
@@ -105,7 +84,7 @@ class Checkpoints:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._settings = from_environment(os.environ)
-        self._attempt: _Attempt | None = None
+        self._attempt: SaveAttempt | None = None
         if self._settings is not None:
             # Now rather than between two steps.
             importlib.import_module("elaunch.workers.state.checkpoint")
@@ -146,10 +125,12 @@ class Checkpoints:
         busy = self._attempt is not None and not self._attempt.over.is_set()
         failed = self._attempt is not None and self._attempt.failed
         name = f"{group.generation}-{secrets.token_hex(4)}"
-        before_it = self.newest()
-        begins = group.rank == 0 and not busy and (before_it is None or before_it < step)
-        # Only here and now: a folder that one member has removed must not be made again by another.
-        problem = _make(part_of(self._settings.folder, step, name)) if begins else ""
+        part, folder = state(), self._settings.folder
+        before_it, problem = self._look() if group.rank == 0 else (None, "")
+        begins = group.rank == 0 and not busy and not problem and (before_it is None or before_it < step)
+        if begins:
+            # Only here and now: a folder that one member has removed must not be made again by another.
+            problem = saving.make_folder(part_of(folder, step, name))
         last = self._attempt.folder.name if self._attempt is not None else ""
         local = {
             "attempt": name,
@@ -158,12 +139,14 @@ class Checkpoints:
             "failed": failed,
             "newest": before_it,
             "problem": problem,
+            "bytes": saving.bytes_on_disk(part),
+            "free": saving.free_bytes(folder) if begins else None,
         }
         try:
             notes = group.all_gather_json(local)
         except StepInterrupted:
             if begins:
-                discard(part_of(self._settings.folder, step, name))
+                discard(part_of(folder, step, name))
             raise
         self._done = (group.generation, step)
         first = notes[0]
@@ -176,30 +159,48 @@ class Checkpoints:
             self._attempt.abandoned.set()
         if first["newest"] is not None and first["newest"] >= step:
             return
-        folder = part_of(self._settings.folder, step, first["attempt"])
+        attempted = part_of(folder, step, first["attempt"])
         late = [member for member, one in zip(group.members, notes, strict=True) if one["busy"]]
+        needed, free = sum(one["bytes"] for one in notes), first["free"]
+        problem = first["problem"]
         if late:
+            problem = f"{', '.join(late)} still write the one before"
+        elif not problem and free is not None and free < needed:
+            problem = _room(folder, free, needed)
+        if problem:
             if group.rank == 0:
-                _say(f"no checkpoint after {step} steps: {', '.join(late)} still write the one before")
-                discard(folder)
-            return
-        if first["problem"]:
-            if group.rank == 0:
-                _say(f"no checkpoint after {step} steps: {first['problem']}")
-                left = parts(self._settings.folder)
-                _in_background(lambda: _discard_all(left))
+                _say(f"no checkpoint after {step} steps: {problem}")
+                # What others left behind may fill the disk; where nobody is late, nobody writes to it.
+                _discard_later([attempted] if late else parts(folder))
             return
         start_s = time.monotonic()
-        part = state().copied()
-        attempt = self._attempt = _Attempt(step, group.generation, tuple(group.members), group.rank, folder, start_s)
+        part = part.copied()
+        attempt = self._attempt = SaveAttempt(
+            step, group.generation, tuple(group.members), group.rank, attempted, needed, start_s
+        )
         # Whatever ends the thread ends the attempt, and training goes on.
         attempt.thread = threads.prepare("elaunch-checkpoint", lambda: self._write(attempt, part), lambda error: None)
         attempt.thread.start()
 
-    def entered(self, members: Sequence[str]) -> None:
-        """Goes on with these members: what others have not written yet will not come."""
+    def _look(self) -> tuple[int | None, str]:
+        """What `newest` says, or why the folder cannot be read."""
+        try:
+            return self.newest(), ""
+        except OSError as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    def entered(self, members: Sequence[str], begins: bool = False) -> None:
+        """Goes on with these members: what others have not written yet will not come.
+
+        Args:
+            members: by rank.
+            begins: whether the job begins with them, and not from a checkpoint.
+        """
         attempt = self._attempt
         if attempt is None:
+            if begins and self._settings is not None and members[0] == self._client.worker:
+                # An earlier run left them, and nobody of this one has begun to write.
+                _discard_later(parts(self._settings.folder))
             return
         gone = frozenset(attempt.members) - frozenset(members)
         first = attempt.members[0]
@@ -235,7 +236,7 @@ class Checkpoints:
             if due and self._attempt is not None and group.rank:
                 self._see(self._attempt)
 
-    def _see(self, attempt: _Attempt) -> None:
+    def _see(self, attempt: SaveAttempt) -> None:
         """Waits until the first member has completed a checkpoint or dropped it: the agent says what is left."""
         end_s = time.monotonic() + COMPLETE_S
         while os.path.exists(attempt.folder) and time.monotonic() < end_s:
@@ -262,13 +263,13 @@ class Checkpoints:
             if self._attempt.thread is not None:
                 self._attempt.thread.join(CLOSE_S)
 
-    def _write(self, attempt: _Attempt, part: CheckpointShard) -> None:
+    def _write(self, attempt: SaveAttempt, part: CheckpointShard) -> None:
         from elaunch.workers.state.checkpoint import write_shard
 
         try:
             if attempt.rank == 0:
                 # Nobody writes to these any more.
-                _discard_all(each for each in parts(attempt.folder.parent) if each != attempt.folder)
+                discard_all(each for each in parts(attempt.folder.parent) if each != attempt.folder)
             whole = write_shard(attempt.folder, attempt.rank, part, attempt.is_wanted)
             attempt.written.set()
             if not whole:
@@ -279,20 +280,26 @@ class Checkpoints:
             # Training goes on: there will be another one.
             attempt.failed = True
             what = f"{self._client.worker} could not write the checkpoint after {attempt.step} steps"
-            self._drop(attempt, f"{what}: {type(error).__name__}: {error}")
+            no_room = isinstance(error, OSError) and error.errno in saving.NO_ROOM
+            self._drop(attempt, f"{what}: {type(error).__name__}: {error}", no_room)
         finally:
             attempt.written.set()
             attempt.over.set()
 
-    def _leave_out(self, attempt: _Attempt, reason: str) -> None:
+    def _leave_out(self, attempt: SaveAttempt, reason: str) -> None:
         self._drop(attempt, f"the checkpoint after {attempt.step} steps is left incomplete: {reason}")
 
-    def _drop(self, attempt: _Attempt, why: str) -> None:
-        """Removes what is there of a checkpoint; who does so says why."""
+    def _drop(self, attempt: SaveAttempt, why: str, no_room: bool = False) -> None:
+        """Removes what is there of a checkpoint; who does so says why, and how much room there is then."""
         if discard(attempt.folder):
-            _say(f"{why}; its files were removed")
+            folder = attempt.folder.parent
+            free = saving.free_bytes(folder) if no_room else None
+            room = (
+                "" if free is None else f"; {folder} has {size(free)} free, and it takes {size(attempt.needed_bytes)}"
+            )
+            _say(f"{why}; its files were removed{room}")
 
-    def _complete(self, attempt: _Attempt) -> None:
+    def _complete(self, attempt: SaveAttempt) -> None:
         """In the thread of the first member: make it a checkpoint, once all parts are there."""
         from elaunch.workers.state import checkpoint
 
@@ -319,7 +326,7 @@ class Checkpoints:
         }
         self._know(attempt.step)  # before it is logged: who reads the log may rely on it
         self._client.send(Report("checkpoint", fields))
-        _discard_all(outdated(path.parent))
+        discard_all(outdated(path.parent))
 
     def _know(self, step: int | None) -> None:
         """Tells the agent of a checkpoint: it decides with it what becomes of a job that has lost its state.
@@ -378,9 +385,7 @@ class Checkpoints:
                 _say(f"the checkpoint {found.saved.path} has no checksums: it was read without checks")
             # Those of this run may still be written, or are removed by who finds out that nobody completes them.
             ours = {one["attempt"] for one in notes.values()}
-            left = [path for path in parts(self._path(step).parent) if path.name not in ours]
-            if left:
-                _in_background(lambda: _discard_all(left))
+            _discard_later([path for path in parts(self._path(step).parent) if path.name not in ours])
         return found
 
     def _try(self, step: int, first: bool, read: Read[T], begin_s: float) -> Restored[T] | str | _Unseen:
@@ -478,18 +483,13 @@ class Checkpoints:
         _say(f"the job goes on from the checkpoint {saved.path}, at step {saved.step}{lost}")
 
 
-def _make(folder: Path) -> str:
-    """Makes the folder of an attempt; returns why that is not possible, or nothing."""
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def _room(folder: Path, free: int, needed: int) -> str:
+    return f"{folder} has {size(free)} free, and it takes {size(needed)}"
 
 
-def _discard_all(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        discard(folder)
+def _discard_later(folders: Sequence[Path]) -> None:
+    if folders:
+        _in_background(lambda: discard_all(folders))
 
 
 def _in_background(act: Callable[[], object]) -> None:

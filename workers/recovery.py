@@ -417,12 +417,15 @@ class Recovery:
     ) -> Generation | None:
         """The generation to enter before the newest one, if that is a planned change that came after the boundary.
 
-        Whom it lets go has given nothing away yet. Where it lets all go, at the next boundary the state is saved.
+        Whom it lets go has given nothing away yet. Where it lets all go, at the next boundary the state is saved, also
+        by members that were to wait for more nodes.
         """
         sooner = self._due if newest.ids or self._due is not None else self._last_with_members
         if active is None or sooner is None or not active.number < sooner.number < newest.number:
             return None
-        if sooner.hold or newest.aborts_step_before > sooner.number or self._client.worker not in sooner.ids:
+        if newest.aborts_step_before > sooner.number or self._client.worker not in sooner.ids:
+            return None
+        if sooner.hold and newest.ids:
             return None
         # A joiner may be on its way to the newest one already.
         comes = not newest.ids or self._all_are_here(sooner)

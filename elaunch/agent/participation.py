@@ -152,6 +152,7 @@ def make_participant(
             attach_s=conf.attach_timeout,
             ready_s=conf.ready_timeout,
             lease_s=conf.lease_ttl,
+            saves=checkpoints is not None,
         ),
         doc,
         listener,

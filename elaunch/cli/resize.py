@@ -40,7 +40,9 @@ def leavers(job: str, documents: Documents, nodes: Sequence[str], all_of_it: boo
     strange = [node for node in nodes if node not in here]
     if strange:
         raise RequestRefused(f"job {job!r} has no node {names_text(strange)}; here are {names_text(here)}")
-    working = here if documents.generation is None else documents.generation.nodes
+    generation = documents.generation
+    # While the nodes meet again, each that waits may go on.
+    working = generation.nodes if generation is not None and generation.nodes else here
     if set(working) <= set(nodes):
         raise RequestRefused(
             f"{names_text(list(nodes))} would leave nobody to go on with job {job!r}: name fewer nodes, or end the job "

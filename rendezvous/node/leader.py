@@ -10,7 +10,7 @@ from math import inf
 
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.decide import decide, surplus
+from elaunch.rendezvous.decide import decide, to_leave
 from elaunch.rendezvous.intake import read_name, read_reports
 from elaunch.rendezvous.membership import Generation, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
@@ -256,7 +256,7 @@ class Leader:
         self._wait.reason, self._wait.until_s = decision.reason, decision.wake_s
         self._wake_s = decision.wake_s if decision.wake_s is not None else self._clock() + 1.0
         self._replica.note_pending(decision.pending)
-        self._requests.drain_surplus(surplus(self._replica.view, settings.max_nodes), settings.max_nodes)
+        self._requests.drain(to_leave(self._replica.view, settings, self._requests.told_to_drain, decision))
         if decision.generation is not None and self._put_generation(decision.generation):
             self._wake_s = self._clock()
         self._requests.end_deadlock(deadlock.find(self._replica.view))

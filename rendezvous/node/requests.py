@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import suppress
 
 from elaunch.rendezvous.codec import to_json
@@ -20,12 +20,15 @@ class Requests:
     Args:
         session: writes the requests.
         replica: knows the members.
+
+    Attributes:
+        told_to_drain: nodes that were asked to leave, and have not begun to.
     """
 
     def __init__(self, session: Session, replica: Replica) -> None:
         self._session = session
         self._replica = replica
-        self._told_to_drain: set[str] = set()
+        self.told_to_drain: frozenset[str] = frozenset()
         self._told_deadlock: Deadlock | None = None
 
     def begin_to_lead(self) -> None:
@@ -40,19 +43,14 @@ class Requests:
         for node in dict.fromkeys([*read_reports(self._replica.prefix, entries), *members]):
             self._ask("drain", node, request)
 
-    def drain_surplus(self, nodes: Collection[str], max_nodes: int) -> None:
-        """Asks these nodes to leave, each once, and no longer those that were asked before.
-
-        Args:
-            nodes: those that the job has too many.
-            max_nodes: how many it may have.
-        """
-        for node in nodes:
-            if node not in self._told_to_drain:
-                self._ask("drain", node, DrainRequest(_resized_text(max_nodes), time.time()))
-        for node in self._told_to_drain.difference(nodes):
+    def drain(self, nodes: Mapping[str, str]) -> None:
+        """Asks these nodes to leave, each once, and no longer those that were asked before; says why."""
+        for node, reason in nodes.items():
+            if node not in self.told_to_drain:
+                self._ask("drain", node, DrainRequest(reason, time.time()))
+        for node in self.told_to_drain.difference(nodes):
             self._session.delete(f"requests/drain/{node}")  # its name is free for a later one
-        self._told_to_drain = set(nodes)
+        self.told_to_drain = frozenset(nodes)
 
     def end_deadlock(self, found: Deadlock | None) -> None:
         """Asks the victim's node to take it out, as long as there is a deadlock; None: there is none."""
@@ -68,7 +66,3 @@ class Requests:
     def _ask(self, what: str, node: str, request: DrainRequest | Deadlock) -> None:
         with suppress(LeaseGone):  # then this node was absent itself; who leads by then asks again
             self._session.put(f"requests/{what}/{node}", to_json(request))
-
-
-def _resized_text(max_nodes: int) -> str:
-    return f"the job is to have {max_nodes} node{'' if max_nodes == 1 else 's'} from now on"

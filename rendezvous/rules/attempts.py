@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, Restarts, Result
-from elaunch.rendezvous.view import LeaderDecision, MembershipSettings, View, next_generation
+from elaunch.rendezvous.view import LeaderDecision, MembershipSettings, View, absence_in_doubt, next_generation
 
 ALL_LEAVE = "every node left the job before it was done; start it again"
 RESUMES = 3
@@ -30,7 +30,9 @@ def too_few(present: int, since_s: float, now_s: float, settings: MembershipSett
     return LeaderDecision(message, result=Result(False, message))
 
 
-def again(view: View, generation: Generation, cause: str, cause_t: float, failure: bool) -> Generation:
+def again(
+    view: View, generation: Generation, cause: str, cause_t: float, failure: bool, leaving: tuple[str, ...] = ()
+) -> Generation:
     """Returns the generation in which all workers stop and the nodes meet again for the next attempt.
 
     Args:
@@ -39,6 +41,7 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
         cause: why, for people.
         cause_t: Unix time of that; 0: unknown.
         failure: whether it counts against --max-restarts.
+        leaving: nodes that leave, and may end when they hear of this generation.
     """
     return Generation(
         number=next_generation(view),
@@ -47,7 +50,27 @@ def again(view: View, generation: Generation, cause: str, cause_t: float, failur
         restarts=replace(generation.restarts, count=generation.restarts.count + (1 if failure else 0)),
         cause=cause,
         cause_t=cause_t,
+        leaving=leaving,
     )
+
+
+def let_go(
+    view: View, generation: Generation, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings
+) -> LeaderDecision | None:
+    """Lets nodes leave while the nodes meet again; fails where all of them do. None where no more nodes are to leave.
+
+    A node waits for this: by itself it cannot tell whether it is the last one.
+    """
+    draining = tuple(doc.node for doc in nodes if doc.draining)
+    if set(draining) <= set(generation.leaving):
+        return None
+    if len(draining) == len(nodes):
+        if absence_in_doubt(view, now_s, settings):
+            return LeaderDecision("others may come back")
+        return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
+    cause = f"node {', '.join(draining)} leaves"
+    after = replace(generation, number=next_generation(view), cause=cause, cause_t=0.0, leaving=draining)
+    return LeaderDecision(cause, generation=after)
 
 
 def begin_again(

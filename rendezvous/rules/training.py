@@ -272,7 +272,7 @@ def train(
     news = change.lost or change.joiners or change.reset or set(change.leaving) - set(generation.leaving)
     if not news and hold == generation.hold:
         if generation.hold:
-            return too_few(len(change.nodes), view.generation_s, now_s, settings)
+            return _held(change, view, now_s, settings)
         if view.request is not None and _counts(view.request, generation):
             return _replan(view, replace(generation, leaving=change.leaving), view.request)
         wake_s = None
@@ -307,6 +307,14 @@ def train(
         streak=replace(streak, logged=_logged(generation, nodes)),
     )
     return LeaderDecision(cause, generation=after)
+
+
+def _held(change: _Change, view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:
+    """Waits for more nodes; when that has taken too long, the members save the state and leave, or the job fails."""
+    decision = too_few(len(change.nodes), view.generation_s, now_s, settings)
+    if decision.result is None or not settings.saves or not change.survivors:
+        return decision
+    return LeaderDecision(decision.reason, all_leave=decision.reason)
 
 
 def _master(generation: Generation, workers: Sequence[Worker], nodes: tuple[NodeDoc, ...]) -> Master:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -78,16 +80,16 @@ def damage(folder: Path, step: int) -> None:
     file.write_bytes(data)
 
 
-def check_passed_over(node: Node, folder: Path, step: int, older: int) -> None:
+def check_passed_over(node: Node, folder: Path, step: int, older: int, problem: str = "bytes") -> None:
     """That the job said so once, went back to the one before, and wrote the damaged one anew."""
     saved = folder / "saved"
     (event,) = node.events("checkpoint_damaged")
     assert (event["step"], event["older"]) == (step, older)
     assert event["path"] == f"{saved}/step-{step:09d}.damaged"
-    said = f"[elaunch] the checkpoint {saved}/step-{step:09d} is damaged, and passed over: __0_0.distcp: bytes "
+    said = rf"\[elaunch\] the checkpoint {saved}/step-{step:09d} is damaged, and passed over: __0_0\.distcp:? {problem}"
     lines = [line for line in node.agent.text().splitlines() if "is damaged" in line]
     assert len(lines) == 1
-    assert said in lines[0]
+    assert re.search(said, lines[0])
     assert went_back_to(node)[0] == older
     # The damaged one has gone like any other old one.
     assert [event["step"] for event in node.events("checkpoint")][-2:] == [8, 12]
@@ -176,6 +178,40 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(spawn: Spawner, 
     assert names(tmp_path) == {"step-000000004", "step-000000012"}
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, where the job's checkpoints go."""
+    if os.geteuid() != 0:
+        pytest.skip("a file system of its own can only be mounted by root")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_that_is_full_is_tried_again_when_there_is_room(
+    spawn: Spawner, tmp_path: Path, small_disk: Path
+) -> None:
+    expected = reference(spawn, tmp_path, *STEPS)
+    gate = tmp_path / "gate"
+    # An earlier run that died while it saved has left one, and there is something else.
+    left = small_disk / "step-000000099.7-ab.part"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(bytes(100_000))
+    (small_disk / "filler").write_bytes(bytes(900_000))
+    script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--hold", f"7:{gate}")
+    node = run(spawn, tmp_path, *script, flags=OFTEN)
+    wait_for(node, lambda: "no checkpoint after 4 steps" in node.agent.text(), 60, "a save for which there is no room")
+    assert names(tmp_path) == {"filler"}
+    (small_disk / "filler").unlink()
+    gate.touch()
+    check(node, expected)
+    (line,) = (line for line in node.agent.text().splitlines() if "no checkpoint" in line)
+    assert re.search(rf"after 4 steps: {small_disk} has 14\d kB free, and it takes 1\d\d kB$", line)
+    assert names(tmp_path) == {"step-000000008", "step-000000012"}
+
+
 def test_a_job_all_of_whose_workers_die_passes_over_a_damaged_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
     gate = tmp_path / "gate"
@@ -207,7 +243,7 @@ def test_survivors_that_lost_parts_of_the_state_pass_over_a_damaged_checkpoint(
     assert node.events("resume")[0]["again"] in (6, 7)
 
 
-def stopped_with_damage(spawn: Spawner, folder: Path) -> Node:
+def stopped_with_damage(spawn: Spawner, folder: Path, spoil: Callable[[Path, int], None] = damage) -> Node:
     """A job that was stopped after nine steps, and the newest of its checkpoints was damaged then."""
     hold = ("--hold", f"10:{folder / 'never'}")
     first = run(spawn, folder, LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", *hold, flags=OFTEN, name="first")
@@ -215,19 +251,32 @@ def stopped_with_damage(spawn: Spawner, folder: Path) -> Node:
     wait_for_checkpoint(first, 8)
     first.agent.signal(signal.SIGINT)
     assert first.agent.wait(LIMIT_S) == 1
-    damage(folder, 8)
+    spoil(folder, 8)
     # Of a run that died in the middle of a save.
     (folder / "saved" / "step-000000012.7-abc.part").mkdir()
     return first
 
 
+def cut(folder: Path, step: int) -> None:
+    os.truncate(folder / "saved" / f"step-{step:09d}" / "__0_0.distcp", 1000)
+
+
+def remove(folder: Path, step: int) -> None:
+    (folder / "saved" / f"step-{step:09d}" / "__0_0.distcp").unlink()
+
+
 @pytest.mark.soak
-def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(spawn: Spawner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "problem"), [(damage, "bytes"), (cut, r"has 1000 bytes, expected \d+ "), (remove, "is missing")]
+)
+def test_a_job_that_is_started_again_passes_over_a_damaged_checkpoint(
+    spawn: Spawner, tmp_path: Path, spoil: Callable[[Path, int], None], problem: str
+) -> None:
     expected = reference(spawn, tmp_path, *STEPS)
-    first = stopped_with_damage(spawn, tmp_path)
+    first = stopped_with_damage(spawn, tmp_path, spoil)
     second = run(spawn, tmp_path, LAYERS, *STEPS, *PATIENT, "--pp=4", flags=OFTEN, name="second")
     check(second, expected, first)
-    check_passed_over(second, tmp_path, 8, 4)
+    check_passed_over(second, tmp_path, 8, 4, problem)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch import checkpoints
 from elaunch.plan import Plan
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.faults import test_dtensor as dtensor
@@ -260,6 +261,28 @@ def test_signals_announce_the_end_of_a_node_and_of_the_job(etcd: EmbeddedEtcd, s
     assert [event["step"] for event in again.events("step")] == list(range(done, done + 5))
 
 
+def test_a_job_that_waits_for_nodes_in_vain_saves_its_state_and_ends(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    flags = ("--checkpoint-dir", str(saved), "--checkpoint-every", "100000")
+    cluster = Cluster(spawn, tmp_path, etcd, "2:2", *LONG, conf="join_timeout=10")
+    a, b = cluster.add("a", 1, *flags), cluster.add("b", 1, *flags)
+    wait_for_members(cluster.nodes, 2)
+    kill_node(b)
+    assert a.agent.wait(90) == 1, a.agent.tail()
+    text = a.agent.text()
+    assert "the workers keep their state in memory and wait for more" in text
+    assert "stopped by only 1 of at least 2 nodes are here after 10 s; start more nodes, or raise" in text
+    done = max(a.last_step(), b.last_step()) + 1
+    assert checkpoints.complete(saved) == [done]
+    assert f"there is a checkpoint of {done} steps, from which the job goes on when it is started again" in text
+    script = (train.SCRIPT, "--steps", str(done + 5))
+    again = elaunch(spawn, tmp_path, "--standalone", *flags, script=script, name="again")
+    assert again.agent.wait(LIMIT_S) == 0, again.agent.tail()
+    assert [event["step"] for event in again.events("step")] == list(range(done, done + 5))
+
+
 @pytest.mark.soak
 def test_a_hybrid_job_that_is_ended_so_goes_on_bit_by_bit(spawn: Spawner, tmp_path: Path) -> None:
     steps = ("--steps", "60")
@@ -319,8 +342,26 @@ def test_a_plain_script_ends_when_all_nodes_are_to_leave(etcd: EmbeddedEtcd, spa
     nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
     for node in nodes:
         node.agent.wait_for_text("begins", 60)
-    # One after the other, or both at once: then the job has failed.
+    # One after the other, or both at once: the job has failed, and who leaves last says so.
     said = ctl(spawn, etcd, "drain", "--all")
     assert "nobody is left of job job" in said or "every node left the job before it was done" in said
+    assert 1 in [node.agent.wait(20) for node in nodes]
+    assert any("every node left the job before it was done" in node.agent.text() for node in nodes)
+
+
+def test_of_plain_nodes_that_leave_one_after_the_other_the_last_fails(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    """Also where it waits for others by then, so that nothing runs on it."""
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60"
+    flags = ("--nnodes=3", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf)
+    script = ("--no-python", "sh", "-c", "echo begins; sleep 600")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "abc"]
     for node in nodes:
-        node.agent.wait(20)
+        node.agent.wait_for_text("begins", 60)
+    for name, node in zip("ab", nodes, strict=False):
+        assert f"{name} has left" in ctl(spawn, etcd, "drain", name)
+        assert node.agent.wait(20) == 0, node.agent.tail()
+    ctl(spawn, etcd, "drain", "--all")
+    assert nodes[2].agent.wait(20) == 1, nodes[2].agent.tail()
+    assert "every node left the job before it was done; start it again" in nodes[2].agent.text()

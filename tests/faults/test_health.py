@@ -73,6 +73,28 @@ def test_a_node_with_a_sick_gpu_leaves_and_no_step_is_lost(
     assert all("died" not in event["cause"] and "lost" not in event["cause"] for event in staying.events("generation"))
 
 
+@pytest.mark.soak
+def test_of_two_nodes_that_are_sick_at_once_one_stays(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "40")
+    gate = tmp_path / "gate"
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "40", "--gather", "2", "--hold", f"20:{gate}")
+    gpus = StubNvml(tmp_path / "nvml", 1)
+    nodes = [cluster.add(name, 1, OFTEN, environment=gpus.environment) for name in "ab"]
+    wait_for_members(nodes, 2)
+    wait_for_step(nodes, 19)
+    gpus.xid(0, 95)
+    texts = ["the workers of this node leave at the next step boundary; the others go on", "this node stays in the job"]
+    for text in texts:
+        wait_until(lambda text=text: any(text in node.agent.text() for node in nodes), 60, text)  # type: ignore[misc]
+    gate.touch()
+    for node in nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    told = sorted([text in node.agent.text() for text in texts] for node in nodes)
+    assert told == [[False, True], [True, False]]
+    assert_same(losses(nodes), expected, 1e-9)
+    assert digests(nodes) == samples
+
+
 def test_what_gpus_say_of_themselves_is_told_with_its_figures(spawn: Spawner, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gpus = StubNvml(tmp_path / "nvml", 2)

@@ -13,7 +13,7 @@ def random_fault(world: World) -> None:
     rng = world.rng
     alive = [worker for worker in world.workers.values() if worker.alive]
     agents = [node for node in world.nodes.values() if not node.ended]
-    kind = rng.choice(["kill"] * 5 + ["exit1", "exit0", "crash", "drain", "join", "join", "outage", "away"])
+    kind = rng.choice(["kill"] * 5 + ["exit1", "exit0", "crash", "drain", "ail", "join", "join", "outage", "away"])
     if alive:
         kind = rng.choice([kind] * 8 + ["cut"] * 4 + ["plan", "plan", "sick", "deaf", "curse"])
     if kind in ("kill", "exit1", "exit0") and alive:
@@ -45,6 +45,10 @@ def random_fault(world: World) -> None:
             world.at(rng.random() * 3, lambda: world.add_node(node.name))
     elif kind == "drain" and agents:
         world.terminate(rng.choice(agents).name)
+    elif kind == "ail" and agents:
+        for node in rng.sample(agents, min(2, len(agents))):
+            world.note("FAULT:", f"a device of {node.name} is about to fail")
+            node.step(lambda node=node: node.life.on_sick("GPU 3: XID 95"))  # type: ignore[misc]
     elif kind == "join":
         world.add_node()
     elif kind == "outage" and world.store.up:

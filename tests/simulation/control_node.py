@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
-from elaunch.rendezvous.decide import View, decide, surplus
+from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
 from tests.simulation.control_worker import Worker
 
@@ -178,7 +178,7 @@ class Node:
         decision = decide(self.view, world.now_s, world.settings)
         pending_s = (self.view.pending_s or world.now_s) if decision.pending else None
         self.view = replace(self.view, pending_s=pending_s)
-        self.ask_surplus_to_leave()
+        self.ask_to_leave(decision)
         if decision.generation is not None and world.store.announce(
             decision.generation, self.generation_revision, self.name
         ):
@@ -191,14 +191,14 @@ class Node:
         delay_s = 1.0 if decision.wake_s is None else max(0.0, decision.wake_s - world.now_s) + 1e-4
         world.at(delay_s, lambda: self.lead() if (wake, silence) == (self.wakes, self.silence) else None)
 
-    def ask_surplus_to_leave(self) -> None:
-        """As `Participant` does it: each node that is too many is asked once."""
-        too_many = surplus(self.view, self.world.settings.max_nodes)
-        for name in too_many:
+    def ask_to_leave(self, decision: LeaderDecision) -> None:
+        """As `Requests` does it: each node that is sick or too many is asked once."""
+        leaving = to_leave(self.view, self.world.settings, self.told_to_drain, decision)
+        for name, why in leaving.items():
             if name not in self.told_to_drain:
                 node = self.world.nodes[name]
-                node.later(node.be_drained("the job is to have fewer nodes"))
-        self.told_to_drain = set(too_many)
+                node.later(node.be_drained(why))
+        self.told_to_drain = set(leaving)
 
     def be_drained(self, reason: str) -> Callable[[], None]:
         return lambda: self.step(lambda: self.life.drain(reason, self.world.now_s))

@@ -153,6 +153,17 @@ def a_member_dies_as_a_drain_begins(played: Played) -> None:
     assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
 
 
+def two_nodes_are_sick_at_once(played: Played) -> None:
+    check_whole(played, members=2)
+    assert urgent(played) == []
+    first, without, joined, last = played.training
+    assert (first.ids, without.ids) == (("n0/0#0", "n1/0#0", "n2/0#0"), ("n0/0#0", "n2/0#0"))
+    assert [one.nodes for one in (joined, last)] == [("n0", "n2", "n3"), ("n0", "n3")]
+    assert not any(one.hold for one in played.training), "the job never has fewer nodes than it needs"
+    played.in_order("n2 says: this node stays in the job, which would have 1 of at least 2 nodes", "n3 starts")
+    assert [played.world.nodes[node].exit.code for node in ("n1", "n2")] == [0, 0]  # type: ignore[union-attr]
+
+
 def two_nodes_are_parted(played: Played) -> None:
     check_whole(played, members=3, ended=1)
     first, without, whole = played.training

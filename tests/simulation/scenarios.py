@@ -12,6 +12,7 @@ from tests.simulation.scripted import (
     cut_off,
     deaf,
     drain,
+    fail_soon,
     heal,
     kill,
     lose,
@@ -144,6 +145,21 @@ SCENARIOS = (
         nodes=3,
         slots=1,
         faults=(at(4.0, drain("n1")), at(4.001, kill("n2/0"))),
+    ),
+    Scenario(
+        "two_nodes_are_sick_at_once",
+        """
+        Two of three nodes find a device of theirs about to fail, at the same moment. The job needs two nodes.
+        Look for the leader, which has the one leave of which it hears first, and the other one stay until a fourth
+        node has joined.
+        """,
+        check.two_nodes_are_sick_at_once,
+        nodes=3,
+        slots=1,
+        min_nodes=2,
+        max_nodes=3,
+        steps=60,
+        faults=(at(4.0, fail_soon("n1", "n2")), at(12.0, start("n3"))),
     ),
     Scenario(
         "two_nodes_are_parted",

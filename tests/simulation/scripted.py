@@ -78,6 +78,18 @@ def drain(node: str) -> Fault:
     return lambda world: world.terminate(node)
 
 
+def fail_soon(*nodes: str) -> Fault:
+    """Let the agents of some nodes find, at the same moment, that a device of theirs is about to fail."""
+
+    def act(world: Script) -> None:
+        for name in nodes:
+            world.note("FAULT:", f"a device of {name} is about to fail")
+            node = world.nodes[name]
+            node.step(lambda node=node: node.life.on_sick("GPU 3: XID 95"))  # type: ignore[misc]
+
+    return act
+
+
 def store_away(duration_s: float) -> Fault:
     """Let nobody reach the store for a time."""
     return lambda world: world.store.go_away(duration_s)

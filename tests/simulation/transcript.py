@@ -108,6 +108,8 @@ def report_text(before: NodeDoc | None, after: NodeDoc) -> str:
         parts.append(f"a step has committed in generation {after.progress.committed}")
     if after.progress.plan_request not in ("", before.progress.plan_request):
         parts.append(f"all its members go by plan {after.progress.plan_request}")
+    if departure.sick and not former_departure.sick:
+        parts.append(f"sick ({departure.sick})")
     if after.draining and not before.draining:
         parts.append("draining")
     for word in ("finished", "failed"):

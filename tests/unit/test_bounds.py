@@ -21,6 +21,7 @@ from elaunch.errors import JobFailed, LaunchError
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.workers import checkpoints
 from elaunch.workers.agent_client import AgentClient, StaticClient
+from elaunch.workers.member.saving import SaveAttempt
 from tests.helpers import Spawner, is_running, wait_until
 from tests.unit.comm_crew import Task
 
@@ -133,7 +134,7 @@ def test_a_disk_that_never_ends_a_write_costs_the_last_checkpoint_and_not_the_en
     member, group = checkpoints.Checkpoints(StaticClient()), AllAtBarrier()
     folder = tmp_path / "step-000000200.1-ab.part"
     folder.mkdir()
-    member._attempt = checkpoints._Attempt(200, 1, ("rank/0#0",), 0, folder, time.monotonic())
+    member._attempt = SaveAttempt(200, 1, ("rank/0#0",), 0, folder, 0, time.monotonic())
     member._settle(group)  # type: ignore[arg-type]
     assert group.barriers == 1
     assert not folder.exists()

@@ -36,6 +36,7 @@ from elaunch.workers.data_parallel.layout import SampleLayout
 from elaunch.workers.layers.change.held_state import StepReport
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
+from elaunch.workers.member.saving import bytes_on_disk, free_bytes
 from elaunch.workers.state import objects
 from elaunch.workers.state.boxes import slabs, whole
 from elaunch.workers.state.checkpoint import (
@@ -781,14 +782,16 @@ class TestFailedSaves:
         for member in (0, 1):
             made = partial(self.make_with_full_disk, member)
             with monkeypatch.context() as patch:
-                patch.setattr("elaunch.workers.checkpoints._make", made)
+                patch.setattr("elaunch.workers.member.saving.make_folder", made)
                 members.save(member + 1, LARGE)
             wait_until(lambda: removed(tmp_path), 10, "the end of what was written")
             assert names(tmp_path) == set()
             (line,) = capfd.readouterr().err.splitlines()
             what = f"a/{member}#0 could not write the checkpoint after {member + 1} steps: OSError: [Errno 28] No space"
             assert what in line
-            assert line.endswith("its files were removed")
+            assert re.search(
+                rf"; its files were removed; {tmp_path} has [\d.]+ .?B free, and it takes \d\d\.\d kB$", line
+            )
         members.save(3, LARGE)
         assert names(tmp_path) == {"step-000000003"}
         assert [one.saved.step for one in members.restore(3, LARGE)] == [3, 3]
@@ -820,6 +823,58 @@ class TestFailedSaves:
         )
         members.save(2, LARGE)
         assert names(tmp_path) == {"step-000000002"}
+
+    def test_nothing_is_begun_for_which_there_is_no_room_and_what_was_left_goes(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        made(tmp_path, "step-000000009.7-ab.part")
+        with monkeypatch.context() as patch:
+            patch.setattr("elaunch.workers.member.saving.free_bytes", lambda _: 50_000)
+            members.save(1, LARGE)
+        wait_until(lambda: removed(tmp_path), 10, "the end of what was left")
+        said = capfd.readouterr().err
+        assert re.fullmatch(
+            rf"\[elaunch\] no checkpoint after 1 steps: {tmp_path} has 50 kB free, and it takes \d\d\.\d kB\n", said
+        )
+        assert members.checkpoints[1]._attempt is None
+        members.save(2, LARGE)
+        assert names(tmp_path) == {"step-000000002"}
+        assert [one.saved.step for one in members.restore(2, LARGE)] == [2, 2]
+
+    def test_what_it_takes_is_what_is_written_and_little_more(self, tmp_path: Path) -> None:
+        parts = spread({**LARGE, **TENSORS}, members=2, cuts=5)
+        path = written(tmp_path, parts)
+        there = sum(file.stat().st_size for file in path.iterdir())
+        assert there <= sum(map(bytes_on_disk, parts)) < there + 1000 * len(TENSORS) * 5
+
+    def test_a_file_system_without_a_size_is_not_full(self, tmp_path: Path) -> None:
+        assert (free_bytes(tmp_path) or 0) > 0
+        assert free_bytes(Path("/proc")) is None
+        assert free_bytes(tmp_path / "nowhere") is None
+
+    def test_a_folder_that_cannot_be_read_leaves_one_out(
+        self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def fails() -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(members.checkpoints[0], "newest", fails)
+            members.begin(1, LARGE)
+        assert (
+            capfd.readouterr().err == "[elaunch] no checkpoint after 1 steps: OSError: [Errno 116] Stale file handle\n"
+        )
+        members.save(2, LARGE)
+        assert names(tmp_path) == {"step-000000002"}
+
+    def test_a_job_that_begins_removes_what_an_earlier_one_left(self, tmp_path: Path, members: Members) -> None:
+        made(tmp_path, "step-000000009.7-ab.part")
+        ids = ["a/0#0", "a/1#0"]
+        members.checkpoints[1].entered(ids, begins=True)
+        members.checkpoints[0].entered(ids, begins=False)
+        assert not removed(tmp_path)
+        members.checkpoints[0].entered(ids, begins=True)
+        wait_until(lambda: removed(tmp_path), 10, "the end of what was left")
 
     def test_a_member_that_comes_late_does_not_make_the_folder_again(
         self, tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elaunch.rendezvous.decide import LeaderDecision, MembershipSettings, View, decide, surplus
+from elaunch.rendezvous.decide import LeaderDecision, MembershipSettings, View, decide, surplus, to_leave
 from elaunch.rendezvous.membership import (
     Cut,
+    Departure,
     Generation,
     GenerationStage,
     Master,
@@ -27,6 +28,7 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.rendezvous.rules.attempts import RESUMES
 from elaunch.rendezvous.rules.connectivity import apart
+from elaunch.rendezvous.rules.sick import sick_to_leave
 from elaunch.rendezvous.view import next_generation
 from tests.helpers import scaled
 from tests.unit.documents import changed_report
@@ -36,6 +38,8 @@ NOW_S = 1000.0
 SETTINGS = MembershipSettings(
     min_nodes=1, max_nodes=2, last_call_s=2.0, join_s=600.0, window_s=0.02, attach_s=10.0, ready_s=30.0, lease_s=5.0
 )
+
+NOTHING = LeaderDecision("nothing has changed")
 
 repeatable = settings(deadline=None, derandomize=True)
 
@@ -961,6 +965,55 @@ def test_a_job_that_every_node_leaves_before_it_trains_is_over(elastic: bool) ->
     assert decision.result == Result(False, "every node left the job before it was done; start it again")
 
 
+class TestJobsThatAreTooSmallForTooLong:
+    """The members keep their state and wait for more nodes, but not for ever."""
+
+    NOW = train("a/0#0", hold=True)
+    NODES = (node("a", MEMBER), node("b", draining=True))
+    MESSAGE = "only 1 of at least 2 nodes are here after 600 s; start more nodes, or raise --rdzv-conf join_timeout"
+
+    def asked(self, *nodes: NodeDoc, saves: bool) -> LeaderDecision:
+        settings = replace(SETTINGS, min_nodes=2, saves=saves)
+        return ask(self.NOW, *nodes, settings=settings, generation_s=NOW_S - 600.0)
+
+    def test_without_checkpoints_the_job_fails(self) -> None:
+        assert ended(self.asked(node("a", MEMBER), saves=False)) == Result(False, self.MESSAGE)
+
+    def test_with_checkpoints_all_save_the_state_and_leave(self) -> None:
+        decision = self.asked(node("a", MEMBER), saves=True)
+        assert (decision.result, decision.generation, decision.all_leave) == (None, None, self.MESSAGE)
+        asked = to_leave(view(self.NOW, *self.NODES), SETTINGS, (), decision)
+        assert asked == {"a": self.MESSAGE}
+
+    def test_they_leave_although_they_were_to_wait(self) -> None:
+        after = announced(self.asked(node("a", MEMBER, draining=True), saves=True))
+        assert (after.ids, after.leaving, after.hold) == ((), ("a/0#0",), True)
+
+
+class TestLeavingWhileNodesMeet:
+    """Nodes that leave a job whose nodes meet again wait for the leader's answer."""
+
+    MEETING = Generation(7, GenerationStage.ASSEMBLE, attempt=2, cause="node a leaves", leaving=("a",))
+
+    def test_each_is_let_go_once(self) -> None:
+        settings = replace(SETTINGS, min_nodes=2)
+        after = announced(ask(self.MEETING, node("b", draining=True), node("c"), settings=settings))
+        assert (after.number, after.stage, after.attempt) == (8, GenerationStage.ASSEMBLE, 2)
+        assert (after.leaving, after.cause) == (("b",), "node b leaves")
+        then = ask(after, node("b", draining=True), node("c"), settings=settings, generation_s=NOW_S)
+        assert_waits(then, until_s=NOW_S + 600)
+
+    def test_when_all_leave_the_job_has_failed(self) -> None:
+        decision = ask(self.MEETING, node("b", draining=True), node("c", draining=True))
+        assert decision.result == Result(False, "every node left the job before it was done; start it again")
+        assert_waits(ask(self.MEETING, node("b", draining=True), outage_end_s=NOW_S - 1.0))
+        assert_waits(ask(self.MEETING, node("a", draining=True), generation_s=NOW_S), until_s=NOW_S + 600)
+
+    def test_plain_nodes_may_end_when_the_others_start_again(self) -> None:
+        after = announced(ask(start("a", "b"), node("a", draining=True), node("b")))
+        assert (after.stage, after.leaving) == (GenerationStage.ASSEMBLE, ("a",))
+
+
 class TestSurplus:
     """Nodes of a job that is to have fewer."""
 
@@ -979,6 +1032,52 @@ class TestSurplus:
         assert surplus(view(train("a/0#0", "b/0#0"), *docs), 1) == ()
         assert surplus(view(None, node("a"), node("b")), 1) == ()
         assert surplus(view(train("a/0#0", "b/0#0"), *docs[:2], result=Result(True)), 0) == ()
+
+
+class TestSickNodes:
+    """Nodes that are about to fail ask to leave; the leader lets those go that the job can do without."""
+
+    NOW = train("a/0#0", "b/0#0", "c/0#0")
+
+    def asks(self, *sick: str, draining: str = "", absent: str = "") -> View:
+        docs = [
+            replace(
+                node(name, MEMBER, draining=name in draining),
+                departure=Departure(draining=name in draining, sick=f"GPU of {name}" if name in sick else ""),
+            )
+            for name in "abc"
+            if name not in absent
+        ]
+        return view(self.NOW, *docs)
+
+    def test_the_last_to_join_goes_first_and_as_many_as_the_job_can_do_without(self) -> None:
+        assert sick_to_leave(self.asks("a", "b"), 1, ()) == {"b": "GPU of b", "a": "GPU of a"}
+        assert sick_to_leave(self.asks("a", "b"), 2, ()) == {"b": "GPU of b"}
+        assert sick_to_leave(self.asks("a", "b"), 3, ()) == {}
+
+    def test_of_those_that_are_all_sick_one_stays(self) -> None:
+        assert sick_to_leave(self.asks("a", "b", "c"), 1, ()).keys() == {"b", "c"}
+        assert sick_to_leave(self.asks("a", "b", "c"), 0, ()).keys() == {"b", "c"}
+
+    def test_who_was_asked_counts_as_gone_though_it_has_not_begun_to_leave(self) -> None:
+        assert sick_to_leave(self.asks("a", "c"), 2, ["a"]) == {"a": "GPU of a"}
+        assert sick_to_leave(self.asks("c"), 2, ["a"]) == {}
+        assert sick_to_leave(self.asks("a", "c", draining="a"), 2, ["a"]) == {}
+        assert sick_to_leave(self.asks("a", "c", absent="b"), 1, ()) == {"c": "GPU of c"}
+
+    def test_only_members_of_a_job_that_trains_leave(self) -> None:
+        docs = self.asks("a").nodes
+        assert sick_to_leave(view(None, *docs), 1, ()) == {}
+        assert sick_to_leave(view(start("a", "b"), *docs), 1, ()) == {}
+        assert sick_to_leave(view(train("b/0#0", "c/0#0"), *docs), 1, ()) == {}
+        assert sick_to_leave(view(self.NOW, *docs, result=Result(True)), 1, ()) == {}
+
+    def test_a_job_that_is_to_shrink_loses_no_more_nodes_for_it(self) -> None:
+        settings = MembershipSettings(min_nodes=2, max_nodes=2)
+        assert to_leave(self.asks("a"), settings, (), NOTHING) == {"a": "GPU of a"}
+        text = "the job is to have 2 nodes from now on"
+        assert to_leave(self.asks(), settings, (), NOTHING) == {"c": text}
+        assert to_leave(self.asks("a"), settings, ["c"], NOTHING) == {"c": text}
 
 
 class TestExcusedWorkers:

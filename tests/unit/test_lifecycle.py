@@ -18,6 +18,7 @@ from elaunch.agent.messages import note_lost_link
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
+    Departure,
     Generation,
     GenerationStage,
     RequestedPlan,
@@ -1051,49 +1052,48 @@ class TestSignals:
         assert node.later(1) == []
         assert node.dies("a/0#0") == [Exit(1, "stopped by SIGINT")]
 
-    def test_a_sick_node_leaves_as_one_that_got_sigterm(self) -> None:
+    def test_a_sick_node_leaves_when_the_leader_has_it_leave(self) -> None:
         node = member_node()
-        actions = node.does(node.life.on_sick("GPU 3: XID 79", NOW_S))
+        assert node.life.on_sick("GPU 3: XID 79") == []
+        assert node.life.doc().departure == Departure(sick="GPU 3: XID 79")
+        assert node.life.on_sick("GPU 4: XID 48") == []
+        node.train("a/0#0", "b/0#0", "c/0#0")
+        assert not node.life.doc().draining
+        actions = node.life.drain(node.life.doc().departure.sick, NOW_S)
         assert "GPU 3: XID 79: the workers of this node leave at the next step boundary" in said(actions)
         assert node.life.doc().draining
-        assert node.life.on_sick("GPU 4: XID 48", NOW_S) == []
-        node.train("b/0#0", leaving=("a/0#0",))
+        node.train("b/0#0", "c/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert node.exits("a/0#0", 0) == [Exit(0)]
 
-    def test_a_sick_node_that_the_job_cannot_spare_stays_until_it_can(self) -> None:
+    def test_a_sick_node_that_the_job_cannot_spare_says_once_that_it_stays(self) -> None:
         node = member_node(others=())
         assert "would have no other node without it; it leaves when others have come" in said(
-            node.life.on_sick("GPU 3: XID 79", NOW_S)
+            node.life.on_sick("GPU 3: XID 79")
         )
-        assert node.life.on_sick("GPU 3: XID 79", NOW_S) == []
+        assert node.life.on_sick("GPU 3: XID 79") == []
         assert node.later(1) == []
-        assert not node.life.doc().draining
-        assert "GPU 3: XID 79: the workers of this node leave" in said(node.train("a/0#0", "b/0#0"))
-        assert node.life.doc().draining
+        assert node.life.doc().departure.sick == "GPU 3: XID 79"
 
-    def test_a_sick_node_does_not_leave_fewer_than_the_minimum(self) -> None:
+    def test_a_sick_node_counts_the_minimum(self) -> None:
         node = member_node()
         node.life.settings = replace(node.life.settings, min_nodes=2, max_nodes=3)
-        assert "would have 1 of at least 2 nodes without it" in said(node.life.on_sick("GPU 3: XID 79", NOW_S))
-        node.train("a/0#0", "b/0#0", "c/0#0")
-        assert node.life.doc().draining
+        assert "would have 1 of at least 2 nodes without it" in said(node.life.on_sick("GPU 3: XID 79"))
 
-    def test_a_node_that_was_sick_before_it_trained_leaves_when_it_does(self) -> None:
+    def test_a_node_that_was_sick_before_it_trained_says_so_when_it_does(self) -> None:
         node = Node()
         node.start()
-        assert node.life.on_sick("GPU 3: XID 79", NOW_S) == []
+        assert node.life.on_sick("GPU 3: XID 79") == []
         node.ready("a/0#0")
-        node.train("a/0#0", "b/0#0")
-        assert node.life.doc().draining
+        assert "would have no other node without it" in said(node.train("a/0#0"))
 
     def test_sigterm_to_a_node_that_leaves_by_itself_changes_nothing_and_a_second_one_kills(self) -> None:
         node = member_node()
-        node.life.on_sick("GPU 3: XID 79", NOW_S)
+        node.life.drain("GPU 3: XID 79", NOW_S)
         assert "leave already" in said(node.life.on_signal(signal.SIGTERM, NOW_S))
         assert signalled(node.life.on_signal(signal.SIGTERM, NOW_S)) == [("a/0#0", signal.SIGKILL)]
         node = member_node()
-        node.life.on_sick("GPU 3: XID 79", NOW_S)
+        node.life.drain("GPU 3: XID 79", NOW_S)
         assert signalled(node.life.on_signal(signal.SIGINT, NOW_S)) == [("a/0#0", signal.SIGKILL)]
 
     def test_what_leaves_ends_by_itself_also_where_the_job_succeeds_meanwhile(self) -> None:
@@ -1192,9 +1192,36 @@ class TestDraining:
         if elastic:
             node.train("b/0#0")
         else:
-            node.generation(GenerationStage.ASSEMBLE, attempt=1)
+            node.generation(GenerationStage.ASSEMBLE, attempt=1, leaving=("a",))
         assert signalled(node.actions) == [("a/0#0", signal.SIGTERM)]
         assert node.dies("a/0#0", signal.SIGTERM)[-1] == Exit(0)
+
+    def test_who_leaves_while_others_do_waits_until_the_leader_has_heard_of_it(self) -> None:
+        node = Node()
+        node.start("a/0", "b/0")
+        node.life.on_started("a/0#0", 100)
+        node.life.drain("x", NOW_S)
+        node.generation(GenerationStage.ASSEMBLE, attempt=1, leaving=("b",))
+        assert not [one for one in node.dies("a/0#0", signal.SIGTERM) if isinstance(one, Exit)]
+        assert node.later(100) == []
+        assert node.life.on_result(Result(False, "every node left"), NOW_S) == [Exit(1, "every node left")]
+
+    def test_while_nodes_meet_again_one_leaves_when_the_leader_lets_it_go(self) -> None:
+        node = Node()
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
+        assert node.life.drain("x", NOW_S) == [Say("x: this node leaves")]
+        assert node.life.doc().draining
+        assert node.later(1) == []
+        assert node.start("a/0", "b/0") == [], "it was counted, and does not start any more"
+        node.generation(GenerationStage.ASSEMBLE, attempt=2, leaving=("a",))
+        assert node.later(0) == [Exit(0)]
+
+    def test_but_not_after_the_time_that_is_left(self) -> None:
+        node = Node()
+        node.generation(GenerationStage.ASSEMBLE, attempt=1)
+        node.life.drain("aws", NOW_S, 20.0)
+        assert node.life.due_s() == NOW_S + 20.0
+        assert node.later(20) == [Exit(0)]
 
     def test_a_job_that_may_have_more_nodes_has_a_place_for_one_that_waits(self) -> None:
         node = Node(max_nodes=1)
@@ -1294,7 +1321,9 @@ class TestLeavers:
         node.life.on_leaving("a/0#0")
         node.life.drain("x", NOW_S)
         node.generation(GenerationStage.ASSEMBLE, attempt=1)
-        assert node.exits("a/0#0", 0) == [Exit(0)]
+        assert node.exits("a/0#0", 0) == []
+        node.generation(GenerationStage.ASSEMBLE, attempt=1, leaving=("a",))
+        assert node.later(0) == [Exit(0)]
         assert node.life.doc().peers.unreachable == ()
 
     def test_its_slot_is_used_in_the_next_attempt_also_where_that_trains_already(self) -> None:

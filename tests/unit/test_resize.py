@@ -30,6 +30,12 @@ def test_a_node_that_only_waits_is_nobody_to_go_on() -> None:
         leavers("job", documents("a", "spare", working=1), ["a"], False)
 
 
+def test_while_nodes_meet_again_each_that_waits_may_go_on() -> None:
+    assert leavers("job", documents("a", "b", working=0), ["a"], False) == ("a",)
+    with pytest.raises(RequestRefused, match="a, b would leave nobody"):
+        leavers("job", documents("a", "b", working=0), ["a", "b"], False)
+
+
 def test_a_node_that_is_not_here_is_named_with_those_that_are() -> None:
     with pytest.raises(RequestRefused, match="job 'job' has no node d; here are a, b"):
         leavers("job", documents("a", "b"), ["b", "d"], False)

@@ -110,7 +110,7 @@ class RuntimeHooks:
         self._policy.entered(generation, group.members, verdict)
         self.replans.resumed(generation.number)
         self.entered = False
-        self._checkpoints.entered(group.members)
+        self._checkpoints.entered(group.members, verdict.fresh and verdict.saved is None)
         self._native.state_moved()
         self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

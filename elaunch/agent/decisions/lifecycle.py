@@ -67,6 +67,10 @@ class Lifecycle:
         return self.generation is not None and self.generation.stage is GenerationStage.TRAIN
 
     @property
+    def _trains_here(self) -> bool:
+        return self.training and self.workers.admitted
+
+    @property
     def slots(self) -> list[Slot]:
         """Returns all slots of this node, in the order of their local ranks, including empty ones."""
         return self.workers.slots
@@ -100,7 +104,7 @@ class Lifecycle:
                 logged=self.workers.logged,
             ),
             peers=self.workers.peers.faults(),
-            departure=Departure(draining, evicted, self._joined() if draining or evicted else 0),
+            departure=Departure(draining, evicted, self._joined() if draining or evicted else 0, self.ending.sick),
         )
 
     def _plan_request(self) -> str:
@@ -127,6 +131,7 @@ class Lifecycle:
         if self.generation is None or generation.plan_request != self.generation.plan_request:
             self.plan_generation = generation.number
         self.generation = generation
+        self.ending.hear(generation, self.settings.node)
         self.workers.peers.enter(generation)
         self.workers.blame.enter(generation)
         self.workers.holders.enter(generation)
@@ -142,12 +147,12 @@ class Lifecycle:
             actions.extend(self._starting(generation))
         elif not any(slot.worker for slot in self.slots):
             actions.append(Say(generation.cause))
-        return [*actions, *self._leave_if_sick(now_s)]
+        return [*actions, *self._tell_that_it_stays()]
 
     def _starting(self, generation: Generation) -> list[Action]:
         if self.settings.node in generation.nodes:
             news = News(generation=generation, warm=self.settings.warm_start)
-            free = [slot for slot in self.slots if slot.state.reported is None]
+            free = [slot for slot in self.slots if slot.state.reported is None and not self.ending.draining]
             starts = [action for slot in free for action in self.workers.apply(slot, SlotEvent.START, news)]
             return [*self._warm(news.warm), *starts]
         if len(generation.nodes) < self.settings.max_nodes:
@@ -403,10 +408,6 @@ class Lifecycle:
             return self.drain(name, now_s, self.settings.shutdown_s)
         return self._stop(f"stopped by {name}", 1, now_s, number)
 
-    @property
-    def _trains_here(self) -> bool:
-        return self.training and self.workers.admitted
-
     def drain(self, reason: str, now_s: float, within_s: float | None = None) -> list[Action]:
         """Lets this node leave the job as soon as the others can go on without it; a second time changes nothing.
 
@@ -418,19 +419,20 @@ class Lifecycle:
         if self.ending.under_way or self.result is not None:
             return []
         generation, node = self.generation, self.settings.node
-        if generation is None or node not in generation.nodes:
+        meets = generation is not None and generation.stage is GenerationStage.ASSEMBLE
+        if generation is None or not (meets or node in generation.nodes):
             text = f"{reason}: this node leaves; it had no part in the job yet"
             return [Say(text), *self._stop(reason, 0, now_s)]
-        last = set(generation.nodes) <= {node}
+        last = generation.nodes == (node,)
         if not self._trains_here and last:
             return self._stop(f"stopped by {reason}", 1, now_s)
-        self.ending.draining, self.ending.reason, self.ending.exit_code = True, reason, 1 if last else 0
+        self.ending.drain(reason, 1 if last else 0, generation, node)
         self.workers.blame.replace(f"{reason}: node {node} drains", 0.0)
         fate = "no other node is left to go on" if last else "the others go on"
         self.ending.kill_s = None if within_s is None else now_s + within_s
         if not self._trains_here:
             # Its workers end when the others have heard of it; who ends before that was lost.
-            return [Say(f"{reason}: this node leaves; {fate}")]
+            return [Say(f"{reason}: this node leaves" + ("" if meets else f"; {fate}"))]
         unready = [Signal(slot.worker, signal.SIGTERM) for slot in self.running if not slot.admitted_generation]
         return [Say(f"{reason}: the workers of this node leave at the next step boundary; {fate}"), *unready]
 
@@ -439,32 +441,30 @@ class Lifecycle:
         self.settings = replace(self.settings, min_nodes=min_nodes, max_nodes=max_nodes)
         return self._fill(now_s)
 
-    def on_sick(self, why: str, now_s: float) -> list[Action]:
-        """Notes that something here is about to fail; the workers leave as soon as the others can do without them.
+    def on_sick(self, why: str) -> list[Action]:
+        """Notes that something here is about to fail; the leader has this node leave once the job can do without it.
 
         A node without which the job would stop stays: what fails, then fails, and may yet be made good.
         """
         self.ending.sick = self.ending.sick or why
-        return self._leave_if_sick(now_s)
+        return self._tell_that_it_stays()
 
-    def _leave_if_sick(self, now_s: float) -> list[Action]:
-        if not self.ending.sick or not self._trains_here or self.ending.under_way or self.result is not None:
+    def _tell_that_it_stays(self) -> list[Action]:
+        ending = self.ending
+        if not ending.sick or ending.sick_told or not self._trains_here or ending.under_way or self.result is not None:
             return []
-        assert self.generation is not None
-        others = len(set(self.generation.nodes) - {self.settings.node})
-        if others >= self.settings.min_nodes:
-            return self.drain(self.ending.sick, now_s)
-        if self.ending.sick_told:
+        others = len(set(self.generation.nodes if self.generation else ()) - {self.settings.node})
+        if others >= max(self.settings.min_nodes, 1):
             return []
-        self.ending.sick_told = True
+        ending.sick_told = True
         left = "no other node" if not others else f"{others} of at least {self.settings.min_nodes} nodes"
         return [Say(f"this node stays in the job, which would have {left} without it; it leaves when others have come")]
 
     def on_time(self, now_s: float) -> list[Action]:
         """Does whatever is due by now."""
         actions: list[Action] = []
-        if self.ending.kill_s is not None and now_s >= self.ending.kill_s and self.running and not self.ending.killed:
-            self.ending.killed = True
+        if self.ending.kill_s is not None and now_s >= self.ending.kill_s and not self.ending.killed:
+            self.ending.killed, self.ending.unheard = True, False
             actions.extend(Signal(slot.worker, signal.SIGKILL) for slot in self.running)
         actions.extend(self.workers.end_refusing(now_s))
         actions.extend(self.workers.end_unregistered(self.training, now_s, self.settings.register_s))
@@ -477,7 +477,7 @@ class Lifecycle:
         times = self.workers.due_times(self.settings.register_s)
         if self.generation is not None and self._has_place(self.generation):
             times += [slot.retry_s for slot in self.slots if slot.state is SlotState.BACKOFF]
-        if self.ending.kill_s is not None and not self.ending.killed and self.running:
+        if self.ending.kill_s is not None and not self.ending.killed and (self.running or self.ending.unheard):
             times.append(self.ending.kill_s)
         return min(times, default=None)
 

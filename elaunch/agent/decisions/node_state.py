@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elaunch.agent.decisions.actions import Action, Ended, Exit, Say
-from elaunch.rendezvous.membership import BrokenLink, Cut, Generation, PeerFaults, Result, Stalled, names_text
+from elaunch.rendezvous.membership import (
+    BrokenLink,
+    Cut,
+    Generation,
+    GenerationStage,
+    PeerFaults,
+    Result,
+    Stalled,
+    names_text,
+)
 
 TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
 
@@ -38,6 +47,8 @@ class Ending:
 
     Attributes:
         draining: it leaves as soon as the others can go on without it.
+        unheard: it drains, and there is no generation yet that was made without it. Until then it does not end: it may
+            be the last of those that leave.
         reason: why it drains.
         stopping: why its workers are stopped; "" while they are not.
         exit_code: of the agent, once its workers have ended.
@@ -50,6 +61,7 @@ class Ending:
     """
 
     draining: bool = False
+    unheard: bool = False
     reason: str = ""
     stopping: str = ""
     exit_code: int = 1
@@ -65,6 +77,18 @@ class Ending:
         """Returns whether this node drains or stops: its workers are leaving and none is started any more."""
         return self.draining or bool(self.stopping)
 
+    def drain(self, reason: str, exit_code: int, generation: Generation, node: str) -> None:
+        """Begins to drain this node, which has heard of this generation."""
+        self.draining, self.reason, self.exit_code = True, reason, exit_code
+        self.hear(generation, node)
+
+    def hear(self, generation: Generation, node: str) -> None:
+        """Notes whether a generation was made without this node, which drains."""
+        if generation.stage is GenerationStage.ASSEMBLE:
+            self.unheard = self.draining and node not in generation.leaving
+        else:
+            self.unheard = self.draining and generation.stage is GenerationStage.START and node in generation.nodes
+
     def exit(self, result: Result | None, saved: int | None) -> Exit | None:
         """Returns how the agent ends now that no worker runs; None if it stays.
 
@@ -74,6 +98,8 @@ class Ending:
         """
         if self.stopping:
             return Exit(self.exit_code, "" if self.exit_code == 0 else self.stopping)
+        if self.unheard:
+            return None
         if self.draining:
             return Exit(self.exit_code, f"stopped by {self.reason}; {_kept(saved)}" if self.exit_code else "")
         if result is not None:

@@ -226,7 +226,7 @@ class Watches:
             who = f"{found.subject} of worker {worker}" if worker else found.subject
             self._journal.say(f"{who}: {found.text}")
             if found.verdict >= HealthVerdict.DRAIN and self._policy == "drain":
-                actions.extend(life.on_sick(f"{found.subject}: {found.text}", time.monotonic()))
+                actions.extend(life.on_sick(f"{found.subject}: {found.text}"))
         return actions
 
     # -- other nodes --------------------------------------------------------------------------------------------
