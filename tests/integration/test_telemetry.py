@@ -1,0 +1,73 @@
+"""A job as its monitoring sees it, while workers train, die and are replaced."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers import ROOT, Spawner, wait_until
+from tests.jobs.watch import START_S, Node, elaunch, wait_for
+
+TRAIN = ROOT / "tests" / "jobs" / "train.py"
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def metrics(node: Node) -> dict[tuple[str, str], float]:
+    """What Prometheus would read: values by name, and by the values of the labels beside those of all."""
+    (address,) = re.findall(r"\] metrics: (http://\S+)$", node.agent.text(), re.MULTILINE)
+    with urllib.request.urlopen(address, timeout=LIMIT_S) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        return {
+            (
+                one.name,
+                ",".join(value for name, value in one.labels.items() if name not in ("rdzv_id", "node")),
+            ): one.value
+            for family in families
+            for one in family.samples
+        }
+
+
+def test_metrics_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp_path: Path) -> None:
+    script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
+    flags = ("--standalone", "--nproc-per-node=3", "--slow-policy=report", "--rdzv-id=run-17")
+    node = elaunch(spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", script=script)
+    wait_for(node, lambda: len(node.events("transition")) >= 3, START_S, "the replacement to join")
+    wait_until(lambda: metrics(node)["elaunch_node_workers", "member"] == 3, LIMIT_S, "three members")
+    before, found, after = len(node.events("step")), metrics(node), len(node.events("step"))
+    assert before <= found["elaunch_steps_total", ""] <= after + 1
+    recovery = next(event for event in node.events("transition") if event["interrupted"])
+    assert found["elaunch_recovery_duration_seconds_count", "true"] == 1
+    assert found["elaunch_recovery_duration_seconds_sum", "true"] == recovery["total_s"]
+    assert found["elaunch_recovery_phase_duration_seconds_sum", "true,resume"] == recovery["phases"]["resume_s"]
+    assert found["elaunch_members", ""] == 3
+    assert found["elaunch_generation", ""] >= 4
+    assert found["elaunch_training", ""] == found["elaunch_etcd_up", ""] == 1
+    assert found["elaunch_worker_exits_total", "SIGKILL"] == 1
+    assert found["elaunch_state_moved_bytes_total", "links"] > 0
+    assert 0 < found["elaunch_training_seconds_total", ""] < found["elaunch_step_duration_seconds_sum", ""]
+    assert found["elaunch_etcd_request_duration_seconds_count", "lease_keep_alive"] >= 1
+    node.agent.signal(signal.SIGINT)
+    assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+
+
+def test_without_the_package_the_flag_is_refused_in_a_line_and_nothing_else_needs_it(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError(name='prometheus_client')\n")
+    flags = ("-m", "elaunch", "--standalone", "--no-python")
+    lacking = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    refused = spawn([sys.executable, *flags, "--metrics-port=0", "true"], env=lacking)
+    assert refused.wait(LIMIT_S) == 1, refused.tail()
+    assert refused.text().splitlines() == [
+        "elaunch: error: --metrics-port needs the package prometheus-client: pip install 'elaunch[metrics]'"
+    ]
+    plain = spawn([sys.executable, *flags, "true"], env=lacking)
+    assert plain.wait(LIMIT_S) == 0, plain.tail()
