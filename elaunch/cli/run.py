@@ -37,7 +37,7 @@ from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
 
-COMMANDS = ("ctl", "plan", "schedule", "simulate")
+COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace")
 """Modules beside this one: the first word of a command line that is not that of a job."""
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
