@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LastRecovery:
-    """The newest repair of the job: from its `cause` to the next commit, at Unix time `t`, it took `seconds`."""
+    """The newest repair of the job: from its `cause` to the next commit, at Unix time `t`, it took `seconds`.
+
+    `phases` are their names and seconds, in order; none where a checkpoint was loaded.
+    """
 
     cause: str
     t: float
     seconds: float
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

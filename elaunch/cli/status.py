@@ -88,6 +88,8 @@ def as_values(documents: Documents, job: str, endpoint: str, now_t: float) -> di
         ]
     if status is not None and result is None:
         values["training"] = {**asdict(status), "ago_s": max(0.0, now_t - status.t)}
+        if status.recovery is not None:
+            values["training"]["recovery"]["phases"] = dict(status.recovery.phases)
     return values
 
 

@@ -17,6 +17,8 @@ from tests.jobs.watch import START_S, Node, elaunch, wait_for
 TRAIN = ROOT / "tests" / "jobs" / "train.py"
 LIMIT_S = 60.0
 
+IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -35,7 +37,13 @@ def metrics(node: Node) -> dict[tuple[str, str], float]:
         }
 
 
-def test_metrics_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def a_machine_without_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+
+
+def test_metrics_and_top_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp_path: Path) -> None:
     script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
     flags = ("--standalone", "--nproc-per-node=3", "--slow-policy=report", "--rdzv-id=run-17")
     node = elaunch(spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", script=script)
@@ -54,8 +62,21 @@ def test_metrics_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp_path: P
     assert found["elaunch_state_moved_bytes_total", "links"] > 0
     assert 0 < found["elaunch_training_seconds_total", ""] < found["elaunch_step_duration_seconds_sum", ""]
     assert found["elaunch_etcd_request_duration_seconds_count", "lease_keep_alive"] >= 1
+
+    once = spawn.elaunch("ctl", "top", "--once", env={"COLUMNS": "120"}, name="once")
+    assert once.wait(LIMIT_S) == 0, once.tail()
+    frame = once.text()
+    assert re.search(r"job run-17 at 127\.0\.0\.1:\d+: trains", frame)
+    assert "worker node0/1#0 was killed by SIGKILL" in frame
+    assert re.search(r"■ resume [\d.]+ m?s", frame)
+    assert re.search(r"^ *\d +node0/1#1 +member ", frame, re.MULTILINE)
+    # In a terminal it is drawn again as steps commit, until the job's etcd has gone.
+    looks = spawn([sys.executable, "-c", IN_TERMINAL, sys.executable, "-m", "elaunch", "ctl", "top"], name="top")
+    wait_until(lambda: len(set(re.findall(r"step ([\d,]+)", looks.text()))) >= 3, LIMIT_S, looks.tail)
     node.agent.signal(signal.SIGINT)
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
+    looks.wait(LIMIT_S)
+    assert "Traceback" not in looks.text()
 
 
 def test_without_the_package_the_flag_is_refused_in_a_line_and_nothing_else_needs_it(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elaunch.rendezvous.status import LastRecovery, TrainingStatus
-from elaunch.telemetry.events import count, number
+from elaunch.telemetry.events import count, number, phases_of
 from elaunch.telemetry.events import seconds as seconds_of
 from elaunch.wire import Report
 
@@ -44,7 +44,8 @@ class StatusBoard:
         if report.kind == "step":
             self._take_step(fields, now_t)
         elif report.kind == "transition" and fields.get("interrupted") is True:
-            self._recover(str(fields.get("cause", "")), now_t, seconds_of(fields.get("total_s")))
+            phases = tuple(phases_of(fields).items())
+            self._recover(str(fields.get("cause", "")), now_t, seconds_of(fields.get("total_s")), phases)
         elif report.kind == "resume":
             self._recover(
                 f"resumed from the checkpoint after {count(fields.get('step'))} steps",
@@ -76,8 +77,8 @@ class StatusBoard:
             recovery=self._recovery,
         )
 
-    def _recover(self, cause: str, now_t: float, seconds: float) -> None:
-        self._recovery = LastRecovery(" ".join(cause.split())[:MAX_CAUSE], now_t, seconds)
+    def _recover(self, cause: str, now_t: float, seconds: float, phases: tuple[tuple[str, float], ...] = ()) -> None:
+        self._recovery = LastRecovery(" ".join(cause.split())[:MAX_CAUSE], now_t, seconds, phases)
         self._steps_s.clear()  # the step that was repeated took longer
         self._due_s = -math.inf
         if self._status is not None:
