@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import threading
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers import ROOT, Spawner, wait_until
@@ -20,6 +24,41 @@ LIMIT_S = 60.0
 IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
 pytestmark = pytest.mark.timeout(300)
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes spans as an OpenTelemetry collector does, by OTLP over HTTP."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), TakeSpans)
+        self.requests: list[ExportTraceServiceRequest] = []
+
+
+class TakeSpans(BaseHTTPRequestHandler):
+    """One connection to the collector."""
+
+    def do_POST(self) -> None:
+        request = ExportTraceServiceRequest()
+        request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+        assert isinstance(self.server, Collector)
+        self.server.requests.append(request)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 def metrics(node: Node) -> dict[tuple[str, str], float]:
@@ -43,10 +82,17 @@ def a_machine_without_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
 
 
-def test_metrics_and_top_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp_path: Path) -> None:
+def test_metrics_top_and_spans_follow_a_job_whose_worker_is_killed(
+    spawn: Spawner, tmp_path: Path, collector: Collector
+) -> None:
     script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
     flags = ("--standalone", "--nproc-per-node=3", "--slow-policy=report", "--rdzv-id=run-17")
-    node = elaunch(spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", script=script)
+    sends = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        "OTEL_BSP_SCHEDULE_DELAY": "600000",
+    }
+    node = elaunch(spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", script=script, environment=sends)
     wait_for(node, lambda: len(node.events("transition")) >= 3, START_S, "the replacement to join")
     wait_until(lambda: metrics(node)["elaunch_node_workers", "member"] == 3, LIMIT_S, "three members")
     before, found, after = len(node.events("step")), metrics(node), len(node.events("step"))
@@ -78,11 +124,22 @@ def test_metrics_and_top_follow_a_job_whose_worker_is_killed(spawn: Spawner, tmp
     looks.wait(LIMIT_S)
     assert "Traceback" not in looks.text()
 
+    # What has not been sent goes out when the agent ends.
+    sent = [resource for request in collector.requests for resource in request.resource_spans]
+    named = {one.key: one.value.string_value for resource in sent for one in resource.resource.attributes}
+    assert (named["service.name"], named["elaunch.rdzv_id"], named["elaunch.node"]) == ("elaunch", "run-17", "node0")
+    spans = [span for resource in sent for scope in resource.scope_spans for span in scope.spans]
+    (whole,) = [span for span in spans if span.name == "recovery"]
+    assert (whole.end_time_unix_nano - whole.start_time_unix_nano) / 1e9 == pytest.approx(recovery["total_s"], abs=1e-5)
+    phases = {span.name for span in spans if span.parent_span_id == whole.span_id}
+    assert phases == {name.removesuffix("_s") for name, took_s in recovery["phases"].items() if took_s > 0}
+
 
 def test_without_the_package_the_flag_is_refused_in_a_line_and_nothing_else_needs_it(
     spawn: Spawner, tmp_path: Path
 ) -> None:
-    (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError(name='prometheus_client')\n")
+    for name in ("prometheus_client", "opentelemetry"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})\n")
     flags = ("-m", "elaunch", "--standalone", "--no-python")
     lacking = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     refused = spawn([sys.executable, *flags, "--metrics-port=0", "true"], env=lacking)
@@ -90,5 +147,8 @@ def test_without_the_package_the_flag_is_refused_in_a_line_and_nothing_else_need
     assert refused.text().splitlines() == [
         "elaunch: error: --metrics-port needs the package prometheus-client: pip install 'elaunch[metrics]'"
     ]
-    plain = spawn([sys.executable, *flags, "true"], env=lacking)
+    asks = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    plain = spawn([sys.executable, *flags, "true"], env=lacking | asks)
     assert plain.wait(LIMIT_S) == 0, plain.tail()
+    (line,) = plain.text().splitlines()
+    assert line.endswith("OTEL_* asks for spans, which need packages that are not there: pip install 'elaunch[otel]'")

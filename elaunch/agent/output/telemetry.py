@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,24 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.store import Store
     from elaunch.telemetry.exporter import MetricsExporter
     from elaunch.telemetry.node_view import NodeView
+    from elaunch.telemetry.spans import SpanSender
 
 METRICS_MISSING = "--metrics-port needs the package prometheus-client: pip install 'elaunch[metrics]'"
+SPANS_MISSING = "OTEL_* asks for spans, which need packages that are not there: pip install 'elaunch[otel]'"
+
+
+def asks_for_spans(environ: Mapping[str, str]) -> bool:
+    """Returns whether the variables of OpenTelemetry ask for traces to be exported by OTLP."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporters = environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if exporters:
+        return "otlp" in [name.strip() for name in exporters.split(",")]
+    return bool(environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
 
 
 class Telemetry:
-    """The metrics of an agent. It starts threads: make it when everything that forks has been forked.
+    """The metrics and the spans of an agent. It starts threads: make it when everything that forks has been forked.
 
     Args:
         config: the settings.
@@ -33,6 +46,7 @@ class Telemetry:
 
     def __init__(self, config: AgentConfig, say: Callable[[str], None]) -> None:
         self._metrics: MetricsExporter | None = None
+        self._spans: SpanSender | None = None
         if config.output.metrics is not None:
             try:
                 from elaunch.telemetry.exporter import MetricsExporter
@@ -45,10 +59,20 @@ class Telemetry:
             host = socket.gethostname() if address in ("0.0.0.0", "::") else address
             say(f"metrics: http://{f'[{host}]' if ':' in host else host}:{self._metrics.port}/metrics")
 
+        if asks_for_spans(os.environ):
+            try:
+                from elaunch.telemetry.spans import export_spans
+
+                self._spans = export_spans(config.job, config.node)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "opentelemetry":
+                    raise
+                say(SPANS_MISSING)  # the variables may be meant for the script
+
     @property
     def listeners(self) -> list[EventListener]:
         """Returns what is to be given each event."""
-        return [self._metrics.take] if self._metrics is not None else []
+        return [one.take for one in (self._metrics, self._spans) if one is not None]
 
     def timed(self, open_store: Callable[[], Store]) -> Callable[[], Store]:
         """Returns a function that opens the store so that its requests are timed, if somebody wants to know."""
@@ -64,7 +88,9 @@ class Telemetry:
             self._metrics.follow(view)
 
     def close(self) -> None:
-        """Ends what listens. What it has shown last is lost."""
+        """Ends what listens, and sends the last spans."""
+        if self._spans is not None:
+            self._spans.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):
                 self._metrics.close()
