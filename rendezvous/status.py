@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class LastRecovery:
-    """The newest repair of the job: from its `cause` to the next commit, at Unix time `t`, it took `seconds`."""
+    """The newest repair of the job: from its `cause` to the next commit, at Unix time `t`, it took `seconds`.
+
+    `phases` are their names and seconds, in order; none where a checkpoint was loaded.
+    """
 
     cause: str
     t: float
     seconds: float
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +43,19 @@ class TrainingStatus:
     loss: float | None = None
     has_diverged: bool = False
     recovery: LastRecovery | None = None
+
+
+def speeds_of(profile: str) -> dict[str, float]:
+    """Returns the speeds of slots whose workers are slow or fast, from the JSON form of a profile."""
+    try:
+        workers = json.loads(profile)["workers"]
+        speeds = {slot: float(one.get("speed", 1.0)) for slot, one in workers.items()}
+        return {slot: speed for slot, speed in speeds.items() if speed > 0}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+def slow_slots(speeds: Mapping[str, float]) -> dict[str, float]:
+    """Returns how many times as long as others the slow slots take, the slowest first."""
+    slow = {slot: 1 / speed for slot, speed in speeds.items() if speed < 1}
+    return dict(sorted(slow.items(), key=lambda one: (-one[1], one[0])))

@@ -23,6 +23,7 @@ from elaunch.agent.notices import Announcement, Notices
 from elaunch.agent.output.events import EventLog
 from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.outputs import Folders, Outputs
+from elaunch.agent.output.telemetry import Telemetry
 from elaunch.agent.participation import JobListener, make_participant, stay_s
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
@@ -53,6 +54,7 @@ class Agent:
         etcd: the store, where it is one that this agent has started and that ends with it.
         figures: of this node's check, for those that come later.
         store: the process that serves the workers' own store; None: rank 0 makes it.
+        telemetry: what monitoring is shown; None: nothing.
 
     Raises:
         LaunchError: what the settings ask for is not there.
@@ -68,6 +70,7 @@ class Agent:
         etcd: EmbeddedEtcd | None = None,
         figures: str = "",
         store: StoreProcess | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -78,7 +81,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(supervisor.link, selectors.EVENT_READ, supervisor)
         self._inbox = Inbox(self._selector)
-        events = EventLog(config.output.events, config.node, config.output.events_to_console)
+        listeners = telemetry.listeners if telemetry is not None else ()
+        events = EventLog(config.output.events, config.node, config.output.events_to_console, listeners)
         self._journal = Journal(config.node, events, self._generation_number)
         say = self._journal.say
         self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic()) if etcd is not None else None
@@ -125,6 +129,8 @@ class Agent:
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
         )
+        if telemetry is not None:
+            telemetry.follow(self._messages.node_view)
 
     def run(self) -> int:
         """Runs the node's part of the job.

@@ -27,6 +27,8 @@ NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MASTER_PORT = 29500
 HOSTED_PORT = 29400  # where torchrun's c10d backend listens by default
+ALL_INTERFACES = "0.0.0.0"
+MAX_PORT = 65535
 STATIC_SHIFT = 10000  # from --master-port, which is the workers' own, to the port of the rendezvous
 
 
@@ -138,12 +140,14 @@ class OutputSettings:
         logs_specs: the entry point that decides on those instead; empty: none.
         events: path of the event log; None: there is none.
         events_to_console: events go to standard error, too.
+        metrics: address and port at which Prometheus finds this agent; port 0: a free one; None: it does not listen.
     """
 
     logs: LogSettings = field(default_factory=LogSettings)
     logs_specs: str = ""
     events: str | None = None
     events_to_console: bool = False
+    metrics: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,21 @@ def _listdir(folder: str) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+
+
+def parse_metrics(text: str | None) -> tuple[str, int] | None:
+    """Reads `--metrics-port`: a port of all interfaces, or ADDRESS:PORT; None and "" were not given.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not text:
+        return None
+    address, colon, port = text.rpartition(":")
+    bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
+    if not port.isdecimal() or int(port) > MAX_PORT or (colon and ":" in bare and bare == address):
+        raise UsageError(f"--metrics-port={text}: expected a port, 0 for a free one, or ADDRESS:PORT")
+    return bare or ALL_INTERFACES, int(port)
 
 
 def parse_health(policy: str, interval: str) -> HealthSettings:

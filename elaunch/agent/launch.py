@@ -58,6 +58,7 @@ def launch(config: AgentConfig) -> int:
             # From here on there are threads: everything that forks has been forked. These imports take as long as an
             # etcd that was started above needs to get ready.
             from elaunch.agent.agent import Agent
+            from elaunch.agent.output.telemetry import Telemetry
             from elaunch.rendezvous.etcd import EtcdStore
 
             if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
@@ -73,13 +74,19 @@ def launch(config: AgentConfig) -> int:
 
                 folders = plugin_folders(config)
             figures = _check_node(config, open_store) if config.detection.node_check else ""
-            agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store)
+            telemetry = Telemetry(config, partial(_say, config.node))
+            agent = Agent(
+                config, telemetry.timed(open_store), supervisor, host, folders, hosted, figures, store, telemetry
+            )
         except BaseException:
             supervisor.close()
             if store is not None:
                 store.close()
             raise
-        return agent.run()
+        try:
+            return agent.run()
+        finally:
+            telemetry.close()
     finally:
         if signal.getsignal(signal.SIGALRM) is _strike_again:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -20,6 +20,7 @@ from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.participant import Participant
+from elaunch.telemetry.node_view import NodeView, view_of
 from elaunch.threads import describe, tell
 from elaunch.wire import (
     MOST,
@@ -86,6 +87,11 @@ class WorkerMessages:
         self._journal = journal
         self._act = act
         self._status = StatusBoard()
+        self._profile = ""
+
+    def node_view(self) -> NodeView:
+        """Returns what metrics show of the state of this node; for any thread."""
+        return view_of(self._life.doc(), self._life.generation, self._profile)
 
     def show_status(self, now_s: float) -> None:
         """Shows how far the training is, if that is due at this time of the monotonic clock."""
@@ -143,6 +149,7 @@ class WorkerMessages:
             case Attach():
                 return self._attach(connection, message.worker)
             case Profiled():
+                self._profile = message.profile
                 self._participant.show("profile", message.profile)
             case Unreachable():
                 self._on_unreachable(worker, message)

@@ -1,6 +1,6 @@
 """Answers a shell that completes a command line of `elaunch`, by argcomplete.
 
-The words `ctl`, `plan` and `simulate` have parsers of their own, which argcomplete would not see: they are found here.
+The words in `COMMANDS` have parsers of their own, which argcomplete would not see: they are found here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from elaunch.agent import local_jobs
 from elaunch.agent.config import BACKENDS
-from elaunch.cli import ctl, plan, schedule, simulate
+from elaunch.cli import ctl, plan, schedule, simulate, trace
 from elaunch.cli.flags import parser
 from elaunch.policy.settings import CONSISTENCIES, POLICIES, SLOW_POLICIES
 
@@ -24,6 +24,7 @@ COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "plan": plan.parser,
     "schedule": schedule.parser,
     "simulate": simulate.parser,
+    "trace": trace.parser,
 }
 
 VALUES: dict[str, Callable[[], Iterator[str]]] = {

@@ -51,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("status", help="how far the job is, its last recovery, its nodes and workers")
     show.set_defaults(run=_status)
     show.add_argument("--json", action="store_true", help="the same for programs")
+    top = commands.add_parser("top", help="the same in the whole terminal, drawn again as it changes")
+    top.set_defaults(run=_top)
+    top.add_argument("--once", action="store_true", help="draw it once; so without a terminal")
+    top.add_argument("--interval", metavar="S", type=seconds, default=1.0, help="between frames if nothing changes")
     plan = commands.add_parser("plan", help="show the plan that was asked for, or ask for another one")
     plan.set_defaults(run=_plan)
     plan.add_argument("--set", metavar="FILE", dest="file", help="the text of the plan to go on by")
@@ -79,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
             default=TIMEOUT_S,
             help="seconds to wait until nodes have left",
         )
-    for command in (show, plan, profile, drain, resize):
+    for command in (show, top, plan, profile, drain, resize):
         command.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the job's etcd, as its agents were told")
         command.flag("--rdzv-id", default="", metavar="ID", help="name of the job, as its agents were told")
         command.flag(
@@ -161,10 +165,8 @@ def _no_such_job(store: Store, endpoint: str, job: str) -> RequestRefused:
 
 
 def _status(args: argparse.Namespace) -> None:
-    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+    with _observed(args) as (observer, endpoint, job):
         documents = observer.documents
-        if replace(documents, unreadable=documents.damaged) == Documents():
-            raise _no_such_job(store, endpoint, job)
     if args.json:
         print(json.dumps(status.as_values(documents, job, endpoint, time.time()), indent=2))
         return
@@ -172,6 +174,24 @@ def _status(args: argparse.Namespace) -> None:
     for name, why in documents.unreadable:
         then = "nothing changes until it is mended" if (name, why) in documents.damaged else "it is ignored"
         print(f"{job_prefix(job)}{name} is no document of this job, {then}: {why}")
+
+
+def _top(args: argparse.Namespace) -> None:
+    from elaunch.cli.top import console, show
+
+    console()  # whether there is one is told before the job is asked
+    with _observed(args) as (observer, endpoint, job):
+        show(observer, job, endpoint, args.interval, args.once)
+
+
+@contextlib.contextmanager
+def _observed(args: argparse.Namespace) -> Iterator[tuple[Observer, str, str]]:
+    """The job that is meant, its endpoint and its id; refused where there is none."""
+    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+        documents = observer.documents
+        if replace(documents, unreadable=documents.damaged) == Documents():
+            raise _no_such_job(store, endpoint, job)
+        yield observer, endpoint, job
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------

@@ -467,3 +467,10 @@ def _add_output(p: FlagParser) -> None:
         help="null, or console: events are printed to standard error",
     )
     p.own("--events", "ELAUNCH_EVENTS", None, metavar="PATH", help="append events to this file; %%n: the node")
+    p.own(
+        "--metrics-port",
+        "ELAUNCH_METRICS_PORT",
+        None,
+        metavar="[ADDRESS:]PORT",
+        help="serve metrics to Prometheus at this port, of all interfaces unless an address is given; 0: a free port",
+    )

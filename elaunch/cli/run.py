@@ -23,6 +23,7 @@ from elaunch.agent.config import (
     TrainingSettings,
     WorkerProgram,
     parse_health,
+    parse_metrics,
     parse_nproc,
     parse_signals,
 )
@@ -36,7 +37,7 @@ from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
 
-COMMANDS = ("ctl", "plan", "schedule", "simulate")
+COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace")
 """Modules beside this one: the first word of a command line that is not that of a job."""
 
 CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
@@ -102,6 +103,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             logs_specs=args.logs_specs,
             events=args.events,
             events_to_console=args.event_log_handler == "console",
+            metrics=parse_metrics(args.metrics_port),
         ),
         detection=DetectionSettings(
             health=parse_health(args.health_policy, args.health_interval),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +18,7 @@ from elaunch.rendezvous.membership import (
     slot_of,
 )
 from elaunch.rendezvous.observer import Documents
-from elaunch.rendezvous.status import TrainingStatus
+from elaunch.rendezvous.status import TrainingStatus, slow_slots, speeds_of
 
 STATES = {
     "succeeded": "ended well",
@@ -57,7 +56,7 @@ def as_values(documents: Documents, job: str, endpoint: str, now_t: float) -> di
     What is not known is null; times are in seconds.
     """
     generation, status, result = documents.generation, documents.status, documents.result
-    speeds = _speeds(documents.profile)
+    speeds = speeds_of(documents.profile)
     values: dict[str, Any] = {
         "job": job,
         "endpoint": endpoint,
@@ -67,7 +66,7 @@ def as_values(documents: Documents, job: str, endpoint: str, now_t: float) -> di
         "attempt": None,
         "cause": None,
         "training": None,
-        "slow": _slow_slots(speeds),
+        "slow": slow_slots(speeds),
         "nodes": [
             {"node": doc.node, "host": doc.host, "remark": _mark(doc, generation).strip(" ()")}
             for doc in documents.nodes
@@ -89,6 +88,8 @@ def as_values(documents: Documents, job: str, endpoint: str, now_t: float) -> di
         ]
     if status is not None and result is None:
         values["training"] = {**asdict(status), "ago_s": max(0.0, now_t - status.t)}
+        if status.recovery is not None:
+            values["training"]["recovery"]["phases"] = dict(status.recovery.phases)
     return values
 
 
@@ -106,7 +107,7 @@ def describe(documents: Documents, now_t: float) -> str:
     lines = [words]
     if documents.status is not None:
         lines += _training_lines(documents.status, now_t)
-    if slow := _slow_slots(_speeds(documents.profile)):
+    if slow := slow_slots(speeds_of(documents.profile)):
         shown = [f"{slot} ({factor:.2f} times as long as others)" for slot, factor in slow.items()]
         lines.append(f"slow: {names_text(shown)}")
     lines.append(f"generation {generation.number}, attempt {generation.attempt}: {generation.cause}")
@@ -190,7 +191,7 @@ def _worker_lines(documents: Documents, generation: Generation) -> list[str]:
         ("no rank" if rank is None else f"rank {rank}", worker.id, state, address)
         for rank, worker, state, address in _workers(documents, generation)
     ]
-    speeds = _speeds(documents.profile)
+    speeds = speeds_of(documents.profile)
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3], _slow(row[1], speeds)]).rstrip()
@@ -206,19 +207,3 @@ def _slow(worker: str, speeds: Mapping[str, float]) -> str:
 
 def _factor(worker: str, speeds: Mapping[str, float]) -> float:
     return 1 / speeds.get(slot_of(worker), 1.0)
-
-
-def _slow_slots(speeds: Mapping[str, float]) -> dict[str, float]:
-    """How many times as long as others the slow slots take, the slowest first."""
-    slow = {slot: 1 / speed for slot, speed in speeds.items() if speed < 1}
-    return dict(sorted(slow.items(), key=lambda one: (-one[1], one[0])))
-
-
-def _speeds(profile: str) -> dict[str, float]:
-    """By slot, of the workers that are slow or fast, from the JSON form of a profile."""
-    try:
-        workers = json.loads(profile)["workers"]
-        speeds = {slot: float(one.get("speed", 1.0)) for slot, one in workers.items()}
-        return {slot: speed for slot, speed in speeds.items() if speed > 0}
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}

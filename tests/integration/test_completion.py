@@ -45,7 +45,7 @@ def offered(line: str, folder: Path) -> set[str]:
         ("elaunch --slow-policy re", {"rebalance", "replace", "report"}),
         ("elaunch --standalone train", {"train.py"}),
         ("elaunch ct", {"ctl"}),
-        ("elaunch ctl ", {"status", "plan", "profile", "drain", "resize"}),
+        ("elaunch ctl ", {"status", "top", "plan", "profile", "drain", "resize"}),
         ("elaunch ctl status --j", {"--json"}),
         ("elaunch plan --lo", {"--lose"}),
     ],

@@ -48,6 +48,7 @@ GENERATION = Generation(
     cause="b/0#3 joins",
 )
 NOW_T = 1000.0
+PHASES = {"detect": 0.0163, "connect": 0.0, "agree": 0.1286, "plan": 0.0001, "transfer": 0.0036, "resume": 0.8142}
 STATUS = TrainingStatus(
     generation=5,
     step=1240,
@@ -55,7 +56,7 @@ STATUS = TrainingStatus(
     members=2,
     steps_per_s=3.412,
     loss=2.896144,
-    recovery=LastRecovery("worker a/0#0 was killed by SIGKILL", 800.0, 0.9628),
+    recovery=LastRecovery("worker a/0#0 was killed by SIGKILL", 800.0, 0.9628, tuple(PHASES.items())),
 )
 REQUEST = PlanRequest("r1", 5, "plan layers 4", 1.0)
 TWO = symmetric(["w0", "w1"], 4, 8, 2, dp=1, pp=2)
@@ -335,7 +336,12 @@ class TestHowFarTheTrainingIs:
                 "steps_per_s": 3.412,
                 "loss": 2.896144,
                 "has_diverged": False,
-                "recovery": {"cause": "worker a/0#0 was killed by SIGKILL", "t": 800.0, "seconds": 0.9628},
+                "recovery": {
+                    "cause": "worker a/0#0 was killed by SIGKILL",
+                    "t": 800.0,
+                    "seconds": 0.9628,
+                    "phases": PHASES,
+                },
             },
             "slow": {"a/0": 2.0},
             "nodes": [{"node": "a", "host": "a", "remark": ""}, {"node": "b", "host": "b", "remark": ""}],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli import ctl, plan, run, simulate
+from elaunch.cli import ctl, plan, run, simulate, trace
 from elaunch.cli.flags import conf_keys, parser
 from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
 from tests.helpers import ROOT
@@ -21,6 +21,7 @@ PARSERS = {
     "elaunch ctl": ctl.parser,
     "elaunch plan": plan.parser,
     "elaunch simulate": simulate.parser,
+    "elaunch trace": trace.parser,
 }
 
 
@@ -60,8 +61,8 @@ def test_every_example_of_help_can_be_run(command: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("elaunch.cli.run.parse_nproc", lambda text: 1)
     for example in examples:
         words = shlex.split(example.replace("... ", ""))[1:]
-        if words[0] in ("ctl", "plan", "simulate"):
-            {"ctl": ctl, "plan": plan, "simulate": simulate}[words[0]].parser().parse_args(words[1:])
+        if f"elaunch {words[0]}" in PARSERS:
+            PARSERS[f"elaunch {words[0]}"]().parse_args(words[1:])
         else:
             given = [] if "--rdzv-endpoint" in example or "--nnodes" not in example else ["--rdzv-endpoint=etcd"]
             config = run.parse([*given, *words])

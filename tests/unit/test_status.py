@@ -10,6 +10,7 @@ import pytest
 from elaunch.agent.output.status import MAX_CAUSE, PERIOD_S, STEPS, StatusBoard
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.status import LastRecovery, TrainingStatus
+from elaunch.telemetry.events import PHASES
 from elaunch.wire import Report
 
 
@@ -19,7 +20,9 @@ def step(number: int, **fields: Any) -> Report:
 
 
 def transition(**fields: Any) -> Report:
-    return Report("transition", {"cause": "a/0#0 died", "interrupted": True, "total_s": 0.75} | fields)
+    phases = {"agree_s": 0.25, "resume_s": 0.5}
+    given = {"cause": "a/0#0 died", "interrupted": True, "total_s": 0.75, "phases": phases}
+    return Report("transition", given | fields)
 
 
 @pytest.fixture
@@ -69,6 +72,7 @@ def test_a_recovery_is_shown_at_once_and_stays(board: StatusBoard) -> None:
     assert (shown.step, shown.recovery.t, shown.recovery.seconds) == (1, 20.0, 0.75)
     assert shown.recovery.cause.startswith("worker a/0#0 was killed x")
     assert len(shown.recovery.cause) == MAX_CAUSE
+    assert dict(shown.recovery.phases) == dict.fromkeys(PHASES, 0.0) | {"agree": 0.25, "resume": 0.5}
     board.take(transition(cause="b joins", interrupted=False), 30.0)
     board.take(step(2), 30.0)
     assert newest(board).recovery == shown.recovery, "a planned change is no recovery"
@@ -97,6 +101,6 @@ def test_a_loss_that_is_no_finite_number_is_told(board: StatusBoard, loss: float
 @pytest.mark.parametrize("odd", [None, "x", True, [1], {}, 10**400, -5, 1 << 63, math.nan])
 def test_whatever_a_worker_reports_can_be_read_again(board: StatusBoard, odd: object) -> None:
     board.take(step(0, **dict.fromkeys(("generation", "step", "loss", "members", "seconds"), odd)), 10.0)
-    board.take(transition(cause=odd, total_s=odd), 11.0)
+    board.take(transition(cause=odd, total_s=odd, phases={"plan_s": odd} if type(odd) is not dict else odd), 11.0)
     status = newest(board)
     assert from_json(TrainingStatus, to_json(status)) == status

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from elaunch.rendezvous.status import LastRecovery, TrainingStatus
-from elaunch.wire import MOST, Report
+from elaunch.telemetry.events import count, number, phases_of
+from elaunch.telemetry.events import seconds as seconds_of
+from elaunch.wire import Report
 
 PERIOD_S = 2.0
 """Between two documents: the store keeps each for a while."""
@@ -42,12 +44,13 @@ class StatusBoard:
         if report.kind == "step":
             self._take_step(fields, now_t)
         elif report.kind == "transition" and fields.get("interrupted") is True:
-            self._recover(str(fields.get("cause", "")), now_t, _seconds(fields.get("total_s")))
+            phases = tuple(phases_of(fields).items())
+            self._recover(str(fields.get("cause", "")), now_t, seconds_of(fields.get("total_s")), phases)
         elif report.kind == "resume":
             self._recover(
-                f"resumed from the checkpoint after {_count(fields.get('step'))} steps",
+                f"resumed from the checkpoint after {count(fields.get('step'))} steps",
                 now_t,
-                _seconds(fields.get("seconds")),
+                seconds_of(fields.get("seconds")),
             )
 
     def due(self, now_s: float) -> TrainingStatus | None:
@@ -60,38 +63,23 @@ class StatusBoard:
 
     def _take_step(self, fields: Mapping[str, Any], now_t: float) -> None:
         loss = fields.get("loss")
-        seconds = _seconds(fields.get("seconds"))
+        seconds = seconds_of(fields.get("seconds"))
         if seconds > 0:
             self._steps_s.append(seconds)
         self._status = TrainingStatus(
-            generation=_count(fields.get("generation")),
-            step=_count(fields.get("step")),
+            generation=count(fields.get("generation")),
+            step=count(fields.get("step")),
             t=now_t,
-            members=_count(fields.get("members")),
+            members=count(fields.get("members")),
             steps_per_s=len(self._steps_s) / sum(self._steps_s) if self._steps_s else 0.0,
-            loss=_number(loss),
+            loss=number(loss),
             has_diverged=isinstance(loss, float) and not math.isfinite(loss),
             recovery=self._recovery,
         )
 
-    def _recover(self, cause: str, now_t: float, seconds: float) -> None:
-        self._recovery = LastRecovery(" ".join(cause.split())[:MAX_CAUSE], now_t, seconds)
+    def _recover(self, cause: str, now_t: float, seconds: float, phases: tuple[tuple[str, float], ...] = ()) -> None:
+        self._recovery = LastRecovery(" ".join(cause.split())[:MAX_CAUSE], now_t, seconds, phases)
         self._steps_s.clear()  # the step that was repeated took longer
         self._due_s = -math.inf
         if self._status is not None:
             self._status = replace(self._status, recovery=self._recovery)
-
-
-def _number(value: object) -> float | None:
-    """Returns a number that a document can hold, None for anything else."""
-    if type(value) is int and abs(value) < MOST:
-        return float(value)
-    return value if isinstance(value, float) and math.isfinite(value) else None
-
-
-def _seconds(value: object) -> float:
-    return max(0.0, _number(value) or 0.0)
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < MOST else 0

@@ -1,0 +1,96 @@
+"""What this agent shows to monitoring: nothing, unless the settings ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elaunch.errors import LaunchError
+from elaunch.telemetry.events import EventListener
+
+if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.rendezvous.store import Store
+    from elaunch.telemetry.exporter import MetricsExporter
+    from elaunch.telemetry.node_view import NodeView
+    from elaunch.telemetry.spans import SpanSender
+
+METRICS_MISSING = "--metrics-port needs the package prometheus-client: pip install 'elaunch[metrics]'"
+SPANS_MISSING = "OTEL_* asks for spans, which need packages that are not there: pip install 'elaunch[otel]'"
+
+
+def asks_for_spans(environ: Mapping[str, str]) -> bool:
+    """Returns whether the variables of OpenTelemetry ask for traces to be exported by OTLP."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporters = environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if exporters:
+        return "otlp" in [name.strip() for name in exporters.split(",")]
+    return bool(environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
+
+
+class Telemetry:
+    """The metrics and the spans of an agent. It starts threads: make it when everything that forks has been forked.
+
+    Args:
+        config: the settings.
+        say: tells the user.
+
+    Raises:
+        LaunchError: what the settings ask for cannot be had.
+    """
+
+    def __init__(self, config: AgentConfig, say: Callable[[str], None]) -> None:
+        self._metrics: MetricsExporter | None = None
+        self._spans: SpanSender | None = None
+        if config.output.metrics is not None:
+            try:
+                from elaunch.telemetry.exporter import MetricsExporter
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "prometheus_client":
+                    raise
+                raise LaunchError(METRICS_MISSING) from error
+            address, port = config.output.metrics
+            self._metrics = MetricsExporter(config.job, config.node, address, port)
+            host = socket.gethostname() if address in ("0.0.0.0", "::") else address
+            say(f"metrics: http://{f'[{host}]' if ':' in host else host}:{self._metrics.port}/metrics")
+
+        if asks_for_spans(os.environ):
+            try:
+                from elaunch.telemetry.spans import export_spans
+
+                self._spans = export_spans(config.job, config.node)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "opentelemetry":
+                    raise
+                say(SPANS_MISSING)  # the variables may be meant for the script
+
+    @property
+    def listeners(self) -> list[EventListener]:
+        """Returns what is to be given each event."""
+        return [one.take for one in (self._metrics, self._spans) if one is not None]
+
+    def timed(self, open_store: Callable[[], Store]) -> Callable[[], Store]:
+        """Returns a function that opens the store so that its requests are timed, if somebody wants to know."""
+        if self._metrics is None:
+            return open_store
+        from elaunch.telemetry.timed_store import TimedStore
+
+        return partial(TimedStore, open_store, self._metrics.times)
+
+    def follow(self, view: Callable[[], NodeView]) -> None:
+        """Shows the state of the node, which `view` returns in any thread."""
+        if self._metrics is not None:
+            self._metrics.follow(view)
+
+    def close(self) -> None:
+        """Ends what listens, and sends the last spans."""
+        if self._spans is not None:
+            self._spans.close()
+        if self._metrics is not None:
+            with contextlib.suppress(OSError):
+                self._metrics.close()
