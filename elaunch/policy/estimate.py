@@ -398,9 +398,9 @@ class _Stage:
                 per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
                 n_bytes = rows[tile][micro_batch] * per_row
                 if sums:
-                    fresh, added = sums[tile].fresh_bytes, sums[tile].add()
+                    worst, added = sums[tile].add(rows[tile][micro_batch], kind == "W")
                     for worker in crews[tile]:
-                        most[worker] = max(most[worker], kept[worker] + fresh)
+                        most[worker] = max(most[worker], kept[worker] + worst)
                         kept[worker] += added
             for worker in crews[tile]:
                 kept[worker] += n_bytes
@@ -413,26 +413,42 @@ class _Sums:
     """The sums of gradients that each worker of a tile keeps, one micro-batch after the other."""
 
     def __init__(self, profile: Profile, tile: Tile) -> None:
-        own = profile.layers[tile.layers.start : tile.layers.stop]
-        of_layers = [layer.gradient_bytes or 0 for layer in own]
+        own, n = profile.layers[tile.layers.start : tile.layers.stop], len(tile.workers)
+        # In the order of backward: of gradients, and of what a row keeps, without and with what deferring keeps.
+        self._layers = [
+            (
+                (layer.gradient_bytes or 0) / n,
+                layer.activation_bytes_per_row / n,
+                (layer.activation_bytes_per_row + layer.deferred_bytes_per_row) / n,
+            )
+            for layer in reversed(own)
+        ]
         self._in_tree = any(layer.summed_in_tree for layer in own)
-        self._n_bytes = sum(of_layers) / len(tile.workers)
-        # Of one layer at a time: the gradients that come, and their sum with those before.
-        self.fresh_bytes = 2 * max(of_layers, default=0) / len(tile.workers)
         self._added = 0
+        self._known: dict[tuple[int, bool, int], tuple[float, float]] = {}
 
     def begin(self) -> None:
         """Begins with no sum."""
         self._added = 0
 
-    def add(self) -> float:
-        """Takes another micro-batch; returns the bytes that sums need more than before. Of leaves in a row, as many
-        partial sums are left as their number has ones in binary.
+    def add(self, rows: int, deferred: bool) -> tuple[float, float]:
+        """Takes another micro-batch, which gives back what it kept while its gradients come, layer by layer.
+
+        Returns the bytes that are there beside those of before at the worst moment, and those that sums need more from
+        then on. Of leaves of a tree in a row, as many partial sums are left as their number has ones in binary.
         """
         before, self._added = self._added, self._added + 1
-        if self._in_tree:
-            return (self._added.bit_count() - before.bit_count()) * self._n_bytes
-        return 0.0 if before else self._n_bytes
+        more = self._added.bit_count() - before.bit_count() if self._in_tree else int(not before)
+        key = rows, deferred, more
+        if key not in self._known:
+            now = worst = added = 0.0
+            for gradient, kept, kept_deferred in self._layers:
+                # What comes, and its sum with what there is; of what the layer kept, all may still be there.
+                worst = max(worst, now + (gradient if more == 1 else 2 * gradient))
+                now += more * gradient - rows * (kept_deferred if deferred else kept)
+                added += more * gradient
+            self._known[key] = worst, added
+        return self._known[key]
 
 
 def _bytes_per_row(component: Plan, by_layer: Sequence[int]) -> list[float]:

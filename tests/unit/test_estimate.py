@@ -65,24 +65,64 @@ def test_replicas_and_tensor_parallel_partners_share_the_state() -> None:
 COUNTED = replace(FREE, layers=(replace(LAYER, gradient_bytes=200, summed_in_tree=True),) * 8)
 
 
+def most_bytes(units: int, layers: Sequence[LayerProfile], rows: int) -> int:
+    """What a worker alone keeps for backward and of sums of gradients at the worst moment, tensor by tensor."""
+    sums: list[list[int]] = [[] for _ in layers]  # of each layer, how many micro-batches each partial sum has
+    most = 0
+    for _ in range(units):
+        kept = [rows * layer.activation_bytes_per_row for layer in layers]
+        for index in reversed(range(len(layers))):
+            here, n_bytes = sums[index], layers[index].gradient_bytes or 0
+
+            def now(fresh: int, n_bytes: int = n_bytes, kept: list[int] = kept) -> int:
+                there = sum(len(some) * (layer.gradient_bytes or 0) for some, layer in zip(sums, layers, strict=True))
+                return sum(kept) + there + fresh * n_bytes
+
+            most = max(most, now(1))
+            added = 1
+            while here and (here[-1] == added or not layers[index].summed_in_tree):
+                most = max(most, now(2))
+                added += here.pop()
+            here.append(added)
+            kept[index] = 0
+            most = max(most, now(0))
+    return most
+
+
+@given(
+    st.integers(1, 17),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_gradients_come_layer_by_layer_and_what_backward_needed_goes_with_them(
+    units: int, sizes: list[tuple[int, int]], in_tree: bool
+) -> None:
+    layers = tuple(
+        replace(
+            LAYER, parameter_bytes=0, gradient_bytes=gradient, activation_bytes_per_row=kept, summed_in_tree=in_tree
+        )
+        for gradient, kept in sizes
+    )
+    plan = symmetric(names(1), len(layers), 2 * units, 2)
+    (found,) = estimate_step(plan, replace(FREE, layers=layers)).peak_bytes.values()
+    at_the_end = sum(layer.gradient_bytes or 0 for layer in layers)
+    assert found == 1200 * len(layers) + max(most_bytes(units, layers, 2), at_the_end)
+
+
 @pytest.mark.parametrize(("units", "sums"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 3), (9, 3), (16, 4)])
 def test_as_many_partial_sums_are_kept_as_the_micro_batches_before_have_ones_in_binary(units: int, sums: int) -> None:
+    """Where activations are small beside them."""
     plan = symmetric(names(1), 8, 2 * units, 2)
-    large = replace(COUNTED, layers=tuple(replace(layer, parameter_bytes=0) for layer in COUNTED.layers))
-    (found,) = estimate_step(plan, large).peak_bytes.values()
-    # Before the last micro-batch's are added: one layer's come, and are added to those of before.
-    before = max(0 if n == 0 else n.bit_count() * 8 * 200 for n in range(units))
-    assert found == 8 * 1200 + max(before + 2 * 200 + 8 * 2 * 10, sums * 8 * 200)
-    (single,) = estimate_step(
-        plan, replace(large, layers=(replace(large.layers[0], summed_in_tree=False),) * 8)
-    ).peak_bytes.values()
-    assert single == 8 * 1200 + (8 * 200 if units > 1 else 0) + max(2 * 200 + 8 * 2 * 10, 0 if units > 1 else 8 * 200)
+    layers = (replace(COUNTED.layers[0], parameter_bytes=0, activation_bytes_per_row=0),) * 8
+    (found,) = estimate_step(plan, replace(COUNTED, layers=layers)).peak_bytes.values()
+    # Where the last ones are added to those of before, one layer's come, and their sum with these.
+    assert 8 * 1200 + sums * 8 * 200 <= found <= 8 * 1200 + sums * 8 * 200 + 2 * 200
 
 
 def test_replicas_have_room_for_the_gradients_that_the_others_send() -> None:
     plan = symmetric(names(4), 8, 8, 2, dp=4)
     found = set(estimate_step(plan, COUNTED).peak_bytes.values())
-    kept = 8 * 200  # of one micro-batch
+    kept = 8 * 200 + 2 * 10  # of one micro-batch, when the first layer's have come and its activations are still there
     assert found == {8 * (100 + 1200 // 4) + kept + 8 * 200 * 3 // 4}
 
 
