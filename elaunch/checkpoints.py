@@ -21,6 +21,7 @@ from elaunch.errors import LaunchError, UsageError
 
 FOLDER = "ELAUNCH_CHECKPOINT_DIR"
 EVERY = "ELAUNCH_CHECKPOINT_EVERY"
+FLAGS = FOLDER_FLAG, EVERY_FLAG = "--checkpoint-dir", "--checkpoint-every"
 DEFAULT_EVERY = 100
 KEPT = 2
 """Complete checkpoints that stay."""

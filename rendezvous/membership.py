@@ -125,13 +125,16 @@ class NodeWorker:
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """What all nodes of a job must agree on, and the secret its workers know each other by."""
+    """What all nodes of a job must agree on, and the secret its workers know each other by.
+
+    `training` has what scripts that use elaunch are told: names of flags or variables, and values.
+    """
 
     min_nodes: int
     max_nodes: int
     max_restarts: int | None
     token: str = ""
-    checkpoint_every: int = 0
+    training: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

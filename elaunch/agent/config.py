@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elaunch.agent.notices import Notice
 from elaunch.agent.output.logs import LogSettings
-from elaunch.checkpoints import Checkpointing
+from elaunch.checkpoints import EVERY_FLAG, FOLDER_FLAG, Checkpointing
 from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
-from elaunch.policy.settings import PolicyConfig
+from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
 from elaunch.rendezvous.conf import RendezvousConf
 from elaunch.replica_check import ReplicaCheck
 
@@ -196,6 +197,21 @@ class AgentConfig:
     output: OutputSettings = field(default_factory=OutputSettings)
     detection: DetectionSettings = field(default_factory=DetectionSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+
+
+def settings_for_all(training: TrainingSettings, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Returns what scripts that use elaunch must be told alike on all nodes: names of flags or variables, and values.
+
+    Args:
+        training: of this node.
+        environment: likewise.
+    """
+    found = {NAMES.get(name, name): value for name, value in training.policy.variables().items() if name != PROFILE}
+    if training.checkpoints is not None:
+        found |= {FOLDER_FLAG: str(training.checkpoints.folder), EVERY_FLAG: str(training.checkpoints.every)}
+    found |= {"--collectives": training.collectives, "--check-replicas": str(training.replica_check)}
+    found |= {name: environment[name] for name in ("ELAUNCH_STATE_PATH",) if environment.get(name)}
+    return tuple(sorted(found.items()))
 
 
 def parse_nproc(text: str) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
-from elaunch.agent.config import AgentConfig
+from elaunch.agent.config import AgentConfig, settings_for_all
 from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.outage import Patience
@@ -141,7 +142,7 @@ def make_participant(
             config.min_nodes,
             config.max_nodes,
             config.max_restarts,
-            checkpoint_every=checkpoints.every if checkpoints is not None else 0,
+            training=settings_for_all(config.training, os.environ),
         ),
         MembershipSettings(
             min_nodes=config.min_nodes,

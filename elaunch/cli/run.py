@@ -40,8 +40,6 @@ from elaunch.ranges import parse_range
 COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace")
 """Modules beside this one: the first word of a command line that is not that of a job."""
 
-CHECKPOINT_FLAGS = ("--checkpoint-dir", "--checkpoint-every")
-
 
 def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     """Reads the command line and the environment.
@@ -111,7 +109,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             node_check=args.node_check,
         ),
         training=TrainingSettings(
-            checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, CHECKPOINT_FLAGS),
+            checkpoints=checkpoints.parse(args.checkpoint_dir, args.checkpoint_every, checkpoints.FLAGS),
             replica_check=replica_check.parse(args.check_replicas, "--check-replicas"),
             collectives=collectives.parse(args.collectives, "--collectives"),
             policy=policies.parse(

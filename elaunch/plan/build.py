@@ -149,6 +149,7 @@ def stages(
     *,
     zero: OptimizerLayout = "interleaved",
     idle: Sequence[str] = (),
+    whole: bool = False,
 ) -> Plan:
     """Returns a plan of stages that may differ in their number of replicas; all do the batch in the same turns.
 
@@ -158,6 +159,9 @@ def stages(
     turn are as equal as they can be (ElasWave 4.1); odd rows go to whoever has done the fewest. With `shares`, all rows
     of a turn are instead apportioned by weight: each goes to the replica that is furthest behind its share of the step
     so far (Sainte-Laguë). A replica without rows in a turn has no micro-batch for it; without any, it becomes idle.
+
+    With `whole` no unit is cut: each that has no replica of its own, or with `shares` each, goes to the replica that is
+    then furthest behind. So a replica may do several micro-batches in a turn.
 
     Raises:
         PlanError: the stages do not do every layer once, or the sizes do not fit each other.
@@ -173,7 +177,9 @@ def stages(
     cuts: dict[Hashable, list[tuple[MicroBatch, ...]]] = {}
     for stage in stages:
         kind = stage.shares, tuple(map(bool, stage.replicas))
-        if kind not in cuts:
+        if kind not in cuts and whole:
+            cuts[kind] = [tuple(filter(None, micro_batches)) for micro_batches in _whole_parts(turns, stage)]
+        elif kind not in cuts:
             cut = _by_weight(turns, stage) if stage.shares is not None else _own_and_even_part(turns, stage)
             cuts[kind] = [tuple(filter(None, micro_batches)) for micro_batches in cut]
         for workers, micro_batches in zip(stage.replicas, cuts[kind]):
@@ -220,15 +226,7 @@ def _own_and_even_part(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroB
 
 def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
     """Returns [replica][turn] -> micro-batch, which may have no rows."""
-    weights = stage.shares or ()
-    usable = {dp_rank: weight for dp_rank, weight in enumerate(weights) if weight > 0}
-    if not usable or min(weights) < 0 or len(weights) != len(stage.replicas):
-        raise PlanError(
-            f"layers {stage.layers.start}:{stage.layers.stop} need a share of 0 or more for each of their "
-            f"{len(stage.replicas)} replicas, and one above 0; got {weights}"
-        )
-    if lost := [dp_rank for dp_rank in usable if not stage.replicas[dp_rank]]:
-        raise PlanError(f"a DP rank without workers must have share 0, got {weights[lost[0]]} for DP rank {lost[0]}")
+    weights, usable = stage.shares or (), _usable(stage)
     found: list[list[MicroBatch]] = [[] for _ in weights]
     queue = [(1 / weight, dp_rank, 0) for dp_rank, weight in usable.items()]
     heapify(queue)
@@ -240,6 +238,41 @@ def _by_weight(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
             heapreplace(queue, ((2 * rows + 3) / weights[dp_rank], dp_rank, rows + 1))
         for dp_rank, micro_batch in enumerate(_cut(list(turn.values()), sizes)):
             found[dp_rank].append(micro_batch)
+    return found
+
+
+def _usable(stage: Stage) -> dict[int, int]:
+    """Returns the weights of the DP ranks that have rows."""
+    weights = stage.shares or ()
+    usable = {dp_rank: weight for dp_rank, weight in enumerate(weights) if weight > 0}
+    if not usable or min(weights) < 0 or len(weights) != len(stage.replicas):
+        raise PlanError(
+            f"layers {stage.layers.start}:{stage.layers.stop} need a share of 0 or more for each of their "
+            f"{len(stage.replicas)} replicas, and one above 0; got {weights}"
+        )
+    if lost := [dp_rank for dp_rank in usable if not stage.replicas[dp_rank]]:
+        raise PlanError(f"a DP rank without workers must have share 0, got {weights[lost[0]]} for DP rank {lost[0]}")
+    return usable
+
+
+def _whole_parts(turns: Sequence[_Turn], stage: Stage) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of each replica, each of them a unit."""
+    even = stage.shares is None
+    weights = {dp_rank: 1 for dp_rank, workers in enumerate(stage.replicas) if workers} if even else _usable(stage)
+    if not weights:
+        raise PlanError(f"no workers are left for layers {stage.layers.start}:{stage.layers.stop}")
+    found: list[list[MicroBatch]] = [[] for _ in stage.replicas]
+    # What a replica keeps for itself counts from the beginning.
+    done = {dp_rank: sum(len(turn.get(dp_rank, ())) for turn in turns) if even else 0 for dp_rank in weights}
+    for turn in turns:
+        for dp_rank, samples in turn.items():
+            taker = dp_rank
+            if not even or dp_rank not in weights:
+                # As Sainte-Laguë takes it: the middle of the unit; of equal ones the replica whose unit it is.
+                behind = {one: (2 * done[one] + len(samples)) / weight for one, weight in weights.items()}
+                taker = min(weights, key=lambda one: (behind[one], one != dp_rank, one))
+                done[taker] += len(samples)
+            found[taker].append((samples,))
     return found
 
 

@@ -255,13 +255,14 @@ def choose(
     filled = fill(preferred_plan, members)
     bases = [now] if filled.tiles == now.tiles else [now, filled]
     makers: list[tuple[str, Callable[[], Plan]]] = []
+    bitwise = settings.consistency == "bitwise"
     for base in bases:
         makers += [
             ("stay", partial(_as_it_is, base, members)),
             ("reroute", partial(rerouted, base, members, profile)),
-            ("resize", partial(resized, base, members, profile)),
+            ("resize", partial(resized, base, members, profile, whole=bitwise)),
         ]
-    widths = () if settings.consistency == "bitwise" else settings.widths
+    widths = () if bitwise else settings.widths
     makers += [
         ("reparallelize", partial(reparallelized, now, members, profile, settings.degrees, widths)),
         ("expand", partial(expanded, now, members, profile, widths=widths)),

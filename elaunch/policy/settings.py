@@ -37,6 +37,7 @@ NAMES = {
     DP: "--dp",
     PP: "--pp",
     TP: "--tp",
+    ALLOW_DVFS: "--allow-dvfs",
 }
 """Of the variables, as flags."""
 

@@ -19,6 +19,7 @@ from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, job_prefix
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.rules.same_settings import Differences, differences
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
 from elaunch.waits import Pace
 
@@ -261,28 +262,34 @@ class Session:
         except ProtocolError as error:
             self._replica.damage("config", entry.revision, str(error))
             return
-        if replace(config, token="") != self._entrant.config:
+        found = differences(config, self._entrant.config)
+        if found.are_refused:
             is_free = self._nobody_is_here() and self.store.replace(key, offered, entry.revision)
             newest = self.store.get(key)
             if is_free or newest is None or newest.revision != entry.revision:
                 self.enter_job()  # this node, or another that came at the same moment, has written new settings
                 return
-            self._refuse_settings(config, entry.revision)
+            self._refuse_settings(found, entry.revision)
             return
+        if found.found and not self.joined:
+            self._reporter.warn(
+                f"the job runs with {found.theirs()}, this node was started with {found.ours()}: is that the same "
+                "folder? If not, no checkpoint will be complete"
+            )
         self._replica.accept("config")
         self._token = config.token
         if not self.joined:
             self.joined = True
             self._reporter.listener.joined(config)
 
-    def _refuse_settings(self, config: JobConfig, revision: int) -> None:
+    def _refuse_settings(self, found: Differences, revision: int) -> None:
         """Takes other settings than this node's for damage once it is in the job, and else for a refusal."""
         if self._replica.in_job:
-            self._replica.damage("config", revision, f"it holds other settings: {_settings_text(config)}")
+            self._replica.damage("config", revision, f"it holds other settings: {found.theirs()}")
             return
         raise SettingsMismatch(
-            f"job {self._entrant.job!r} runs with {_settings_text(config)}, this node was started with "
-            f"{_settings_text(self._entrant.config)}: start it with the same values, or use another --rdzv-id"
+            f"job {self._entrant.job!r} runs with {found.theirs()}, this node was started with {found.ours()}: start "
+            "it with the same values, or use another --rdzv-id"
         )
 
     def _nobody_is_here(self) -> bool:
@@ -432,9 +439,3 @@ class Session:
             with suppress(LeaseGone):  # then they come with the next lease
                 self.put(f"checks/{self._entrant.node}", self._entrant.figures)
                 self.lease.figures_id = self.lease.id
-
-
-def _settings_text(config: JobConfig) -> str:
-    restarts = "unset" if config.max_restarts is None else config.max_restarts
-    text = f"--nnodes={config.min_nodes}:{config.max_nodes} and --max-restarts {restarts}"
-    return f"{text} and --checkpoint-every {config.checkpoint_every}" if config.checkpoint_every else text

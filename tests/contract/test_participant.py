@@ -769,11 +769,28 @@ class TestStrangers:
         wait_until(lambda: b.refusals, LIMIT_S, "b to be refused")
         assert isinstance(b.refusals[0], SettingsMismatch)
         text = str(b.refusals[0])
-        assert "job 'job' runs with --nnodes=1:3 and --max-restarts unset" in text
-        assert "this node was started with --nnodes=2:4 and --max-restarts 7" in text
+        assert "job 'job' runs with --nnodes=1:3 and no --max-restarts, this node" in text
+        assert "this node was started with --nnodes=2:4 and --max-restarts=7: start it with the same" in text
         assert b.config is None
         wait_until(lambda: not b.participant._thread.is_alive(), LIMIT_S, "b to give up")
         assert job.read("nodes/b") is None
+
+    def test_a_node_whose_scripts_would_be_told_otherwise_is_refused_and_told_what_differs(self, job: Job) -> None:
+        job.node("a", replace(CONFIG, training=(("--consistency", "bitwise"), ("--policy", "auto"))))
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b", replace(CONFIG, training=(("--dp", "1:2"), ("--policy", "auto"))))
+        wait_until(lambda: b.refusals, LIMIT_S, "b to be refused")
+        text = "job 'job' runs with --consistency=bitwise and no --dp, this node was started with no --consistency and "
+        assert str(b.refusals[0]).startswith(f"{text}--dp=1:2: start it with the same values")
+
+    def test_a_node_that_names_another_folder_joins_and_is_asked_whether_it_is_another(self, job: Job) -> None:
+        job.node("a", replace(CONFIG, training=(("--checkpoint-dir", "/shared/run"),)))
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b", replace(CONFIG, training=(("--checkpoint-dir", "/mnt/run"),)))
+        wait_until(lambda: job.read("nodes/b"), LIMIT_S, "b to join")
+        assert not b.refusals
+        text = "the job runs with --checkpoint-dir=/shared/run, this node was started with --checkpoint-dir=/mnt/run"
+        assert any(text in one for one in b.warnings)
 
     def test_a_second_live_node_of_the_same_name_is_refused(
         self, hasty_job: Job, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import torch
 from elaunch.detect.host import family
 from elaunch.plan import Plan, n_rows, shares_of
 from elaunch.policy.profile import Profile
-from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference
+from tests.faults.test_hybrid import LIMIT_S, SCRIPT, STEPS, reference, weights
 from tests.helpers import Spawner, soak
 from tests.jobs.watch import SCRIPT as OBJECTS
 from tests.jobs.watch import (
@@ -73,6 +73,21 @@ def test_the_policy_that_the_user_wants_is_taken(spawn: Spawner, tmp_path: Path,
     assert {one["policy"] for one in decision["candidates"]} >= {"stay", "reroute", "resize", "reparallelize", "expand"}
     plan = Plan.parse(decision["plan"])
     plan.validate(["node0/0#0", "node0/2#0", "node0/3#0"])
+
+
+@pytest.mark.soak
+def test_resize_under_bitwise_moves_whole_micro_batches_and_changes_no_bit(spawn: Spawner, tmp_path: Path) -> None:
+    found, samples, ended = reference(spawn, tmp_path, *STEPS)
+    script = (SCRIPT, "--dp=2", "--pp=2", *STEPS, "--die", "1:5:compute")
+    node = elaunch(spawn, tmp_path, *FOUR, "--policy=resize", "--consistency=bitwise", script=script)
+    assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
+    decision = next(event for event in decisions(node) if "node0/1#0 left" in event["reason"])
+    assert decision["policy"] == "resize"
+    plan = Plan.parse(decision["plan"])
+    assert all(n_rows(runs) == plan.micro_batch_size for tile in plan.tiles for runs in tile.micro_batches)
+    assert losses(node) == found
+    assert digests(node) == samples
+    assert weights(node) == ended
 
 
 def test_when_everybody_is_back_the_job_returns_to_its_plan(spawn: Spawner, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.config import PRELOAD, AgentConfig, HealthSettings, parse_nproc
+from elaunch.agent.config import PRELOAD, AgentConfig, HealthSettings, parse_nproc, settings_for_all
 from elaunch.checkpoints import Checkpointing
 from elaunch.cli import run as cli
 from elaunch.detect import devices
@@ -54,6 +54,27 @@ class TestNnodes:
         with pytest.raises(UsageError) as caught:
             parse_range(text, "--nnodes")
         assert str(caught.value) == f"--nnodes={text}: expected N or MIN:MAX with 1 <= MIN <= MAX"
+
+
+class TestSettingsForAll:
+    def test_names_and_values_are_those_of_the_command_line(self) -> None:
+        flags = "--consistency=bitwise", "--dp=1:2", "--checkpoint-dir=/a", "--allow-dvfs", "--profile=/here/alone"
+        one, other = (
+            dict(settings_for_all(parse("--standalone", *given, "x.py").training, {})) for given in ((), flags)
+        )
+        assert set(other.items()) - set(one.items()) == {
+            ("--consistency", "bitwise"),
+            ("--dp", "1:2"),
+            ("--checkpoint-dir", "/a"),
+            ("--checkpoint-every", "100"),
+            ("--allow-dvfs", "1"),
+        }
+        assert one["--policy"] == "auto"
+
+    def test_so_is_what_workers_read_in_their_environment(self) -> None:
+        training = parse("--standalone", "x.py").training
+        told = settings_for_all(training, {"ELAUNCH_STATE_PATH": "links", "ELAUNCH_EVENTS": "/here"})
+        assert dict(told).items() - dict(settings_for_all(training, {})).items() == {("ELAUNCH_STATE_PATH", "links")}
 
 
 class TestNproc:

@@ -196,7 +196,7 @@ PARSERS = [
     Parser("agent and worker", agent_messages, ProtocolError, [wire.encode(message) for message in MESSAGES]),
     document(NodeDoc, NODE),
     document(Generation, GENERATION),
-    document(JobConfig, JobConfig(1, 3, None, "secret", 100)),
+    document(JobConfig, JobConfig(1, 3, None, "secret", (("--consistency", "bitwise"),))),
     document(JobSize, JobSize("1", 1, 3, 1.7e9)),
     document(PlanRequest, PlanRequest("1", 7, "plan", 1.7e9)),
     document(DrainRequest, DrainRequest("SIGTERM", 1.7e9)),

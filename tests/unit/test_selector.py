@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
 
 from elaunch.errors import StateError, UsageError
 from elaunch.plan import Plan, data_parallel, even_shares, symmetric
+from elaunch.plan.tiling import MicroBatch
 from elaunch.policy import selector as selector_module
 from elaunch.policy.cadence import EVERY, FIRST, WARM_UP
 from elaunch.policy.candidates.balance import shares_by_speed
+from elaunch.policy.candidates.resize import resized
 from elaunch.policy.candidates.structure import NotPossible
 from elaunch.policy.decision import Decision, History
 from elaunch.policy.dvfs import ClockRange
@@ -26,6 +31,7 @@ from elaunch.policy.select import Choice, SelectorSettings, choose
 from elaunch.policy.selector import SETTLED, Selector, make_selector
 from elaunch.policy.settings import PolicyConfig, SlowPolicy, from_environment, parse
 from elaunch.policy.stragglers.track import SPAN_STEPS
+from tests.helpers import scaled
 from tests.unit.test_measure import Took
 
 W = ["n0/0#0", "n0/1#0", "n1/0#0", "n1/1#0"]
@@ -367,17 +373,47 @@ def test_members_without_a_share_stay_members() -> None:
 # -- what the choice keeps to -----------------------------------------------------------------------------------------
 
 
-def test_bitwise_refuses_plans_that_cut_micro_batches() -> None:
+def cut_micro_batches(plan: Plan) -> list[MicroBatch]:
+    size = [plan.micro_batch_size]
+    return [runs for tile in plan.tiles for runs in tile.micro_batches if [len(run) for run in runs] != size]
+
+
+def test_bitwise_has_no_plan_that_cuts_micro_batches() -> None:
     left = [W[0], *W[2:]]
     free, kept = (
-        choose(HOME, HOME, left, EVEN, SelectorSettings(consistency=consistency)) for consistency in ("fast", "bitwise")
+        {one.policy: one for one in choose(HOME, HOME, left, EVEN, wanted).candidates}
+        for wanted in (SelectorSettings(), SelectorSettings(consistency="bitwise"))
     )
-    resize = {one.policy: one for one in free.candidates}["resize"]
-    assert not resize.rejected
-    assert "it cuts micro-batches" in {one.policy: one for one in kept.candidates}["resize"].rejected
-    size = HOME.micro_batch_size
-    for tile in kept.plan.tiles:
-        assert all([len(run) for run in runs] == [size] for runs in tile.micro_batches)
+    assert not free["resize"].rejected
+    assert free["resize"].plan is not None
+    assert cut_micro_batches(free["resize"].plan)
+    for policy in ("reroute", "resize"):
+        plan = kept[policy].plan
+        assert plan is not None
+        assert not kept[policy].rejected
+        assert not cut_micro_batches(plan)
+    asked = choose(HOME, HOME, left, EVEN, SelectorSettings("resize", consistency="bitwise"))
+    assert (asked.chosen.policy, "not possible" in asked.reason) == ("resize", False)
+
+
+@given(st.data())
+@settings(max_examples=scaled(60, 300), deadline=None)
+def test_resize_under_bitwise_shares_out_whole_micro_batches_as_evenly_as_they_can_be(data: DataObject) -> None:
+    dp, pp = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3))
+    units = data.draw(st.integers(dp, 4 * dp))
+    workers = [f"n{rank}/0" for rank in range(dp * pp)]
+    plan = symmetric(workers, 4, 2 * units, 2, dp=dp, pp=pp)
+    lost = data.draw(st.sets(st.sampled_from(workers), min_size=1, max_size=dp - 1))
+    left = [worker for worker in workers if worker not in lost]
+    found = resized(plan, left, EVEN, whole=True)
+    assert not cut_micro_batches(found)
+    for layers in {tile.layers for tile in found.tiles}:
+        counts = [len(tile.micro_batches) for tile in found.tiles if tile.layers == layers]
+        assert sum(counts) == units
+        assert max(counts) - min(counts) <= 1
+    slow = replace(EVEN, workers={left[0]: WorkerProfile(0.5)})
+    aside = resized(plan, left, slow, whole=True)
+    assert not cut_micro_batches(aside)
 
 
 def test_with_everybody_back_and_nobody_slow_the_job_returns_to_the_preferred_plan() -> None:

@@ -37,7 +37,7 @@ SLACK = 1e-3
 """Layers do not move for less than this part of a stage's time."""
 
 
-def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool = True) -> Plan:
+def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool = True, whole: bool = False) -> Plan:
     """Returns the plan for the members among those that `plan` is for.
 
     Args:
@@ -45,6 +45,7 @@ def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool 
         members: who is left, and who has come and stays idle.
         profile: of the model.
         move: whether layers may move between stages.
+        whole: whether micro-batches go whole to the peers, so that no bit of the result changes.
 
     Raises:
         NotPossible: says why.
@@ -60,12 +61,17 @@ def resized(plan: Plan, members: Sequence[str], profile: Profile, *, move: bool 
     dp_size = max(sum(map(bool, stage.replicas)) for stage in left)
     left = [with_rows(_narrowed(stage, dp_size), profile) for stage in left]
     if not move:
-        return made(plan, left, members)
-    return balanced(plan, left, members, profile)
+        return made(plan, left, members, whole)
+    return balanced(plan, left, members, profile, whole=whole)
 
 
 def balanced(
-    plan: Plan, given: Sequence[Stage], members: Sequence[str], profile: Profile, most_played: int = MOST_PLAYED
+    plan: Plan,
+    given: Sequence[Stage],
+    members: Sequence[str],
+    profile: Profile,
+    most_played: int = MOST_PLAYED,
+    whole: bool = False,
 ) -> Plan:
     """Returns the plan of these stages whose layers are cut so that a step is fastest and fits in memory.
 
@@ -100,7 +106,7 @@ def balanced(
         step_s, played = value(bounds), None
         if most > 1 or bounded:
             # The beginning of a long step tells which cut is better, and what memory it takes.
-            short = made(_of_length(plan, length * dp_size), _with_bounds(given, bounds), members)
+            short = made(_of_length(plan, length * dp_size), _with_bounds(given, bounds), members, whole)
             short = replace(short, costs=profile.costs)
             found = estimate_step(short, profile)
             if found.over(profile):
@@ -112,7 +118,7 @@ def balanced(
     if best is None:
         raise NotPossible(_does_not_fit(given, profile))
     # What was played through in full keeps what was derived of it.
-    return best[2] or replace(made(plan, _with_bounds(given, best[1]), members), costs=profile.costs)
+    return best[2] or replace(made(plan, _with_bounds(given, best[1]), members, whole), costs=profile.costs)
 
 
 def _with_bounds(given: Sequence[Stage], bounds: tuple[int, ...]) -> list[Stage]:
@@ -141,8 +147,8 @@ def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (*bounds[:place], at, *bounds[place + 1 :])
 
 
-def made(plan: Plan, given: Sequence[Stage], members: Sequence[str]) -> Plan:
-    """Returns the plan of these stages; all other members are idle.
+def made(plan: Plan, given: Sequence[Stage], members: Sequence[str], whole: bool = False) -> Plan:
+    """Returns the plan of these stages, which cut no micro-batch if it is to be `whole`; all other members are idle.
 
     Raises:
         NotPossible: there are fewer micro-batches than replicas.
@@ -151,7 +157,7 @@ def made(plan: Plan, given: Sequence[Stage], members: Sequence[str]) -> Plan:
     idle = [member for member in members if member not in busy]
     sizes = plan.n_layers, plan.global_batch_size, plan.micro_batch_size
     try:
-        return stages(*sizes, given, zero=plan.zero, idle=idle)
+        return stages(*sizes, given, zero=plan.zero, idle=idle, whole=whole)
     except PlanError as error:
         raise NotPossible(str(error)) from error
 
