@@ -170,6 +170,12 @@ def test_a_job_starts_without_what_only_commands_for_running_jobs_need(tmp_path:
     import_in_fresh_interpreter(started, of_commands, tmp_path)
 
 
+def test_a_job_that_nothing_monitors_loads_nothing_of_monitoring(tmp_path: Path) -> None:
+    of_monitoring = ["prometheus_client", "opentelemetry", "rich", "http.server", "elaunch.telemetry.tally"]
+    started = ["elaunch.cli.run", "elaunch.agent.launch", "elaunch.agent.agent", "elaunch.cli.ctl", "elaunch.cli.top"]
+    import_in_fresh_interpreter(started, of_monitoring, tmp_path)
+
+
 def test_a_wrong_command_for_a_running_job_is_refused_without_the_etcd_client(tmp_path: Path) -> None:
     import_in_fresh_interpreter(["elaunch.cli.ctl"], ["grpc", "google.protobuf", "elaunch.plan"], tmp_path)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.telemetry.exporter import MetricsExporter
+from elaunch.telemetry.exporter import MOST_CONNECTIONS, MetricsExporter
 from elaunch.telemetry.metrics import metrics_of
 from elaunch.telemetry.node_view import NodeView, view_of
 from elaunch.telemetry.tally import MOST_NAMES, Tally
@@ -192,6 +194,26 @@ def test_prometheus_reads_what_is_served_until_it_is_closed() -> None:
         exporter.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10)
+
+
+def test_strangers_who_send_nothing_or_too_much_keep_nobody_from_the_metrics(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("elaunch.telemetry.exporter.MetricsRequest.timeout", 1.0)
+    exporter = MetricsExporter("run-17", "node0", "127.0.0.1", 0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(exporter.close)
+        address = ("127.0.0.1", exporter.port)
+        for junk in (b"GET /metrics HTTP/1.1\r\n" + b"x" * 70_000, b"\0\xff\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(address, timeout=10) as link:
+                link.sendall(junk)
+        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(MOST_CONNECTIONS)]
+        with socket.create_connection(address, timeout=10) as beyond, contextlib.suppress(ConnectionResetError):
+            assert beyond.recv(1) == b"", "the others have all places"
+        assert all(link.recv(1) == b"" for link in silent), "and lose them when they are silent for long"
+        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as reply:
+            assert b"elaunch_info" in reply.read()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_listener_that_fails_is_given_no_more_and_ends_nothing(
