@@ -27,10 +27,11 @@ from elaunch.agent.participation import JobListener, make_participant, stay_s
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
-from elaunch.agent.watch.hosted import HostedEtcd
+from elaunch.agent.watch.hosted import HostedEtcd, ServerPlace
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.store import Store
@@ -53,6 +54,7 @@ class Agent:
         etcd: the store, where it is one that this agent has started and that ends with it.
         figures: of this node's check, for those that come later.
         store: the process that serves the workers' own store; None: rank 0 makes it.
+        place: where this node may serve the rendezvous store beside others; None: it does not.
 
     Raises:
         LaunchError: what the settings ask for is not there.
@@ -68,10 +70,10 @@ class Agent:
         etcd: EmbeddedEtcd | None = None,
         figures: str = "",
         store: StoreProcess | None = None,
+        place: ServerPlace | None = None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
-        self._serves_others = etcd is not None and config.rendezvous.backend != "standalone"
         self._exit: Exit | None = None
         self._quiet = False
         self._attempt = 0
@@ -81,7 +83,7 @@ class Agent:
         events = EventLog(config.output.events, config.node, config.output.events_to_console)
         self._journal = Journal(config.node, events, self._generation_number)
         say = self._journal.say
-        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic()) if etcd is not None else None
+        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic(), place)
         self._control = ControlServer(self._selector, self._journal.say)
         supervisor.remove_at_the_end(self._control.directory)
         self._outputs = Outputs(config, folders)
@@ -104,6 +106,7 @@ class Agent:
             ),
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
+            store_address=self._hosted.address,
         )
         self._watches = Watches(
             config,
@@ -119,8 +122,15 @@ class Agent:
         )
         saves = config.training.checkpoints is not None
         self._patience = Patience(self._life, config.rendezvous.conf.store_timeout, saves)
-        hosts = etcd.endpoint if etcd is not None and self._serves_others else ""
-        job = JobListener(self._inbox, self._journal.say, self._watches.take_out, self._patience, hosts)
+        hosts = etcd.endpoint if etcd is not None and self._serves_others() else ""
+        job = JobListener(
+            self._inbox,
+            self._journal.say,
+            self._watches.take_out,
+            self._patience,
+            hosts,
+            self._on_servers,
+        )
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
@@ -143,15 +153,14 @@ class Agent:
             self._participant.publish(self._life.doc())
         finally:
             notices.close()
-            last = self._serves_others and self._life.result is not None
+            last = self._serves_others() and self._life.result is not None
             late_s = stay_s(self._life) if last else 0.0
             if late_s:
                 self._journal.say(
                     f"the job is over; this node hosts the rendezvous, and tells late nodes so for {late_s:g} s"
                 )
             self._participant.stop(last=last, late_s=late_s, is_hurried=lambda: bool(self._inbox.signals))
-            if self._hosted is not None:
-                self._hosted.close()
+            self._hosted.close()
             self._supervisor.close()
             self._store.close()
             self._outputs.close()
@@ -177,13 +186,11 @@ class Agent:
         for paused in (self._control, self._liveness):
             if paused.due_s is not None:
                 wait_s = min(wait_s, max(0.0, paused.due_s - now_s))
-        if self._hosted is not None:
-            wait_s = min(wait_s, max(0.0, self._hosted.due_s() - now_s))
+        wait_s = min(wait_s, max(0.0, self._hosted.due_s() - now_s))
         self._quiet = True
         for key, mask in self._selector.select(wait_s):
             self._serve(key.data, mask)
-        if self._hosted is not None:
-            self._hosted.look(time.monotonic())
+        self._hosted.look(time.monotonic())
         line, is_over = self._supervisor.late(time.monotonic())
         if is_over:
             self._exit = Exit(1, line)
@@ -217,6 +224,7 @@ class Agent:
         if self._life.attempt != self._attempt:
             self._attempt = self._life.attempt
             self._life.port = self._store.renew()
+        self._life.store_address = self._hosted.address
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
@@ -296,6 +304,12 @@ class Agent:
 
     def _announced(self, found: Announcement) -> None:
         self._inbox.post(lambda life: life.drain(found.reason, time.monotonic(), found.within_s))
+
+    def _on_servers(self, servers: EtcdServers) -> None:
+        self._hosted.on_servers(servers, time.monotonic())
+
+    def _serves_others(self) -> bool:
+        return self._hosted.serves and self._config.rendezvous.backend != "standalone"
 
     def _generation_number(self) -> int:
         generation = self._life.generation

@@ -75,6 +75,10 @@ class RendezvousSettings:
         """Returns whether an agent of the job hosts the store, so that it ends with that agent."""
         return self.backend != "etcd"
 
+    def store_nodes(self, max_nodes: int) -> int:
+        """Returns on how many nodes the store is, at most, in a job of so many nodes."""
+        return self.conf.store_nodes if self.backend in ("c10d", "static") and max_nodes >= self.conf.store_nodes else 1
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
