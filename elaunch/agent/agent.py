@@ -38,6 +38,7 @@ from elaunch.rendezvous.store import Store
 from elaunch.wire import Announce
 
 ALL_LEAVE = signal.SIGUSR2
+HAND_OVER_S = 5.0
 ANNOUNCEMENTS = (signal.SIGUSR1, ALL_LEAVE)
 """Sent by schedulers some time before they take this node, or all nodes of the job, away."""
 
@@ -151,6 +152,7 @@ class Agent:
             while self._exit is None:
                 self._turn()
             self._participant.publish(self._life.doc())
+            self._hand_over(time.monotonic() + HAND_OVER_S)
         finally:
             notices.close()
             last = self._serves_others() and self._life.result is not None
@@ -307,6 +309,18 @@ class Agent:
 
     def _on_servers(self, servers: EtcdServers) -> None:
         self._hosted.on_servers(servers, time.monotonic())
+
+    def _hand_over(self, end_s: float) -> None:
+        """Before this node leaves a job that goes on, waits until another one serves the store in its stead."""
+        generation = self._life.generation
+        is_alone = generation is None or not set(generation.nodes) - {self._config.node}
+        if not self._life.ending.draining or self._life.result is not None or is_alone or not self._hosted.address:
+            return
+        while (self._hosted.serves or self._hosted.is_ending) and time.monotonic() < end_s and not self._inbox.signals:
+            time.sleep(0.02)
+            while self._inbox.news:
+                self._inbox.news.popleft()[0](self._life)
+            self._hosted.look(time.monotonic())
 
     def _serves_others(self) -> bool:
         return self._hosted.serves and self._config.rendezvous.backend != "standalone"

@@ -58,7 +58,7 @@ class RendezvousSettings:
 
     Attributes:
         backend: `standalone` for a job on this machine alone, else `static`, `c10d` or `etcd`.
-        endpoint: where the etcd of that one is.
+        endpoint: where the etcd of that one is; with commas, where any of its servers may be.
         conf: the keys of `--rdzv-conf`.
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.

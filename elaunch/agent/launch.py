@@ -28,6 +28,7 @@ AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_loc
 """What logging, threading and concurrent.futures have called before and after a fork."""
 
 _struck: list[int] = []  # signals that have come before the agent handles them
+PROBE_S = 1.0
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
@@ -78,7 +79,7 @@ def launch(config: AgentConfig) -> int:
             figures = _check_node(config, open_store) if config.detection.node_check else ""
             place = None
             if several:
-                port = parse_endpoint(endpoint, ETCD_PORT)[1]
+                port = parse_endpoint(endpoint.split(",")[0], ETCD_PORT)[1]
                 place = ServerPlace(host, port, supervisor.remove_at_the_end, peer if hosted is not None else "")
             agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, place)
         except BaseException:
@@ -160,7 +161,7 @@ def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[
     try:
         hosted.wait_ready(rendezvous.conf.connect_timeout, say)
     except LaunchError:
-        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint, ETCD_PORT)):
+        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)):
             raise
         return False
     return True
@@ -215,7 +216,18 @@ def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
         return rendezvous.node_rank == 0
     if rendezvous.backend != "c10d":
         return False
-    return is_free_here(name, port) if rendezvous.conf.is_host is None else rendezvous.conf.is_host
+    if rendezvous.conf.is_host is not None:
+        return rendezvous.conf.is_host
+    return is_free_here(name, port) and not any(map(_is_served, rendezvous.endpoint.split(",")[1:]))
+
+
+def _is_served(endpoint: str) -> bool:
+    """Returns whether somebody listens there: then the job goes on without its first node, which comes back now."""
+    try:
+        socket.create_connection(parse_endpoint(endpoint, ETCD_PORT), PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_free_here(name: str, port: int) -> bool:

@@ -118,6 +118,11 @@ class HostedEtcd:
         """Returns whether this node serves the store."""
         return self._etcd is not None
 
+    @property
+    def is_ending(self) -> bool:
+        """Returns whether a server of this node runs whose removal is under way."""
+        return bool(self._removed)
+
     def due_s(self) -> float:
         """Returns when there is something to do at the latest; infinite while the server runs or is given up."""
         ends_s = min((end_s for _, end_s in self._removed), default=inf)
