@@ -3,5 +3,5 @@
 `membership` holds the documents and `intake` reads them, `decide` is the leader's rule (pure; its values are in `view`,
 its parts in `rules`), `participant` one node's part (the only thread that talks to the store; its parts are in `node`),
 `store` the interface to a key-value store with leases and watches, and `etcd`, `embedded` and `memory` what stands
-behind it. Nothing here but `torchrun` imports torch.
+behind it; `cluster` has several nodes serve it. Nothing here but `torchrun` imports torch.
 """

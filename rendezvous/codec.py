@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from elaunch.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
 MOST = 2**53  # of a number
 LIMITS = {

@@ -62,6 +62,7 @@ KEYS = {
     "timeout": "for static, the same",
     "lease_ttl": "a node that is silent for this long has left; at least 1",
     "store_timeout": "how long a node that cannot go on without the store waits for it to come back; at least 1",
+    "store_nodes": "for c10d and static, on how many nodes the store is, once the job has as many: 1, 3 or 5",
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
     "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
     "register_timeout": "how long a worker of a training job may take to call register() before it is replaced",
@@ -112,6 +113,7 @@ class RendezvousConf:
     connect_timeout: float = 0.0
     lease_ttl: float = 5.0
     store_timeout: float = 300.0
+    store_nodes: int = 1
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
     link_timeout: float = 5.0
@@ -144,6 +146,11 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             if value.strip().lower() not in _BOOLEANS:
                 raise UsageError(f"--rdzv-conf {item!r}: expected true or false")
             values[name] = _BOOLEANS[value.strip().lower()]
+            continue
+        if name == "store_nodes":
+            if value.strip() not in ("1", "3", "5"):
+                raise UsageError(f"--rdzv-conf {item!r}: expected 1, 3 or 5")
+            values[name] = int(value)
             continue
         if name not in known:
             continue

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from elaunch.errors import EtcdNotFound, LaunchError
@@ -31,9 +31,9 @@ _LOG_TAIL_BYTES = 2000
 _LOG_LINE_CHARACTERS = 300
 _PORT_IN_USE = "address already in use"
 
-# The peer listener of a one-member cluster is a socket file inside the private data directory (etcd resolves it
-# against its working directory): no second port to race for, and no unauthenticated way for others on the machine to
-# join the cluster.
+# Where there is to be one server, its listener for others is a socket file inside the private data directory (etcd
+# resolves it against its working directory): no second port to race for, and no unauthenticated way for others on the
+# machine to join the cluster.
 _PEER_URL = "unix://peer:1"
 
 # Set through the environment, because an older etcd ignores variables that it does not know but refuses unknown flags.
@@ -56,6 +56,16 @@ _TUNING = {
     "ETCD_LOGGER": "zap",
     "ETCD_LOG_LEVEL": "warn",
     "ETCD_LOG_OUTPUTS": "stderr",
+}
+
+# Where there may be several, a busy machine must not cost an election at each turn. After the loss of the server that
+# leads, leases begin anew once another one does: so this time-out counts twice before the loss of its node is noticed.
+# The job's leader takes care that each change of the cluster keeps a quorum; etcd's own check would take 5 s for each.
+_CLUSTER_TUNING = {
+    "ETCD_HEARTBEAT_INTERVAL": "50",
+    "ETCD_ELECTION_TIMEOUT": "300",
+    "ETCD_PRE_VOTE": "true",
+    "ETCD_STRICT_RECONFIG_CHECK": "false",
 }
 
 
@@ -107,15 +117,22 @@ class EmbeddedEtcd:
     `cores` is on how many it runs at once at most; None: on all. One is plenty for a job of one node, and an idle
     server then uses half the processor time, since its threads need not wake each other at each tick of Raft. A
     GOMAXPROCS in the environment has precedence.
+
+    With `peer`, an address of this machine, other servers may come to it, or it to others (`join`): there they reach
+    it. Without, it stays the only one, and nothing but its client port can be reached.
     """
 
-    def __init__(self, data_dir: str, host: str = "127.0.0.1", port: int = 0, cores: int | None = None) -> None:
+    def __init__(
+        self, data_dir: str, host: str = "127.0.0.1", port: int = 0, cores: int | None = None, peer: str = ""
+    ) -> None:
         self._data_dir = data_dir
         self._cores = cores
         self._host = host
         self._port_is_fixed = port != 0
         self._port = port
         self._client_url = ""
+        self._peer = peer
+        self._cluster: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
         self.log_path = os.path.join(data_dir, "etcd.log")
@@ -146,6 +163,22 @@ class EmbeddedEtcd:
         self._port = _bindable_port(family, address, self._port)
         self._client_url = f"http://{_bracketed(address)}:{self._port}"
         self._spawn(has_threads=False)
+
+    def join(self, peers: Iterable[str]) -> None:
+        """Starts it, without data, as a learner of the cluster of these servers, which expect it.
+
+        `peers` are the addresses of all of them, this one's too. It may be called from a process that has threads, as
+        `start_again`, and returns at once. Raises `LaunchError`.
+        """
+        self._cluster = tuple(peers)
+        os.makedirs(self._data_dir, mode=0o700, exist_ok=True)
+        family, address = _resolve(self._host)
+        try:
+            self._port = _bindable_port(family, address, self._port)
+        except LaunchError:
+            self._port = _bindable_port(family, address, 0)
+        self._client_url = f"http://{_bracketed(address)}:{self._port}"
+        self._spawn(has_threads=True)
 
     def start_again(self) -> None:
         """Starts a server that has ended once more, at the same port and with its data; raises `LaunchError`.
@@ -220,18 +253,23 @@ class EmbeddedEtcd:
 
     def _spawn(self, has_threads: bool) -> None:
         client_url = self._client_url
+        name, peer_url = (self._peer, f"http://{self._peer}") if self._peer else ("elaunch", _PEER_URL)
+        cluster = ",".join(f"{peer}=http://{peer}" for peer in self._cluster)
         command = [
             find_etcd(),
-            "--name=elaunch",
+            f"--name={name}",
             "--data-dir=data",
             f"--listen-client-urls={client_url}",
             f"--advertise-client-urls={client_url}",
-            f"--listen-peer-urls={_PEER_URL}",
-            f"--initial-advertise-peer-urls={_PEER_URL}",
-            f"--initial-cluster=elaunch={_PEER_URL}",
+            f"--listen-peer-urls={peer_url}",
+            f"--initial-advertise-peer-urls={peer_url}",
+            f"--initial-cluster={cluster or f'{name}={peer_url}'}",
+            f"--initial-cluster-state={'existing' if cluster else 'new'}",
         ]
         # Variables of the user's own etcd would collide with these flags, which etcd treats as fatal.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")} | _TUNING
+        if self._peer:
+            environ |= _CLUSTER_TUNING
         if self._cores is not None:
             environ.setdefault("GOMAXPROCS", str(self._cores))
         if os.uname().machine == "aarch64":
@@ -333,6 +371,12 @@ def _bindable_port(family: socket.AddressFamily, address: str, port: int) -> int
                 raise LaunchError(_port_in_use(address, port)) from error
             raise LaunchError(f"etcd cannot listen on {address} port {port}: {error}") from error
         return int(probe.getsockname()[1])
+
+
+def free_address(host: str) -> str:
+    """Returns `host:port` with a port of this address where nobody listens just now. Raises `LaunchError`."""
+    family, address = _resolve(host)
+    return f"{_bracketed(address)}:{_bindable_port(family, address, 0)}"
 
 
 def _port_in_use(host: str, port: int) -> str:

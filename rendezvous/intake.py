@@ -27,6 +27,7 @@ _NAMES = {
     "generation",
     "size",
     "result",
+    "servers",
     "profile",
     "status",
     "waiting",

@@ -289,6 +289,8 @@ class NodeDoc:
         port: offered to the workers for their own rendezvous.
         liveness_address: host:port at which the agent listens for nothing but this: where nobody listens any more, it
             is dead.
+        store_address: host:port at which an etcd of this node would listen for other servers of the job; empty: it
+            serves none.
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds; 0: unknown.
         summary: of its workers.
@@ -306,6 +308,7 @@ class NodeDoc:
     rank: int = 0
     port: int = 0
     liveness_address: str = ""
+    store_address: str = ""
     cause: str = ""
     cause_t: float = 0.0
     summary: WorkerSummary = WorkerSummary()

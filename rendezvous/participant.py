@@ -22,6 +22,7 @@ from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
+from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
 from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.store import Store
@@ -46,6 +47,7 @@ class Participant:
         clock: in seconds.
         figures: of this node's check, by which nodes that come later are judged; they stand as long as this node does.
         hosted: whether the store is one that a node of the job hosts, which comes and ends with that node.
+        cluster: how several nodes are to serve the store; None: one does, or others than the job's.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Participant:
         clock: Callable[[], float] = time.monotonic,
         figures: str = "",
         hosted: bool = False,
+        cluster: ServerSettings | None = None,
     ) -> None:
         self._listener = listener
         self._lease_s = settings.lease_s
@@ -76,6 +79,9 @@ class Participant:
         self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock)
         self._requests = Requests(self._session, self._replica)
         self._leader = Leader(self._session, self._replica, self._requests, settings, doc.node, reporter, clock)
+        self._servers = (
+            ServerKeeper(self._session, self._replica, cluster, reporter, clock) if cluster is not None else None
+        )
         self._started_s = clock()
         self._away_since_s: float | None = None
         self._pace = Pace.begin(self._started_s)
@@ -151,6 +157,9 @@ class Participant:
             self._listener.back(self._clock() - self._away_since_s)
             self._away_since_s, self._hindrance = None, ""
         self._leader.follow(entries, revision)
+        if self._servers is not None:
+            self._session.watch("servers", revision + 1)
+            self._servers.follow()
         self._session.plan_renewal()
         self._replica.in_job = True
 
@@ -176,6 +185,10 @@ class Participant:
         if self._mail.take_suspicion():
             self._leader.replace_dead_leader()
         self._leader.turn(has_news=bool(mail.news))
+        if self._servers is not None:
+            self._servers.follow()
+            if self._leader.leads:
+                self._servers.turn()
         self._tell_waiting()
         if (lasted_s := self._setbacks.end(self._clock())) is not None:
             self._replica.doubt_absences()
@@ -189,6 +202,8 @@ class Participant:
     def _wait_s(self) -> float:
         """Returns how long there is nothing to do if nothing comes: at most a second."""
         due_s = min(self._session.lease.due_s, self._leader.due_s)
+        if self._servers is not None and self._leader.leads:
+            due_s = min(due_s, self._servers.due_s)
         return max(0.0, min(due_s - self._clock(), 1.0))
 
     def _look_again(self) -> None:

@@ -28,16 +28,18 @@ from elaunch.agent.participation import JobListener, make_participant, stay_s
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
-from elaunch.agent.watch.hosted import HostedEtcd
+from elaunch.agent.watch.hosted import HostedEtcd, ServerPlace
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.store import Store
 from elaunch.wire import Announce
 
 ALL_LEAVE = signal.SIGUSR2
+HAND_OVER_S = 5.0
 ANNOUNCEMENTS = (signal.SIGUSR1, ALL_LEAVE)
 """Sent by schedulers some time before they take this node, or all nodes of the job, away."""
 
@@ -55,6 +57,7 @@ class Agent:
         figures: of this node's check, for those that come later.
         store: the process that serves the workers' own store; None: rank 0 makes it.
         telemetry: what monitoring is shown; None: nothing.
+        place: where this node may serve the rendezvous store beside others; None: it does not.
 
     Raises:
         LaunchError: what the settings ask for is not there.
@@ -71,10 +74,10 @@ class Agent:
         figures: str = "",
         store: StoreProcess | None = None,
         telemetry: Telemetry | None = None,
+        place: ServerPlace | None = None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
-        self._serves_others = etcd is not None and config.rendezvous.backend != "standalone"
         self._exit: Exit | None = None
         self._quiet = False
         self._attempt = 0
@@ -85,7 +88,7 @@ class Agent:
         events = EventLog(config.output.events, config.node, config.output.events_to_console, listeners)
         self._journal = Journal(config.node, events, self._generation_number)
         say = self._journal.say
-        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic()) if etcd is not None else None
+        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic(), place)
         self._control = ControlServer(self._selector, self._journal.say)
         supervisor.remove_at_the_end(self._control.directory)
         self._outputs = Outputs(config, folders)
@@ -108,6 +111,7 @@ class Agent:
             ),
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
+            store_address=self._hosted.address,
         )
         self._watches = Watches(
             config,
@@ -123,8 +127,15 @@ class Agent:
         )
         saves = config.training.checkpoints is not None
         self._patience = Patience(self._life, config.rendezvous.conf.store_timeout, saves)
-        hosts = etcd.endpoint if etcd is not None and self._serves_others else ""
-        job = JobListener(self._inbox, self._journal.say, self._watches.take_out, self._patience, hosts)
+        hosts = etcd.endpoint if etcd is not None and self._serves_others() else ""
+        job = JobListener(
+            self._inbox,
+            self._journal.say,
+            self._watches.take_out,
+            self._patience,
+            hosts,
+            self._on_servers,
+        )
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
@@ -147,17 +158,17 @@ class Agent:
             while self._exit is None:
                 self._turn()
             self._participant.publish(self._life.doc())
+            self._hand_over(time.monotonic() + HAND_OVER_S)
         finally:
             notices.close()
-            last = self._serves_others and self._life.result is not None
+            last = self._serves_others() and self._life.result is not None
             late_s = stay_s(self._life) if last else 0.0
             if late_s:
                 self._journal.say(
                     f"the job is over; this node hosts the rendezvous, and tells late nodes so for {late_s:g} s"
                 )
             self._participant.stop(last=last, late_s=late_s, is_hurried=lambda: bool(self._inbox.signals))
-            if self._hosted is not None:
-                self._hosted.close()
+            self._hosted.close()
             self._supervisor.close()
             self._store.close()
             self._outputs.close()
@@ -183,13 +194,11 @@ class Agent:
         for paused in (self._control, self._liveness):
             if paused.due_s is not None:
                 wait_s = min(wait_s, max(0.0, paused.due_s - now_s))
-        if self._hosted is not None:
-            wait_s = min(wait_s, max(0.0, self._hosted.due_s() - now_s))
+        wait_s = min(wait_s, max(0.0, self._hosted.due_s() - now_s))
         self._quiet = True
         for key, mask in self._selector.select(wait_s):
             self._serve(key.data, mask)
-        if self._hosted is not None:
-            self._hosted.look(time.monotonic())
+        self._hosted.look(time.monotonic())
         line, is_over = self._supervisor.late(time.monotonic())
         if is_over:
             self._exit = Exit(1, line)
@@ -223,6 +232,7 @@ class Agent:
         if self._life.attempt != self._attempt:
             self._attempt = self._life.attempt
             self._life.port = self._store.renew()
+        self._life.store_address = self._hosted.address
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
@@ -302,6 +312,24 @@ class Agent:
 
     def _announced(self, found: Announcement) -> None:
         self._inbox.post(lambda life: life.drain(found.reason, time.monotonic(), found.within_s))
+
+    def _on_servers(self, servers: EtcdServers) -> None:
+        self._hosted.on_servers(servers, time.monotonic())
+
+    def _hand_over(self, end_s: float) -> None:
+        """Before this node leaves a job that goes on, waits until another one serves the store in its stead."""
+        generation = self._life.generation
+        is_alone = generation is None or not set(generation.nodes) - {self._config.node}
+        if not self._life.ending.draining or self._life.result is not None or is_alone or not self._hosted.address:
+            return
+        while (self._hosted.serves or self._hosted.is_ending) and time.monotonic() < end_s and not self._inbox.signals:
+            time.sleep(0.02)
+            while self._inbox.news:
+                self._inbox.news.popleft()[0](self._life)
+            self._hosted.look(time.monotonic())
+
+    def _serves_others(self) -> bool:
+        return self._hosted.serves and self._config.rendezvous.backend != "standalone"
 
     def _generation_number(self) -> int:
         generation = self._life.generation

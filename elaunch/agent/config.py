@@ -61,7 +61,7 @@ class RendezvousSettings:
 
     Attributes:
         backend: `standalone` for a job on this machine alone, else `static`, `c10d` or `etcd`.
-        endpoint: where the etcd of that one is.
+        endpoint: where the etcd of that one is; with commas, where any of its servers may be.
         conf: the keys of `--rdzv-conf`.
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
@@ -77,6 +77,10 @@ class RendezvousSettings:
     def is_hosted(self) -> bool:
         """Returns whether an agent of the job hosts the store, so that it ends with that agent."""
         return self.backend != "etcd"
+
+    def store_nodes(self, max_nodes: int) -> int:
+        """Returns on how many nodes the store is, at most, in a job of so many nodes."""
+        return self.conf.store_nodes if self.backend in ("c10d", "static") and max_nodes >= self.conf.store_nodes else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,22 @@ from elaunch.agent.supervisor import Supervisor, problem_with
 from elaunch.agent.tcp_store.process import StoreProcess, make_store_process
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
+from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
-from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
+from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
 
 AGAIN_S = 0.2
 AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks", "_after_fork"}
 """What logging, threading and concurrent.futures have called before and after a fork."""
 
 _struck: list[int] = []  # signals that have come before the agent handles them
+PROBE_S = 1.0
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
+    from elaunch.rendezvous.store import Store
 
 
 def launch(config: AgentConfig) -> int:
@@ -48,7 +51,8 @@ def launch(config: AgentConfig) -> int:
     registration: BinaryIO | None = None
     handlers = {number: signal.signal(number, _stop_early) for number in config.stop.signals}
     try:
-        hosted, directory, host = _host_rendezvous(config.rendezvous, config.local_addr)
+        several = config.rendezvous.store_nodes(config.max_nodes) > 1
+        hosted, directory, host, peer = _host_rendezvous(config.rendezvous, config.local_addr, several)
         supervisor = Supervisor()
         store: StoreProcess | None = None
         try:
@@ -59,6 +63,7 @@ def launch(config: AgentConfig) -> int:
             # etcd that was started above needs to get ready.
             from elaunch.agent.agent import Agent
             from elaunch.agent.output.telemetry import Telemetry
+            from elaunch.agent.watch.hosted import ServerPlace
             from elaunch.rendezvous.etcd import EtcdStore
 
             if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
@@ -67,7 +72,7 @@ def launch(config: AgentConfig) -> int:
             if hosted is not None:
                 registration = register(directory, LocalJob(config.job, hosted.endpoint, os.getpid()))
             endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
-            open_store = partial(_open_store, EtcdStore, config.rendezvous.conf, endpoint)
+            open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config.rendezvous.conf))
             folders = None
             if config.output.logs_specs:
                 from elaunch.agent.plugins import plugin_folders
@@ -75,9 +80,12 @@ def launch(config: AgentConfig) -> int:
                 folders = plugin_folders(config)
             figures = _check_node(config, open_store) if config.detection.node_check else ""
             telemetry = Telemetry(config, partial(_say, config.node))
-            agent = Agent(
-                config, telemetry.timed(open_store), supervisor, host, folders, hosted, figures, store, telemetry
-            )
+            place = None
+            if several:
+                port = parse_endpoint(endpoint.split(",")[0], ETCD_PORT)[1]
+                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer if hosted is not None else "")
+            open_store.dress = telemetry.timed
+            agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place)
         except BaseException:
             supervisor.close()
             if store is not None:
@@ -103,7 +111,7 @@ def launch(config: AgentConfig) -> int:
             signal.signal(number, handler)
 
 
-def _check_node(config: AgentConfig, open_store: Callable[[], EtcdStore]) -> str:
+def _check_node(config: AgentConfig, open_store: Callable[[], Store]) -> str:
     """The figures of this node.
 
     Raises:
@@ -160,7 +168,7 @@ def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[
     try:
         hosted.wait_ready(rendezvous.conf.connect_timeout, say)
     except LaunchError:
-        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint, ETCD_PORT)):
+        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)):
             raise
         return False
     return True
@@ -176,30 +184,38 @@ def _check_events(events: str | None, node: str) -> None:
             raise LaunchError(f"--events {events}: {path} cannot be written to")
 
 
-def _host_rendezvous(rendezvous: RendezvousSettings, local_addr: str) -> tuple[EmbeddedEtcd | None, str, str]:
-    """Starts an etcd where this node is to host it; tells its folder, and the address of this node."""
+def _host_rendezvous(
+    rendezvous: RendezvousSettings, local_addr: str, several: bool
+) -> tuple[EmbeddedEtcd | None, str, str, str]:
+    """Starts an etcd where this node is to host it; `several`: other nodes may come to serve the store with it.
+
+    Returns:
+        it, its folder, the address of this node, and where it listens for other servers.
+    """
+    peer = ""
     if rendezvous.backend == "standalone":
         host, name, port = local_addr or "127.0.0.1", "127.0.0.1", 0
     else:
         name, port = parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)
         host = local_addr or own_address(name, port)
         if not _is_host(rendezvous, name, port):
-            return None, "", host
+            return None, "", host, ""
     find_etcd()
     directory = make_folder()
-    hosted = EmbeddedEtcd(directory, name, port, cores=1 if rendezvous.backend == "standalone" else None)
     try:
+        peer = free_address(host) if several else ""
+        hosted = EmbeddedEtcd(directory, name, port, cores=1 if rendezvous.backend == "standalone" else None, peer=peer)
         hosted.start()
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, LaunchError) and rendezvous.backend == "c10d" and not is_free_here(name, port):
-            return None, "", host  # another node of this machine was quicker
+            return None, "", host, ""  # another node of this machine was quicker
         if isinstance(error, LaunchError) and rendezvous.backend == "static":
             raise LaunchError(
                 f"{error} (the nodes meet at a port {STATIC_SHIFT} beside --master-port: give all of them another one)"
             ) from error
         raise
-    return hosted, directory, host
+    return hosted, directory, host, peer
 
 
 def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
@@ -207,7 +223,18 @@ def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
         return rendezvous.node_rank == 0
     if rendezvous.backend != "c10d":
         return False
-    return is_free_here(name, port) if rendezvous.conf.is_host is None else rendezvous.conf.is_host
+    if rendezvous.conf.is_host is not None:
+        return rendezvous.conf.is_host
+    return is_free_here(name, port) and not any(map(_is_served, rendezvous.endpoint.split(",")[1:]))
+
+
+def _is_served(endpoint: str) -> bool:
+    """Returns whether somebody listens there: then the job goes on without its first node, which comes back now."""
+    try:
+        socket.create_connection(parse_endpoint(endpoint, ETCD_PORT), PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_free_here(name: str, port: int) -> bool:

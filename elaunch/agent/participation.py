@@ -12,13 +12,17 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.outage import Patience
 from elaunch.agent.inbox import Inbox
 from elaunch.errors import ElaunchError
+from elaunch.rendezvous.cluster.opener import StoreOpener
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, NodeDoc, Result
 from elaunch.rendezvous.node.reporter import MembershipListener
+from elaunch.rendezvous.node.servers import ServerSettings
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 
 LATE_S = 3.0
+LOST_S = 2.0  # a server of the store whose node has been gone for so long is removed
 
 
 def stay_s(life: Lifecycle) -> float:
@@ -39,6 +43,7 @@ class JobListener:
         take_out: told in the loop that all members wait for each other, and which one of this node is to go.
         patience: told in the loop whether the store can be used.
         hosts: where this node hosts the rendezvous for others; empty: it does not. Told until the job has begun.
+        on_servers: told in the loop which nodes serve the store.
 
     Attributes:
         token: the secret that the workers of the job know each other by; empty before this node has joined.
@@ -51,6 +56,7 @@ class JobListener:
         take_out: Callable[[Deadlock], None],
         patience: Patience,
         hosts: str = "",
+        on_servers: Callable[[EtcdServers], None] = lambda servers: None,
     ) -> None:
         self.token = ""
         self._hosts = hosts
@@ -58,6 +64,7 @@ class JobListener:
         self._say = say
         self._take_out = take_out
         self._patience = patience
+        self._on_servers = on_servers
 
     def joined(self, config: JobConfig) -> None:
         """Takes over the job's token."""
@@ -84,6 +91,15 @@ class JobListener:
             return []
 
         self._inbox.post(take_out)
+
+    def served(self, servers: EtcdServers) -> None:
+        """Has this node serve the store, or no more, as the job's leader says."""
+
+        def take(life: Lifecycle) -> list[Action]:
+            self._on_servers(servers)
+            return []
+
+        self._inbox.post(take)
 
     def ended(self, result: Result) -> None:
         """Has the lifecycle react to the job's result."""
@@ -160,4 +176,20 @@ def make_participant(
         connect_s=conf.connect_timeout,
         figures=figures,
         hosted=config.rendezvous.is_hosted,
+        cluster=_cluster(config, open_store),
+    )
+
+
+def _cluster(config: AgentConfig, open_store: Callable[[], Store]) -> ServerSettings | None:
+    most = config.rendezvous.store_nodes(config.max_nodes)
+    if most == 1:
+        return None
+    from elaunch.rendezvous.cluster.members import ClusterMembers  # with the etcd client, which is loaded by now
+
+    assert isinstance(open_store, StoreOpener)
+    return ServerSettings(
+        most=most,
+        patience_s=min(config.rendezvous.conf.lease_ttl, LOST_S),
+        members=lambda: ClusterMembers(open_store.store),
+        use=open_store.use,
     )

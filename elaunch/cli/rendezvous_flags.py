@@ -47,9 +47,10 @@ def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> Rendezvous
         return _static(args, low, high, replace(conf, join_timeout=conf.join_timeout or conf.timeout))
     if backend == "c10d":
         endpoint = endpoint or f"localhost:{HOSTED_PORT}"
-        name, port = parse_endpoint(endpoint, HOSTED_PORT)
-        if port:
-            return RendezvousSettings("c10d", join_endpoint(name, port), _reach(conf, conf.read_timeout))
+        hosts = [parse_endpoint(host.strip(), HOSTED_PORT) for host in endpoint.split(",")]
+        if all(port for _, port in hosts):
+            joined = ",".join(join_endpoint(name, port) for name, port in hosts)
+            return RendezvousSettings("c10d", joined, _reach(conf, conf.read_timeout))
         if high > 1:
             raise UsageError(f"--rdzv-endpoint={endpoint}: port 0 is for one node, not for --nnodes={args.nnodes}")
         return alone

@@ -48,9 +48,9 @@ class StoreTimes:
 class TimedStore:
     """Another store, with its requests timed; a watch is none, for it waits for others."""
 
-    def __init__(self, open_store: Callable[[], Store], times: StoreTimes) -> None:
+    def __init__(self, store: Store, times: StoreTimes) -> None:
         self._times = times
-        self._store = open_store()
+        self._store = store
 
     @property
     def endpoint(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from elaunch.errors import ProtocolError
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import Document, from_json
 from elaunch.rendezvous.intake import (
     Intake,
@@ -80,6 +81,8 @@ class Replica:
         view: what the leader's rule is applied to.
         nodes: reports by node, as long as all nodes are watched.
         size: the newest size that counts or was asked for.
+        servers: of the store, as the leader has written them down; those of a store that has one server may be in no
+            document.
         leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
         in_job: once it is set, nothing that stands in the store, or does not, ends this node.
@@ -91,6 +94,7 @@ class Replica:
         self.view = View()
         self.nodes: dict[str, NodeDoc] = {}
         self.size: JobSize | None = None
+        self.servers = EtcdServers()
         self.leader: str | None = None
         self.intake = Intake(self.prefix)
         self.in_job = False
@@ -221,7 +225,9 @@ class Replica:
             return self._take_result(event)
         if name == "leader":
             return self._take_leader(event)
-        if name == "requests/plan":
+        if name == "servers":
+            self._take_servers(event)
+        elif name == "requests/plan":
             self._take_plan_request(event)
         elif name == f"requests/drain/{self._node}":
             if (request := self._take_request_once(DrainRequest, event)) is not None:
@@ -317,6 +323,19 @@ class Replica:
         self.size = size
         self._reporter.listener.resized(size.min_nodes, size.max_nodes)
         return True
+
+    def _take_servers(self, event: WatchEvent) -> None:
+        """Takes which nodes serve the store. The leader writes it again at the next change if it is gone or damaged."""
+        if event.value is None or self._is_old("servers", event):
+            return
+        try:
+            servers = from_json(EtcdServers, event.value)
+        except ProtocolError as error:
+            self._ignore(event, str(error))
+            return
+        if servers != self.servers and servers.clients:
+            self.servers = servers
+            self._reporter.listener.served(servers)
 
     def _take_plan_request(self, event: WatchEvent) -> None:
         if _is_seen(self._revisions.since_read, "requests/plan", event.revision, self._revisions.all_read):

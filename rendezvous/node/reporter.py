@@ -6,6 +6,7 @@ import traceback
 from typing import Protocol
 
 from elaunch.errors import ElaunchError
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, Result
 from elaunch.rendezvous.node.setbacks import Setbacks
 
@@ -27,6 +28,9 @@ class MembershipListener(Protocol):
 
     def deadlocked(self, found: Deadlock) -> None:
         """Takes a deadlock in which a worker of this node is to be killed."""
+
+    def served(self, servers: EtcdServers) -> None:
+        """Takes which nodes serve the store."""
 
     def ended(self, result: Result) -> None:
         """Takes the result of the job."""

@@ -210,7 +210,7 @@ def put_bytes(store: Store, key: bytes, value: bytes) -> None:
     from pyetcd import etcdrpc
 
     assert isinstance(store, EtcdStore)
-    store._call("put", lambda server: server.kv.Put, etcdrpc.PutRequest(key=key, value=value))
+    store.call("put", lambda server: server.kv.Put, etcdrpc.PutRequest(key=key, value=value))
 
 
 class TestDamage:

@@ -18,6 +18,7 @@ import pytest
 from elaunch.cli.request_plan import change_plan
 from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.plan import Plan, symmetric
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.embedded import EmbeddedEtcd
@@ -177,6 +178,9 @@ class Node:
 
     def deadlocked(self, found: Deadlock) -> None:
         self.deadlocks.append(found)
+
+    def served(self, servers: EtcdServers) -> None:
+        self.servers = servers
 
     def ended(self, result: Result) -> None:
         self.results.append(result)

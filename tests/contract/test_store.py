@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous import etcd as etcd_module
+from elaunch.rendezvous.cluster import connection
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
@@ -530,8 +530,8 @@ class TestEtcdAway:
         self, own_etcd: EmbeddedEtcd, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
-        options = [(name, quick.get(name, value)) for name, value in etcd_module._CHANNEL_OPTIONS]
-        monkeypatch.setattr(etcd_module, "_CHANNEL_OPTIONS", options)
+        options = [(name, quick.get(name, value)) for name, value in connection.CHANNEL_OPTIONS]
+        monkeypatch.setattr(connection, "CHANNEL_OPTIONS", options)
         store = EtcdStore(own_etcd.endpoint, timeout_s=LIMIT_S)
         assert own_etcd.pid is not None
         try:

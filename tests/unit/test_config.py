@@ -302,6 +302,7 @@ class TestCommandLine:
             (["--node-name=a b"], "--node-name='a b': expected letters"),
             (["--shutdown-timeout=-1"], "--shutdown-timeout=-1.0: expected a number of seconds"),
             (["--rdzv-conf=a=1"], "--rdzv-conf 'a=1': expected key=value"),
+            (["--rdzv-conf=store_nodes=2"], "--rdzv-conf 'store_nodes=2': expected 1, 3 or 5"),
             (["--health-policy=flee"], "--health-policy=flee: expected one of drain, report, off"),
             (["--health-interval=often"], "--health-interval=often: expected seconds, 0.01 to 3600"),
             (["--health-interval=0"], "--health-interval=0: expected seconds, 0.01 to 3600"),
@@ -396,6 +397,12 @@ class TestMeeting:
             (("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"), "standalone", "", None),
             (("--rdzv-backend=c10d",), "c10d", "localhost:29400", None),
             (("--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=h"), "c10d", "h:29400", None),
+            (
+                ("--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=h,i:1,[::1]:2"),
+                "c10d",
+                "h:29400,i:1,[::1]:2",
+                None,
+            ),
             (("--nnodes=1:4", "--rdzv-endpoint=h:2379"), "etcd", "h:2379", None),
             (("--nnodes=2", "--rdzv-endpoint=h:2379"), "etcd", "h:2379", None),
             (("--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=a:1,b:2"), "etcd", "a:1,b:2", None),
@@ -426,6 +433,19 @@ class TestMeeting:
         conf = parse("--rdzv-backend=c10d", f"--rdzv-conf={keys},is_host=true,read_timeout=9", "t.py").rendezvous.conf
         assert (conf.lease_ttl, conf.is_host, conf.connect_timeout) == (8.0, True, 9.0)
         assert parse("--nnodes=2", "--rdzv-conf=timeout=30", "t.py").rendezvous.conf.connect_timeout == 30.0
+
+    def test_the_store_is_on_several_nodes_where_an_agent_hosts_it_and_there_may_be_as_many(self) -> None:
+        def nodes(backend: str, most: int) -> int:
+            flags = (
+                f"--nnodes={most}",
+                f"--rdzv-backend={backend}",
+                "--rdzv-endpoint=h:1",
+                "--rdzv-conf=store_nodes=3",
+            )
+            return parse(*flags, "t.py").rendezvous.store_nodes(most)
+
+        assert [nodes(backend, 3) for backend in ("c10d", "static", "etcd")] == [3, 3, 1]
+        assert nodes("c10d", 2) == 1
 
 
 class TestExitCodes:

@@ -147,7 +147,7 @@ def test_the_state_of_a_node_is_shown_with_its_slow_workers_and_what_no_checkpoi
 
 def test_requests_to_the_store_are_timed_and_failures_are_counted_apart() -> None:
     times, memory = StoreTimes(), MemoryStore()
-    store = TimedStore(lambda: memory, times)
+    store = TimedStore(memory, times)
     store.put("/elaunch/a", b"1")
     assert store.get("/elaunch/a") is not None
     found = samples(Tally(), times=times)

@@ -34,6 +34,7 @@ class Lifecycle:
     Attributes:
         port: offered to the workers for their own rendezvous.
         liveness_address: the address at which other nodes find out whether this one lives.
+        store_address: where an etcd of this node would listen for other servers of the job; empty: it serves none.
         attempt: of which all former workers have ended here; `wanted_attempt` is the job's.
         warmed: whether a preloaded process was asked for.
         waits: whether the user was told that this node is a spare.
@@ -44,6 +45,7 @@ class Lifecycle:
     settings: NodeSettings
     port: int = 0
     liveness_address: str = ""
+    store_address: str = ""
     generation: Generation | None = None
     attempt: int = 0
     wanted_attempt: int = 0
@@ -82,7 +84,8 @@ class Lifecycle:
 
     def doc(self) -> NodeDoc:
         """Returns the report of this node, as it is now."""
-        draining, evicted = self.ending.draining, self.workers.evicted
+        draining, evicted, peers = self.ending.draining, self.workers.evicted, self.workers.peers
+        number = self.generation.number if self.generation is not None else 0
         return NodeDoc(
             node=self.settings.node,
             host=self.settings.host,
@@ -95,15 +98,11 @@ class Lifecycle:
             cause=self.workers.blame.cause,
             cause_t=self.workers.blame.cause_t,
             summary=self.workers.summary(),
+            store_address=self.store_address,
             progress=NodeProgress(
-                attempt=self.attempt,
-                generation=self.generation.number if self.generation else 0,
-                plan_request=self._plan_request(),
-                committed=self.workers.peers.committed,
-                saved=self.saved,
-                logged=self.workers.logged,
+                self.attempt, number, self._plan_request(), peers.committed, self.saved, self.workers.logged
             ),
-            peers=self.workers.peers.faults(),
+            peers=peers.faults(),
             departure=Departure(draining, evicted, self._joined() if draining or evicted else 0, self.ending.sick),
         )
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.errors import LaunchError
@@ -74,13 +73,13 @@ class Telemetry:
         """Returns what is to be given each event."""
         return [one.take for one in (self._metrics, self._spans) if one is not None]
 
-    def timed(self, open_store: Callable[[], Store]) -> Callable[[], Store]:
-        """Returns a function that opens the store so that its requests are timed, if somebody wants to know."""
+    def timed(self, store: Store) -> Store:
+        """Returns the store with its requests timed, if somebody wants to know."""
         if self._metrics is None:
-            return open_store
+            return store
         from elaunch.telemetry.timed_store import TimedStore
 
-        return partial(TimedStore, open_store, self._metrics.times)
+        return TimedStore(store, self._metrics.times)
 
     def follow(self, view: Callable[[], NodeView]) -> None:
         """Shows the state of the node, which `view` returns in any thread."""

@@ -1,4 +1,4 @@
-"""The etcd that this agent has started for its job: where it ends before the job, it is started again."""
+"""The etcd that this agent has started for its job: started again where it ends early, or one server of several."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from math import inf
 
 from elaunch.agent.decisions.actions import signal_name
+from elaunch.agent.local_jobs import make_folder
 from elaunch.errors import LaunchError
-from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.cluster.servers import EtcdServers
+from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
 
 SERVING_S = 0.5  # a server that has run for so long has served: it takes some 0.2 s to be ready
 LASTING_S = 10.0  # one that ends by itself after so long has not failed at its start
+
+REMOVAL_S = 10.0  # within which a server that was removed ends by itself
+MOST_NEEDED = 2  # with as many servers, all are needed
 
 MOST_QUICK_ENDS = 30
 LONGEST_PAUSE_S = 2.0
@@ -46,40 +51,112 @@ class QuickEnds:
         return min(LONGEST_PAUSE_S, 0.05 * 2.0 ** min(self.count, 20))
 
 
-class HostedEtcd:
-    """Keeps the job's etcd running, in the loop of the agent that has started it.
+class ServerPlace:
+    """Where this node's server of the store would be.
 
     Args:
-        etcd: the server, which runs.
+        host: the address at which other nodes reach this one.
+        port: for agents; another one, if it is taken.
+        remove_at_the_end: has a folder removed when this agent ends.
+        address: where it listens for other servers; empty: a free port.
+    """
+
+    def __init__(self, host: str, port: int, remove_at_the_end: Callable[[str], None], address: str = "") -> None:
+        self.host = host
+        self.port = port
+        self.remove_at_the_end = remove_at_the_end
+        self.address = address or free_address(host)
+
+    def renew(self) -> str:
+        """Returns an address for another server: etcd takes one of a new address for a new one, without data."""
+        self.address = free_address(self.host)
+        return self.address
+
+
+class HostedEtcd:
+    """Keeps this node's etcd running, in the loop of the agent.
+
+    It is the job's only one, and then it is started again whenever it ends, or one of the servers of a cluster. Of
+    three servers one that ends is replaced by another without data, on this node or elsewhere, as the job's leader
+    decides; of two it is needed, so it comes back with its data.
+
+    Args:
+        etcd: the server, which runs; None: this node has none yet.
         selector: of the loop, which is woken at the server's end.
         say: tells the user.
         now_s: the time.
+        place: where a server of this node that joins others would be; None: it serves no cluster.
+
+    Attributes:
+        address: where the server, or one that is still to come, listens for others; empty: it serves no cluster.
     """
 
     def __init__(
-        self, etcd: EmbeddedEtcd, selector: selectors.BaseSelector, say: Callable[[str], None], now_s: float
+        self,
+        etcd: EmbeddedEtcd | None,
+        selector: selectors.BaseSelector,
+        say: Callable[[str], None],
+        now_s: float,
+        place: ServerPlace | None = None,
     ) -> None:
+        self.address = place.address if place is not None else ""
         self._etcd = etcd
         self._selector = selector
         self._say = say
+        self._place = place
+        self._servers = EtcdServers()
         self._ends = QuickEnds()
         self._began_s = now_s
         self._start_s: float | None = None
         self._gave_up = False
         self._pid_fd: int | None = None
+        self._removed: list[tuple[EmbeddedEtcd, float]] = []
         self._watch()
 
+    @property
+    def serves(self) -> bool:
+        """Returns whether this node serves the store."""
+        return self._etcd is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Returns whether a server of this node runs whose removal is under way."""
+        return bool(self._removed)
+
     def due_s(self) -> float:
-        """Returns when the server is to be started next; infinite while it runs or is given up."""
-        return inf if self._start_s is None or self._gave_up else self._start_s
+        """Returns when there is something to do at the latest; infinite while the server runs or is given up."""
+        ends_s = min((end_s for _, end_s in self._removed), default=inf)
+        return ends_s if self._start_s is None or self._gave_up else min(self._start_s, ends_s)
+
+    def on_servers(self, servers: EtcdServers, now_s: float) -> None:
+        """Has this node serve the store, or no more, as the job's leader says."""
+        before, self._servers = self._servers, servers
+        if self._place is None or self._gave_up:
+            return
+        if servers.find(self.address) is None:
+            if before.find(self.address) is not None:
+                self._give_way(now_s)
+        elif self._etcd is None:
+            self._join(self._place, now_s)
 
     def look(self, now_s: float) -> None:
         """Starts the server again if it has ended, as often as that makes sense. It costs next to nothing else."""
-        if self._gave_up or self._etcd.pid is not None:
+        for etcd, end_s in list(self._removed):
+            if etcd.pid is None or now_s >= end_s:
+                etcd.stop(0.0)
+                self._removed.remove((etcd, end_s))
+        if self._gave_up or self._etcd is None or self._etcd.pid is not None:
             return
         if self._start_s is None:
             code = self._etcd.exitcode or 0
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            if self._is_dispensable():
+                self._say(
+                    f"the etcd of this node at {self._etcd.endpoint}, one of those that serve the store, {how}; the "
+                    "others go on, and another one is started in its stead"
+                )
+                self._give_way(now_s)
+                return
             self._ended(how, -code in (signal.SIGKILL, signal.SIGTERM), now_s)
         while self._start_s is not None and now_s >= self._start_s and not self._gave_up:
             self._start_s, self._began_s = None, now_s
@@ -90,13 +167,45 @@ class HostedEtcd:
                 self._ended(f"could not be started ({error})", False, now_s)
 
     def close(self) -> None:
-        """Starts the server no more. Whoever has started it first ends it."""
+        """Starts the server no more. Whoever has started it first ends it; one that has joined others ends here."""
         self._gave_up = True
         self._forget()
+        for etcd in [*(etcd for etcd, _ in self._removed), self._etcd]:
+            if etcd is not None and self._place is not None:
+                etcd.stop()
+
+    def _is_dispensable(self) -> bool:
+        """Returns whether the others have a quorum without the server, or do not count it."""
+        own = self._servers.find(self.address)
+        return own is not None and (not own.votes or sum(one.votes for one in self._servers.servers) > MOST_NEEDED)
+
+    def _join(self, place: ServerPlace, now_s: float) -> None:
+        folder = make_folder()
+        place.remove_at_the_end(folder)
+        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address)
+        try:
+            etcd.join(one.peer for one in self._servers.servers)
+        except LaunchError as error:
+            self._say(f"this node cannot serve the store: {error}")
+            self._give_way(now_s)
+            return
+        self._etcd, self._began_s, self._start_s, self._ends = etcd, now_s, None, QuickEnds()
+        self._watch()
+        self._say(f"this node serves the rendezvous store, too, at {etcd.endpoint}")
+
+    def _give_way(self, now_s: float) -> None:
+        """Leaves the server to its end, which comes when its removal is agreed on, and offers another one."""
+        self._forget()
+        if self._etcd is not None:
+            self._removed.append((self._etcd, now_s + REMOVAL_S))
+        self._etcd, self._start_s = None, None
+        if self._place is not None:
+            self.address = self._place.renew()
 
     def _ended(self, how: str, was_killed: bool, now_s: float) -> None:
         self._forget()
         pause_s = self._ends.pause_s(now_s - self._began_s, was_killed)
+        assert self._etcd is not None
         what = f"the etcd of this job, which this agent has started at {self._etcd.endpoint}, {how}"
         if pause_s is None:
             self._gave_up = True
@@ -111,7 +220,7 @@ class HostedEtcd:
 
     def _watch(self) -> None:
         """Has the server's end wake the loop. Where the kernel cannot tell, the next turn of the loop finds out."""
-        pid = self._etcd.pid
+        pid = self._etcd.pid if self._etcd is not None else None
         if pid is None:
             return
         try:

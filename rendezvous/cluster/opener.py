@@ -1,0 +1,48 @@
+"""Opens the store at the servers that the job has now, not at those that it had when this node was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.etcd import EtcdStore
+    from elaunch.rendezvous.store import Store
+
+
+class StoreOpener:
+    """Opens the store, again and again; used by one thread.
+
+    Args:
+        endpoint: where it was at the start.
+        open_at: opens it at an endpoint.
+
+    Attributes:
+        dress: makes of a connection what those who ask are given.
+    """
+
+    def __init__(self, endpoint: str, open_at: Callable[[str], EtcdStore]) -> None:
+        self._endpoint = endpoint
+        self._open_at = open_at
+        self._servers = ""
+        self._store: EtcdStore | None = None
+        self.dress: Callable[[Store], Store] = lambda store: store
+
+    def __call__(self) -> Store:
+        """Returns a new connection."""
+        self._store = self._open_at(self._servers or self._endpoint)
+        if self._servers:
+            self._store.use(self._servers)
+        return self.dress(self._store)
+
+    @property
+    def store(self) -> EtcdStore:
+        """Returns the connection that was opened last."""
+        assert self._store is not None
+        return self._store
+
+    def use(self, clients: Sequence[str]) -> None:
+        """Takes the addresses of the servers as they are now; the connection that was opened last goes over to them."""
+        self._servers = ",".join(clients)
+        if self._store is not None and not self._store.is_closed():
+            self._store.use(self._servers)

@@ -1,0 +1,185 @@
+"""A watch of etcd: a stream, the thread that reads it, and how it goes on at another server of the cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from pyetcd import etcdrpc
+
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.cluster.connection import Metadata, ServerConnection, status_of
+from elaunch.rendezvous.etcd_trouble import Trouble, classify
+from elaunch.rendezvous.store import Entry, WatchEvent
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.etcd import EtcdStore
+
+LOGIN_ATTEMPTS = 3
+RETRY_PAUSE_S = 0.02
+
+# Asks etcd to end a watch on a member that has lost its quorum, instead of leaving it silent.
+_REQUIRE_LEADER = ("hasleader", "true")
+
+
+class EtcdWatch:
+    """One watch: a stream of its own and the daemon thread that reads it."""
+
+    def __init__(
+        self,
+        store: EtcdStore,
+        prefix: str,
+        from_revision: int,
+        on_events: Callable[[list[WatchEvent]], None],
+        on_error: Callable[[StoreUnavailable], None],
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._next_revision = from_revision
+        self._on_events = on_events
+        self._on_error = on_error
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._server: ServerConnection | None = None
+        self._heard_s: float | None = None  # since when no server has delivered
+        self._is_compacted = False
+        self._thread = threading.Thread(target=self._run, name=f"elaunch-watch {prefix}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Ends the watch; nothing is delivered any more."""
+        with self._lock:
+            self._cancelled.set()
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread."""
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def leave(self, server: ServerConnection) -> None:
+        """Ends the stream if it comes from this server; it goes on at another one."""
+        with self._lock:
+            call = self._call if self._server is server else None
+        if call is not None:
+            call.cancel()
+
+    def _run(self) -> None:
+        try:
+            problem = self._follow()
+        except Exception as error:
+            # Without this the owner would wait for events that never come.
+            self._fail(f"the callback raised {error!r}")
+            raise
+        finally:
+            self._store.discard(self)
+        self._fail(problem)
+
+    def _follow(self) -> str:
+        """Delivers events from one server after the other; returns why none can go on.
+
+        All servers of a cluster give an event the same revision, so nothing is lost or told twice in between.
+        """
+        while True:
+            problem = self._read()
+            server = self._server
+            is_over = self._cancelled.is_set() or self._store.is_closed() or self._is_compacted
+            if is_over or server is None or not self._store.follows:
+                return problem
+            if self._heard_s is None:
+                self._heard_s = time.monotonic()
+            elif time.monotonic() > self._heard_s + self._store.timeout_s:
+                return problem
+            self._store.move_on(server)
+            self._cancelled.wait(RETRY_PAUSE_S)
+
+    def _fail(self, problem: str) -> None:
+        if not self._cancelled.is_set() and not self._store.is_closed():
+            self._on_error(StoreUnavailable(f"etcd at {self._store.endpoint}: watch {self._prefix!r} ended: {problem}"))
+
+    def _read(self) -> str:
+        """Delivers events until the stream ends; returns why it did."""
+        for _ in range(LOGIN_ATTEMPTS):
+            login: Metadata = ()
+            ended = threading.Event()
+            try:
+                login = self._store.login(self._store.server, self._store.timeout_s)
+                with self._lock:
+                    if self._cancelled.is_set():
+                        return "cancelled"
+                    server = self._store.server  # read here, so that who leaves it later finds the call
+                    self._server = server
+                    self._call = server.watch.Watch(self._requests(ended), metadata=(*login, _REQUIRE_LEADER))
+                problem = self._deliver_all(self._call)
+            except grpc.RpcError as error:
+                _, problem = status_of(error)
+            except ValueError:
+                if self._store.is_closed():
+                    return "the store is closed"
+                if self._server is None or not self._server.is_closed:
+                    raise
+                return "the server has left the cluster"
+            finally:
+                ended.set()
+            # For a watch, etcd calls a login that has ended "permission denied" too.
+            ended_login = classify("", problem) is Trouble.TOKEN or "permission denied" in problem
+            if not ended_login or not self._store.can_login():
+                return problem
+            self._store.forget_login(login)
+        return problem
+
+    def _requests(self, ended: threading.Event) -> Iterator[Any]:
+        """Sends the one request, then keeps our half of the stream open until it has ended."""
+        first, end = prefix_range(self._prefix)
+        create = etcdrpc.WatchCreateRequest(key=first, range_end=end, start_revision=self._next_revision)
+        yield etcdrpc.WatchRequest(create_request=create)
+        ended.wait()
+
+    def _deliver_all(self, answers: Any) -> str:
+        for answer in answers:
+            if self._cancelled.is_set():
+                return "cancelled"
+            if answer.compact_revision:
+                self._is_compacted = True
+                return f"revision {self._next_revision} was compacted (at {answer.compact_revision}); read again"
+            if answer.canceled:
+                return str(answer.cancel_reason) or "etcd cancelled it"
+            self._heard_s = None
+            events = [_event(event) for event in answer.events]
+            if events:
+                self._next_revision = events[-1].revision + 1
+                self._on_events(events)
+        return "etcd ended the stream"
+
+
+def entry_of(kv: Any) -> Entry:
+    """Returns a key and its value as etcd has them."""
+    return Entry(_key(kv.key), kv.value, kv.mod_revision, kv.create_revision)
+
+
+def _event(event: Any) -> WatchEvent:
+    kv = event.kv
+    deleted = event.type == event.DELETE
+    return WatchEvent(
+        _key(kv.key), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision
+    )
+
+
+def _key(key: bytes) -> str:
+    """Returns a key as text. A stranger's may be no UTF-8: odd bytes are shown, as \\xff, and never written back."""
+    return key.decode(errors="backslashreplace")
+
+
+def prefix_range(prefix: str) -> tuple[bytes, bytes]:
+    """Returns etcd's half-open range of the keys that start with `prefix` (UTF-8 has no 0xff: adding 1 is safe)."""
+    first = prefix.encode()
+    return (first, first[:-1] + bytes((first[-1] + 1,))) if first else (b"\0", b"\0")

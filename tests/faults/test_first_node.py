@@ -1,0 +1,155 @@
+"""The first node of a job is lost, and the etcd that it hosts with it: with three nodes or more the others go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.cluster.members import ClusterMembers
+from elaunch.rendezvous.etcd import EtcdStore
+from tests.faults.test_store import etcd_of, kill_etcd
+from tests.helpers import Spawner, find_free_port
+from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members
+
+STEPS = 60
+
+
+class Job:
+    """Nodes of one job, each with an address of its own, whose store is on three of them."""
+
+    def __init__(self, spawn: Spawner, folder: Path, names: str, *flags: str) -> None:
+        self._spawn, self._folder, self._flags = spawn, folder, flags
+        self._port = find_free_port()
+        self.gate = folder / "gate"
+        self.nodes: dict[str, Node] = {}
+        self.all: list[Node] = []
+        self._hosts = {name: f"127.0.0.{number}" for number, name in enumerate(names, 1)}
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Starts the agent of a node, or once more after its loss."""
+        size = len(self._hosts)
+        endpoint = ",".join(f"{host}:{self._port}" for host in self._hosts.values())
+        hold = ("--hold", f"{STEPS - 10}:{self.gate}")
+        self.nodes[name] = elaunch(
+            self._spawn,
+            self._folder,
+            f"--nnodes=1:{size}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+            "--rdzv-conf=lease_ttl=2,last_call_timeout=60,store_timeout=8,store_nodes=3",
+            f"--node-name={name}",
+            f"--local-addr={self._hosts[name]}",
+            *self._flags,
+            script=(SCRIPT, "--steps", str(STEPS), "--sleep", "0.01", "--gather", str(size), *hold),
+            name=f"{name}{len(self.all)}",
+        )
+        self.all.append(self.nodes[name])
+
+    def servers(self, names: str, count: int) -> None:
+        """Waits until the store is on so many of these nodes, all of which have a vote."""
+        endpoints = {f"{self._hosts[name]}:{self._port}" for name in names}
+
+        def there() -> bool:
+            store = EtcdStore(",".join(sorted(endpoints)), timeout_s=2.0)
+            try:
+                found = ClusterMembers(store).list()
+            except StoreUnavailable:
+                return False
+            finally:
+                store.close()
+            return (
+                len(found) == count and {one.client for one in found} <= endpoints and all(one.votes for one in found)
+            )
+
+        wait_for(list(self.nodes.values()), there, 60, f"the store to be on {count} of {', '.join(names)}")
+
+    def lose(self, name: str) -> None:
+        kill_node(self.nodes.pop(name))
+
+    def end(self) -> None:
+        self.gate.touch()
+        for name, node in self.nodes.items():
+            assert node.agent.wait(60) == 0, node.agent.tail()
+            assert "the rendezvous store is away" not in node.agent.text(), f"{name}: {node.agent.tail()}"
+        assert sorted(losses(self.all)) == list(range(STEPS))
+
+
+def test_the_nodes_that_host_the_store_may_be_lost_one_after_the_other_and_come_back(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    job = Job(spawn, tmp_path, "abcd")
+    wait_for_members(job.all, 4)
+    job.servers("abc", 3)
+    job.lose("a")
+    wait_for_members(list(job.nodes.values()), 3)
+    job.servers("bcd", 3)
+    job.lose("b")
+    wait_for_members(list(job.nodes.values()), 2)
+    job.servers("cd", 1)
+    job.start("a")
+    job.servers("acd", 3)
+    job.end()
+
+
+@pytest.mark.soak
+def test_of_three_nodes_any_may_be_lost(spawn: Spawner, tmp_path: Path) -> None:
+    job = Job(spawn, tmp_path, "abc")
+    wait_for_members(job.all, 3)
+    job.servers("abc", 3)
+    job.lose("a")
+    wait_for_members(list(job.nodes.values()), 2)
+    job.end()
+
+
+@pytest.mark.soak
+def test_a_server_that_is_killed_is_replaced_by_its_agent(spawn: Spawner, tmp_path: Path) -> None:
+    """By one without data: what an old etcd has after a kill may differ from what the others have."""
+    job = Job(spawn, tmp_path, "abc")
+    wait_for_members(job.all, 3)
+    job.servers("abc", 3)
+    for name in "ab":
+        node = job.nodes[name]
+        before = etcd_of(node)
+        kill_etcd(node)
+        wait_for(job.all, lambda: "another one is started in its stead" in node.agent.text(), 20, "the loss to be told")  # noqa: B023
+        assert etcd_of(node) != before
+        job.servers("abc", 3)
+    job.end()
+
+
+@pytest.mark.soak
+def test_a_node_that_is_drained_hands_the_store_over(spawn: Spawner, tmp_path: Path) -> None:
+    """Also where one node is left, which serves it alone then."""
+    job = Job(spawn, tmp_path, "abc")
+    wait_for_members(job.all, 3)
+    job.servers("abc", 3)
+    for left in ("bc", "c"):
+        node = job.nodes.pop("a" if left == "bc" else "b")
+        node.agent.signal(signal.SIGUSR1)
+        assert node.agent.wait(60) == 0, node.agent.tail()
+        wait_for_members(list(job.nodes.values()), len(left))
+        job.servers(left, 1)
+    job.end()
+
+
+@pytest.mark.soak
+def test_without_two_of_the_three_that_host_the_store_the_others_end_with_a_reason(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    job = Job(spawn, tmp_path, "abcd")
+    wait_for_members(job.all, 4)
+    job.servers("abc", 3)
+    for name in "ab":
+        job.nodes[name].agent.signal(signal.SIGKILL)
+    job.lose("a")
+    job.lose("b")
+    for node in job.nodes.values():
+        assert node.agent.wait(60) == 1, node.agent.tail()
+        assert "the rendezvous store is away" in node.agent.text()
+        assert "was of no use for 8 s while this node waited for the job to go on without" in node.agent.text()
