@@ -62,7 +62,8 @@ KEYS = {
     "timeout": "for static, the same",
     "lease_ttl": "a node that is silent for this long has left; at least 1",
     "store_timeout": "how long a node that cannot go on without the store waits for it to come back; at least 1",
-    "store_nodes": "for c10d and static, on how many nodes the store is, once the job has as many: 1, 3 or 5",
+    "store_nodes": "for c10d, on how many nodes the store is, once the job has as many: 1, 3 or 5 (3 where "
+    "--rdzv-endpoint names three nodes)",
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
     "attach_timeout": "how long a script has to call elaunch.init() before a new node restarts it as a whole",
     "register_timeout": "how long a worker of a training job may take to call register() before it is replaced",
@@ -104,8 +105,8 @@ class WorkerLimits:
 class RendezvousConf:
     """The values of `--rdzv-conf`, of which `KEYS` says what they mean. Times in seconds.
 
-    `connect_timeout` 0 is what is usual for the backend; `etcd` has the keys of `EtcdCredentials`,
-    `workers` those of `WorkerLimits`.
+    `connect_timeout` 0 is what is usual for the backend, and `store_nodes` 0 what is usual for the endpoint; `etcd` has
+    the keys of `EtcdCredentials`, `workers` those of `WorkerLimits`.
     """
 
     join_timeout: float = 600.0
@@ -113,7 +114,7 @@ class RendezvousConf:
     connect_timeout: float = 0.0
     lease_ttl: float = 5.0
     store_timeout: float = 300.0
-    store_nodes: int = 1
+    store_nodes: int = 0
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
     link_timeout: float = 5.0

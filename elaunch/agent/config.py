@@ -27,6 +27,7 @@ BACKENDS = ("static", "c10d", "etcd", "etcd-v3")
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MASTER_PORT = 29500
+STORE_NODES = 3
 HOSTED_PORT = 29400  # where torchrun's c10d backend listens by default
 ALL_INTERFACES = "0.0.0.0"
 MAX_PORT = 65535
@@ -79,8 +80,13 @@ class RendezvousSettings:
         return self.backend != "etcd"
 
     def store_nodes(self, max_nodes: int) -> int:
-        """Returns on how many nodes the store is, at most, in a job of so many nodes."""
-        return self.conf.store_nodes if self.backend in ("c10d", "static") and max_nodes >= self.conf.store_nodes else 1
+        """Returns on how many nodes the store is, at most, in a job of so many nodes.
+
+        Who gives several endpoints can find the job without its first node. Otherwise that node, when it comes back,
+        would take itself for the first of a new job.
+        """
+        several = self.conf.store_nodes or (STORE_NODES if self.endpoint.count(",") >= STORE_NODES - 1 else 1)
+        return several if self.backend == "c10d" and max_nodes >= several else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO
@@ -83,7 +84,7 @@ def launch(config: AgentConfig) -> int:
             place = None
             if several:
                 port = parse_endpoint(endpoint.split(",")[0], ETCD_PORT)[1]
-                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer if hosted is not None else "")
+                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer) if peer or hosted is None else None
             open_store.dress = telemetry.timed
             agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place)
         except BaseException:
@@ -202,8 +203,10 @@ def _host_rendezvous(
             return None, "", host, ""
     find_etcd()
     directory = make_folder()
+    if several:
+        with suppress(LaunchError):  # where the address is that of a router, it stays the only server
+            peer = free_address(host)
     try:
-        peer = free_address(host) if several else ""
         hosted = EmbeddedEtcd(directory, name, port, cores=1 if rendezvous.backend == "standalone" else None, peer=peer)
         hosted.start()
     except BaseException as error:

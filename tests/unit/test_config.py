@@ -434,18 +434,15 @@ class TestMeeting:
         assert (conf.lease_ttl, conf.is_host, conf.connect_timeout) == (8.0, True, 9.0)
         assert parse("--nnodes=2", "--rdzv-conf=timeout=30", "t.py").rendezvous.conf.connect_timeout == 30.0
 
-    def test_the_store_is_on_several_nodes_where_an_agent_hosts_it_and_there_may_be_as_many(self) -> None:
-        def nodes(backend: str, most: int) -> int:
-            flags = (
-                f"--nnodes={most}",
-                f"--rdzv-backend={backend}",
-                "--rdzv-endpoint=h:1",
-                "--rdzv-conf=store_nodes=3",
-            )
-            return parse(*flags, "t.py").rendezvous.store_nodes(most)
+    def test_the_store_is_on_three_nodes_where_three_can_host_it_or_the_user_says_so(self) -> None:
+        def nodes(backend: str, endpoint: str, most: int = 4, conf: str = "") -> int:
+            flags = (f"--nnodes={most}", f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}")
+            return parse(*flags, f"--rdzv-conf={conf}", "t.py").rendezvous.store_nodes(most)
 
-        assert [nodes(backend, 3) for backend in ("c10d", "static", "etcd")] == [3, 3, 1]
-        assert nodes("c10d", 2) == 1
+        assert nodes("c10d", "h,i,j") == 3
+        assert [nodes("c10d", "h,i,j", most=2), nodes("c10d", "h"), nodes("c10d", "h,i")] == [1, 1, 1]
+        assert [nodes("c10d", "h", conf="store_nodes=3"), nodes("c10d", "h,i,j", conf="store_nodes=1")] == [3, 1]
+        assert [nodes("etcd", "h,i,j"), nodes("static", "h", conf="store_nodes=3")] == [1, 1]
 
 
 class TestExitCodes:

@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
@@ -19,6 +20,7 @@ SERVING_S = 0.5  # a server that has run for so long has served: it takes some 0
 LASTING_S = 10.0  # one that ends by itself after so long has not failed at its start
 
 REMOVAL_S = 10.0  # within which a server that was removed ends by itself
+MOST_FAILURES = 3
 MOST_NEEDED = 2  # with as many servers, all are needed
 
 MOST_QUICK_ENDS = 30
@@ -58,18 +60,22 @@ class ServerPlace:
         host: the address at which other nodes reach this one.
         port: for agents; another one, if it is taken.
         remove_at_the_end: has a folder removed when this agent ends.
-        address: where it listens for other servers; empty: a free port.
+        address: where it listens for other servers; empty: at a free port, or nowhere if `host` is no address of this
+            machine, as behind a router.
     """
 
     def __init__(self, host: str, port: int, remove_at_the_end: Callable[[str], None], address: str = "") -> None:
         self.host = host
         self.port = port
         self.remove_at_the_end = remove_at_the_end
-        self.address = address or free_address(host)
+        self.address = address
+        if not address:
+            self.renew()
 
     def renew(self) -> str:
         """Returns an address for another server: etcd takes one of a new address for a new one, without data."""
-        self.address = free_address(self.host)
+        with suppress(LaunchError):
+            self.address = free_address(self.host)
         return self.address
 
 
@@ -106,6 +112,7 @@ class HostedEtcd:
         self._place = place
         self._servers = EtcdServers()
         self._ends = QuickEnds()
+        self._failures = 0  # of servers in a row that have not come to serve with others
         self._began_s = now_s
         self._start_s: float | None = None
         self._gave_up = False
@@ -134,8 +141,8 @@ class HostedEtcd:
         if self._place is None or self._gave_up:
             return
         if servers.find(self.address) is None:
-            if before.find(self.address) is not None:
-                self._give_way(now_s)
+            if (own := before.find(self.address)) is not None:
+                self._give_way(now_s, failed=not own.votes)
         elif self._etcd is None:
             self._join(self._place, now_s)
 
@@ -155,7 +162,7 @@ class HostedEtcd:
                     f"the etcd of this node at {self._etcd.endpoint}, one of those that serve the store, {how}; the "
                     "others go on, and another one is started in its stead"
                 )
-                self._give_way(now_s)
+                self._give_way(now_s, failed=now_s < self._began_s + LASTING_S)
                 return
             self._ended(how, -code in (signal.SIGKILL, signal.SIGTERM), now_s)
         while self._start_s is not None and now_s >= self._start_s and not self._gave_up:
@@ -187,20 +194,24 @@ class HostedEtcd:
             etcd.join(one.peer for one in self._servers.servers)
         except LaunchError as error:
             self._say(f"this node cannot serve the store: {error}")
-            self._give_way(now_s)
+            self._give_way(now_s, failed=True)
             return
         self._etcd, self._began_s, self._start_s, self._ends = etcd, now_s, None, QuickEnds()
         self._watch()
         self._say(f"this node serves the rendezvous store, too, at {etcd.endpoint}")
 
-    def _give_way(self, now_s: float) -> None:
-        """Leaves the server to its end, which comes when its removal is agreed on, and offers another one."""
+    def _give_way(self, now_s: float, failed: bool) -> None:
+        """Leaves the server to its end, which comes when its removal is agreed on, and offers another one.
+
+        After several failures in a row, as where there is no etcd program or a port cannot be reached, it offers none.
+        """
+        self._failures = self._failures + 1 if failed else 0
         self._forget()
         if self._etcd is not None:
             self._removed.append((self._etcd, now_s + REMOVAL_S))
         self._etcd, self._start_s = None, None
         if self._place is not None:
-            self.address = self._place.renew()
+            self.address = self._place.renew() if self._failures < MOST_FAILURES else ""
 
     def _ended(self, how: str, was_killed: bool, now_s: float) -> None:
         self._forget()
