@@ -12,14 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import TypeVar
 
 from elaunch.plan.components import Component, components
 from elaunch.plan.schedule import sequence
-from elaunch.plan.tiling import ORDERS, Order, Plan, Tile
+from elaunch.plan.tiling import ORDERS, Order, Plan
 from elaunch.plan.timeline import Action, Prices, crew_numbers, crews_of
-from elaunch.plan.views import GradientGroup, gradient_groups, once_per_plan, rows_of
+from elaunch.plan.views import once_per_plan, rows_of
+from elaunch.policy.memory import GradientSums, StateBytes, alignment, gradient_heads, sums_in_tree
 from elaunch.policy.profile import LinkProfile, Profile, action_s, transfer_s
 
 LARGE, LARGEST = 2_000, 10_000
@@ -125,65 +126,6 @@ def _fastest(plan: Plan, profile: Profile, rest: _Rest, ways: Sequence[_Way]) ->
     return plan, outcome.estimate()
 
 
-class StateBytes:
-    """What workers hold beside what they keep for backward, by a worker of each TP group of its own.
-
-    Attributes:
-        fixed: of parameters, and its part of masters and optimizer states; and of gradients, where nothing is known of
-            their sums.
-        known: whether the profile tells of sums of gradients; else the figures below are 0.
-        arriving: from the beginning of a step: room for the gradients that replicas send to the owner.
-        sharing: at the end of a step: the gradient of what it owns, its new values, and those of its layers.
-    """
-
-    def __init__(self, plan: Plan, profile: Profile) -> None:
-        self.known = profile.knows_gradients
-        fixed: dict[str, float] = defaultdict(float)
-        self.arriving: dict[str, int] = defaultdict(int)
-        self.sharing: dict[str, int] = defaultdict(int)
-        alone: dict[str, int] = defaultdict(int)
-        for group, heads in _gradient_heads(plan):
-            n = len(group.replicas)
-            for layer in (profile.layers[number] for number in group.layers):
-                n_bytes: float = (2 if layer.gradient_bytes is None else 1) * layer.parameter_bytes
-                n_bytes += layer.optimizer_bytes / n
-                gradient_bytes = layer.gradient_bytes or 0
-                for worker, width in heads:
-                    fixed[worker] += n_bytes / width
-                    if not self.known:
-                        continue
-                    new_bytes = math.ceil(layer.parameter_bytes / width)
-                    self.arriving[worker] += math.ceil(gradient_bytes * (n - 1) / n / width)
-                    self.sharing[worker] += math.ceil(gradient_bytes / width) + new_bytes
-                    # Values that go to nobody else are made for one layer after the other.
-                    self.sharing[worker] += math.ceil(new_bytes / n) if n > 1 else 0
-                    alone[worker] = max(alone[worker], new_bytes if n == 1 else 0)
-        for worker, n_alone in alone.items():
-            self.sharing[worker] += n_alone
-        self.fixed = {worker: math.ceil(n) for worker, n in fixed.items()}
-
-    def peak_bytes(self, worker: str, kept_bytes: int) -> int:
-        """Returns the bytes of a worker at the worst moment, if its actions keep so many at theirs."""
-        if not self.known:
-            return self.fixed[worker] + kept_bytes
-        return self.fixed[worker] + max(kept_bytes + self.arriving[worker], self.sharing[worker])
-
-
-def stage_bytes(profile: Profile, layers: range, replicas: int, kept_rows: float) -> float:
-    """Returns the bytes that a TP group needs for a stage: parameters, gradients, optimizer, activations (Suika A.3).
-
-    Args:
-        profile: of the model.
-        layers: of the stage.
-        replicas: among which the optimizer's state is shared out.
-        kept_rows: whose activations are there at the worst moment.
-    """
-    start, stop = layers.start, layers.stop
-    held, optimizer, activations = profile.bytes_before
-    n_bytes = held[stop] - held[start] + (optimizer[stop] - optimizer[start]) / replicas
-    return n_bytes + kept_rows * (activations[stop] - activations[start])
-
-
 def pipeline_s(forward_s: Sequence[float], backward_s: Sequence[float], n: int) -> float:
     """Returns the seconds of `n` micro-batches through one 1F1B pipeline, whose stages may differ (Chameleon eq. 11).
 
@@ -250,8 +192,11 @@ def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple
     """Returns the components of a plan with the result of playing each; components that are alike are played once."""
     known: dict[Hashable, T] = {}
     found = []
+    in_tree = sums_in_tree(profile)
     for component in components(plan):
         key = _likeness(component, profile)
+        if in_tree:
+            key = key, tuple(alignment(component.plan, tile) for tile in component.plan.tiles)
         if key not in known:
             known[key] = play(component.plan)
         found.append((component, known[key]))
@@ -282,16 +227,6 @@ def _alike(plan: Plan) -> tuple[tuple[str, ...], ...]:
         else:
             found |= {number: (worker,) for number, worker in zip(numbers, crew, strict=True)}
     return tuple(found[number] for number in range(len(found)))
-
-
-@once_per_plan
-def _gradient_heads(plan: Plan) -> list[tuple[GradientGroup, list[tuple[str, int]]]]:
-    """Returns the gradient groups, each with one worker for all that are alike, and the width of its TP group."""
-    heads = {tile.workers: crew for tile, crew in zip(plan.tiles, crews_of(plan), strict=True)}
-    return [
-        (group, [(worker, len(workers)) for workers in group.replicas for worker in heads[workers]])
-        for group in gradient_groups(plan)
-    ]
 
 
 class _StepOutcome:
@@ -360,7 +295,9 @@ class _Stage:
         self._prices = Prices(component, action_s(profile, component), transfer_s(profile, component))
         self._activations = _bytes_per_row(component, [layer.activation_bytes_per_row for layer in profile.layers])
         self._gradients = _bytes_per_row(component, [layer.deferred_bytes_per_row for layer in profile.layers])
-        self._sums = [_Sums(profile, tile) for tile in component.tiles] if profile.knows_gradients else []
+        self._sums = (
+            [GradientSums(component, tile, profile) for tile in component.tiles] if profile.knows_gradients else []
+        )
 
     def play(self, actions: Sequence[Action]) -> _Played:
         """Plays actions in this order."""
@@ -398,7 +335,7 @@ class _Stage:
                 per_row = -activations[tile] - (gradients[tile] if kind == "W" else 0.0)
                 n_bytes = rows[tile][micro_batch] * per_row
                 if sums:
-                    worst, added = sums[tile].add(rows[tile][micro_batch], kind == "W")
+                    worst, added = sums[tile].add(micro_batch, rows[tile][micro_batch], kind == "W")
                     for worker in crews[tile]:
                         most[worker] = max(most[worker], kept[worker] + worst)
                         kept[worker] += added
@@ -407,48 +344,6 @@ class _Stage:
                 if kept[worker] > most[worker]:
                     most[worker] = kept[worker]
         return list(map(math.ceil, most))
-
-
-class _Sums:
-    """The sums of gradients that each worker of a tile keeps, one micro-batch after the other."""
-
-    def __init__(self, profile: Profile, tile: Tile) -> None:
-        own, n = profile.layers[tile.layers.start : tile.layers.stop], len(tile.workers)
-        # In the order of backward: of gradients, and of what a row keeps, without and with what deferring keeps.
-        self._layers = [
-            (
-                (layer.gradient_bytes or 0) / n,
-                layer.activation_bytes_per_row / n,
-                (layer.activation_bytes_per_row + layer.deferred_bytes_per_row) / n,
-            )
-            for layer in reversed(own)
-        ]
-        self._in_tree = any(layer.summed_in_tree for layer in own)
-        self._added = 0
-        self._known: dict[tuple[int, bool, int], tuple[float, float]] = {}
-
-    def begin(self) -> None:
-        """Begins with no sum."""
-        self._added = 0
-
-    def add(self, rows: int, deferred: bool) -> tuple[float, float]:
-        """Takes another micro-batch, which gives back what it kept while its gradients come, layer by layer.
-
-        Returns the bytes that are there beside those of before at the worst moment, and those that sums need more from
-        then on. Of leaves of a tree in a row, as many partial sums are left as their number has ones in binary.
-        """
-        before, self._added = self._added, self._added + 1
-        more = self._added.bit_count() - before.bit_count() if self._in_tree else int(not before)
-        key = rows, deferred, more
-        if key not in self._known:
-            now = worst = added = 0.0
-            for gradient, kept, kept_deferred in self._layers:
-                # What comes, and its sum with what there is; of what the layer kept, all may still be there.
-                worst = max(worst, now + (gradient if more == 1 else 2 * gradient))
-                now += more * gradient - rows * (kept_deferred if deferred else kept)
-                added += more * gradient
-            self._known[key] = worst, added
-        return self._known[key]
 
 
 def _bytes_per_row(component: Plan, by_layer: Sequence[int]) -> list[float]:
@@ -468,7 +363,7 @@ def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[
     shared: dict[str, float] = defaultdict(float)
     updated: dict[str, float] = defaultdict(float)
     members = {workers[0]: workers for workers in _alike(plan)}
-    for group, heads in _gradient_heads(plan):
+    for group, heads in gradient_heads(plan):
         n = len(group.replicas)
         n_bytes = sum(profile.layers[layer].parameter_bytes for layer in group.layers)
         update_s = sum(profile.layers[layer].update_s for layer in group.layers) / n
@@ -478,7 +373,7 @@ def _synchronised(plan: Plan, profile: Profile) -> tuple[dict[str, float], dict[
             ring = pairwise([*first, first[0]]) if profile.links else [(first[0], first[1])]
             slowest = min((profile.link(*pair) for pair in ring), key=lambda link: link.bandwidth_bytes_per_s)
             seconds = slowest.seconds(n_bytes * (n - 1) / n)
-        for worker, width in heads:
+        for worker, width in chain.from_iterable(heads):
             reduced[worker] += seconds / width
             shared[worker] += seconds / width
             speed = profile.slowest(members[worker])

@@ -25,7 +25,7 @@ from typing import Any
 from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.plan.timeline import ActionPrice, Kind, TransferPrice
-from elaunch.policy.profile_fields import DOCUMENT, LAYER, LINK, VERSION, WORKER, checked
+from elaunch.policy.measuring.profile_fields import DOCUMENT, LAYER, LINK, VERSION, WORKER, checked
 from elaunch.rendezvous.membership import node_of, slot_of
 
 
@@ -51,7 +51,7 @@ class LayerProfile:
             outputs of the layer's operations. None: not measured; as much as the activations is assumed, which is more
             than it is where every output is an activation that is kept.
         gradient_bytes: of a sum of the parameters' gradients. None: not known; then as much as the parameters is taken,
-            once, and nothing of what the engine has beside it (see `elaunch.policy.estimate.StateBytes`).
+            once, and nothing of what the engine has beside it (see `elaunch.policy.memory.StateBytes`).
         summed_in_tree: whether a worker keeps several partial sums of gradients, along a tree over the micro-batches.
     """
 

@@ -10,7 +10,8 @@ from elaunch.plan import Pipeline, Plan, pipelines, share
 from elaunch.policy.candidates.partition import minimax
 from elaunch.policy.candidates.reparallelize import Degrees, reparallelized
 from elaunch.policy.candidates.structure import NotPossible
-from elaunch.policy.estimate import estimate_step, ordered, stage_bytes
+from elaunch.policy.estimate import estimate_step, ordered
+from elaunch.policy.memory import stage_bytes
 from elaunch.rendezvous.membership import by_node
 from elaunch.simulator.model import JobModel
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaunch.plan import Plan, PlanError, Stage, stages, symmetric
+from elaunch.plan import Pipeline, Plan, PlanError, Stage, pipelines, stages, symmetric
 from elaunch.plan.schedule import schedule, sequence
 from elaunch.plan.tiling import ORDERS, Order
 from elaunch.plan.timeline import Action, timeline
@@ -65,37 +66,51 @@ def test_replicas_and_tensor_parallel_partners_share_the_state() -> None:
 COUNTED = replace(FREE, layers=(replace(LAYER, gradient_bytes=200, summed_in_tree=True),) * 8)
 
 
-def most_bytes(units: int, layers: Sequence[LayerProfile], rows: int) -> int:
-    """What a worker alone keeps for backward and of sums of gradients at the worst moment, tensor by tensor."""
-    sums: list[list[int]] = [[] for _ in layers]  # of each layer, how many micro-batches each partial sum has
+def partial_sums(units: range, n_units: int) -> Iterator[tuple[int, int]]:
+    """Yields, for each unit that comes, how many additions it brings, and how many partial sums there are then.
+
+    Those are summed that are together all of the units in a block of 2, 4, 8, ….
+    """
+    blocks = [
+        frozenset(range(n_units)) & frozenset(range(start, start + size))
+        for size in (1 << level for level in range(n_units.bit_length() + 1))
+        for start in range(0, n_units, size)
+    ]
+    sums: set[frozenset[int]] = set()
+    for unit in units:
+        n_before = len(sums)
+        sums.add(frozenset([unit]))
+        while pair := next((two for two in combinations(sums, 2) if two[0] | two[1] in blocks), None):
+            sums = (sums - set(pair)) | {pair[0] | pair[1]}
+        yield n_before + 1 - len(sums), len(sums)
+
+
+def most_bytes(units: range, n_units: int, layers: Sequence[LayerProfile], rows: int) -> int:
+    """What a worker keeps for backward and of sums of gradients at the worst moment, tensor by tensor."""
+    kept = [rows * layer.activation_bytes_per_row for layer in layers]
+    gradients = [layer.gradient_bytes or 0 for layer in layers]
+    sums = [0] * len(layers)
     most = 0
-    for _ in range(units):
-        kept = [rows * layer.activation_bytes_per_row for layer in layers]
+    for additions, n_sums in partial_sums(units, n_units):
+        if not layers[0].summed_in_tree:
+            additions, n_sums = min(sums[0], 1), 1
+        left = list(kept)
         for index in reversed(range(len(layers))):
-            here, n_bytes = sums[index], layers[index].gradient_bytes or 0
-
-            def now(fresh: int, n_bytes: int = n_bytes, kept: list[int] = kept) -> int:
-                there = sum(len(some) * (layer.gradient_bytes or 0) for some, layer in zip(sums, layers, strict=True))
-                return sum(kept) + there + fresh * n_bytes
-
-            most = max(most, now(1))
-            added = 1
-            while here and (here[-1] == added or not layers[index].summed_in_tree):
-                most = max(most, now(2))
-                added += here.pop()
-            here.append(added)
-            kept[index] = 0
-            most = max(most, now(0))
+            there = sum(left) + sum(map(mul, sums, gradients)) + gradients[index]
+            most = max(most, there + (gradients[index] if additions else 0))
+            sums[index], left[index] = n_sums, 0
+            most = max(most, sum(left) + sum(map(mul, sums, gradients)))
     return most
 
 
 @given(
-    st.integers(1, 17),
+    st.integers(0, 9),
+    st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), min_size=1, max_size=6),
     st.booleans(),
 )
-def test_gradients_come_layer_by_layer_and_what_backward_needed_goes_with_them(
-    units: int, sizes: list[tuple[int, int]], in_tree: bool
+def test_gradients_come_layer_by_layer_and_partial_sums_depend_on_which_micro_batches_are_a_workers(
+    first: int, rest: int, sizes: list[tuple[int, int]], in_tree: bool
 ) -> None:
     layers = tuple(
         replace(
@@ -103,13 +118,25 @@ def test_gradients_come_layer_by_layer_and_what_backward_needed_goes_with_them(
         )
         for gradient, kept in sizes
     )
-    plan = symmetric(names(1), len(layers), 2 * units, 2)
-    (found,) = estimate_step(plan, replace(FREE, layers=layers)).peak_bytes.values()
-    at_the_end = sum(layer.gradient_bytes or 0 for layer in layers)
-    assert found == 1200 * len(layers) + max(most_bytes(units, layers, 2), at_the_end)
+    every, n_units = range(len(layers)), first + rest
+    parts = [range(first), range(first, n_units)] if first else [range(n_units)]
+    plan = pipelines(
+        len(layers),
+        2 * n_units,
+        2,
+        [Pipeline(part, ((every, (worker,)),)) for part, worker in zip(parts, names(2), strict=False)],
+    )
+    found = estimate_step(plan, replace(FREE, layers=layers)).peak_bytes
+    sent = [[n for _, n in partial_sums(part, n_units)][-1] if in_tree else 1 for part in parts]
+    for number, part in enumerate(parts):
+        come = sum(sent) - sent[number]
+        arriving = sum(math.ceil((layer.gradient_bytes or 0) * come / len(parts)) for layer in layers)
+        at_the_end = sum(layer.gradient_bytes or 0 for layer in layers)
+        most = max(most_bytes(part, n_units, layers, 2) + arriving, at_the_end)
+        assert found[names(2)[number]] == 1200 * len(layers) // len(parts) + most
 
 
-@pytest.mark.parametrize(("units", "sums"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 3), (9, 3), (16, 4)])
+@pytest.mark.parametrize(("units", "sums"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 3), (9, 3), (16, 4)])
 def test_as_many_partial_sums_are_kept_as_the_micro_batches_before_have_ones_in_binary(units: int, sums: int) -> None:
     """Where activations are small beside them."""
     plan = symmetric(names(1), 8, 2 * units, 2)

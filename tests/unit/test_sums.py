@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.workers.layers.sums import Node, TreeSum, nodes
+from elaunch.plan.sums import Node, TreeSum, nodes
 
 
 def text(one: str, other: str) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from elaunch.errors import StateError
 from elaunch.plan.schedule import schedule
+from elaunch.plan.sums import Node, TreeSum
 from elaunch.plan.tiling import MicroBatch, Plan, Tile, n_rows
 from elaunch.plan.timeline import Action
 from elaunch.plan.views import gradient_groups, rounds, rows_by_unit, unit_of
@@ -33,7 +34,6 @@ from elaunch.workers.layers.chain.split import DeferredWeights
 from elaunch.workers.layers.messages import GradientTerms, Kind, Rows, exchanges, tag
 from elaunch.workers.layers.model import Draw, Layer
 from elaunch.workers.layers.samples import Load
-from elaunch.workers.layers.sums import Node, TreeSum
 from elaunch.workers.layers.timing import ActionSpan, Span, Stopwatch
 from elaunch.workers.state.layout import LayerSpec, OptimizerShard, StateLayout
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 
+from elaunch.plan.sums import Node, nodes
 from elaunch.plan.tiling import Plan, Tile
 from elaunch.plan.views import Feed, holders, inputs, outputs, unit_of
-from elaunch.workers.layers.sums import Node, nodes
 from elaunch.workers.state.layout import OptimizerShard, StateLayout
 
 _NUMBERS = 1 << 28

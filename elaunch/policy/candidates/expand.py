@@ -18,7 +18,8 @@ from elaunch.plan.tiling import Plan
 from elaunch.policy.candidates.balance import shared_out
 from elaunch.policy.candidates.resize import MOST_PLAYED, balanced, pace, with_rows
 from elaunch.policy.candidates.structure import NotPossible, stages_of, tp_groups_of, width_of
-from elaunch.policy.estimate import estimate_step, stage_bytes
+from elaunch.policy.estimate import estimate_step
+from elaunch.policy.memory import stage_bytes
 from elaunch.policy.profile import Profile
 from elaunch.rendezvous.membership import node_of
 

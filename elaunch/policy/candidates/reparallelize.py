@@ -21,7 +21,8 @@ from elaunch.policy.candidates.matching import matched
 from elaunch.policy.candidates.partition import minimax
 from elaunch.policy.candidates.resize import balanced, with_rows
 from elaunch.policy.candidates.structure import NotPossible, tp_groups_of, width_of
-from elaunch.policy.estimate import StepEstimate, estimate_step, stage_bytes
+from elaunch.policy.estimate import StepEstimate, estimate_step
+from elaunch.policy.memory import stage_bytes
 from elaunch.policy.profile import Profile
 
 NEAR = 2

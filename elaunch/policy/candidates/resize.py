@@ -16,7 +16,8 @@ from elaunch.plan.build import Stage, stages
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.policy.candidates.partition import Partition, minimax
 from elaunch.policy.candidates.structure import NotPossible, stages_of
-from elaunch.policy.estimate import estimate_step, long_pipeline_s, stage_bytes
+from elaunch.policy.estimate import estimate_step, long_pipeline_s
+from elaunch.policy.memory import stage_bytes
 from elaunch.policy.profile import Profile
 
 WEIGHT = 1000

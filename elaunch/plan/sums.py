@@ -55,6 +55,9 @@ class TreeSum(Generic[T]):
             node = node.parent
         self._values[node] = value
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def items(self) -> list[tuple[Node, T]]:
         """Returns the partial sums, in the order of their leaves."""
         return sorted(self._values.items(), key=lambda item: item[0].place << item[0].level)
