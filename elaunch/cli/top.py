@@ -11,7 +11,7 @@ from elaunch.errors import RequestRefused
 from elaunch.rendezvous.observer import Documents, Observer
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 MISSING = "elaunch ctl top needs the package rich: pip install 'elaunch[top]'"
 CALM_S = 0.2
@@ -45,12 +45,12 @@ def show(observer: Observer, job: str, endpoint: str, interval_s: float, once: b
     """
     terminal = console()
     if once or not sys.stdout.isatty():
-        terminal.print(draw(observer.documents, job, endpoint, time.time(), terminal.width, sys.maxsize))
+        terminal.print(draw(observer.documents, job, endpoint, time.time(), terminal.options, sys.maxsize))
         return
     from rich.live import Live
 
     def now() -> RenderableType:
-        return draw(observer.documents, job, endpoint, time.time(), terminal.width, terminal.height)
+        return draw(observer.documents, job, endpoint, time.time(), terminal.options, terminal.height)
 
     try:
         with Live(now(), console=terminal, screen=True, auto_refresh=False) as live:
@@ -62,11 +62,13 @@ def show(observer: Observer, job: str, endpoint: str, interval_s: float, once: b
                 live.update(now(), refresh=True)
     except KeyboardInterrupt:
         pass
-    terminal.print(draw(observer.documents, job, endpoint, time.time(), terminal.width, terminal.height))
+    terminal.print(draw(observer.documents, job, endpoint, time.time(), terminal.options, terminal.height))
 
 
-def draw(documents: Documents, job: str, endpoint: str, now_t: float, width: int, height: int) -> RenderableType:
-    """Returns the frame of a job at a Unix time; `width` and `height` are those of the terminal."""
+def draw(
+    documents: Documents, job: str, endpoint: str, now_t: float, options: ConsoleOptions, height: int
+) -> RenderableType:
+    """Returns the frame of a job at a Unix time; `options` are those of the terminal, and it has `height` lines."""
     from elaunch.telemetry.frame import frame
 
     values = status.as_values(documents, job, endpoint, now_t)
@@ -75,4 +77,4 @@ def draw(documents: Documents, job: str, endpoint: str, now_t: float, width: int
         ages["step"] = status.ago_text(now_t - documents.status.t)
         if documents.status.recovery is not None:
             ages["recovery"] = status.ago_text(now_t - documents.status.recovery.t)
-    return frame(values, status.STATES[values["state"]], ages, width, height)
+    return frame(values, status.STATES[values["state"]], ages, options, height)

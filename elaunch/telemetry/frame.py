@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -23,14 +23,17 @@ HEADING_LINES = 14
 """So many lines of a frame are no workers."""
 
 
-def frame(values: Mapping[str, Any], words: str, ages: Mapping[str, str], width: int, height: int) -> RenderableType:
+def frame(
+    values: Mapping[str, Any], words: str, ages: Mapping[str, str], options: ConsoleOptions, height: int
+) -> RenderableType:
     """Returns a frame.
 
     Args:
         values: of the job, as `elaunch ctl status --json` has them.
         words: what the job is doing.
         ages: how long ago the last `step` committed and the last `recovery` ended, in words; none that is not known.
-        width, height: of the terminal, in characters and lines.
+        options: of the terminal.
+        height: so many lines it may have.
     """
     head = Text.assemble(("job ", "dim"), (values["job"], "bold"), (f" at {values['endpoint']}", "dim"), f": {words}")
     if values["message"]:
@@ -41,7 +44,7 @@ def frame(values: Mapping[str, Any], words: str, ages: Mapping[str, str], width:
         head.append(f", generation {values['generation']}, attempt {values['attempt']}: {values['cause']}", "dim")
     parts: list[RenderableType] = [Panel(head, title="elaunch", title_align="left")]
     if (training := values["training"]) is not None:
-        parts += _training(training, ages, width)
+        parts += _training(training, ages, options)
     if values["slow"]:
         slow = [f"{slot} takes {ratio:.2f} times as long as others" for slot, ratio in values["slow"].items()]
         parts.append(Text(f"slow: {', '.join(slow)}", "yellow"))
@@ -53,7 +56,7 @@ def frame(values: Mapping[str, Any], words: str, ages: Mapping[str, str], width:
     return Group(*parts)
 
 
-def _training(training: Mapping[str, Any], ages: Mapping[str, str], width: int) -> list[RenderableType]:
+def _training(training: Mapping[str, Any], ages: Mapping[str, str], options: ConsoleOptions) -> list[RenderableType]:
     line = Text.assemble((f"step {training['step']:,}", "bold"), f" {ages['step']} ago")
     if training["steps_per_s"] > 0:
         line.append(f"   {training['steps_per_s']:.3g} steps/s", "green")
@@ -67,20 +70,21 @@ def _training(training: Mapping[str, Any], ages: Mapping[str, str], width: int) 
     told = Text.assemble(
         ("last recovery ", "bold"), f"{ages['recovery']} ago, in {_duration(recovery['seconds'])}: {recovery['cause']}"
     )
-    return [line, told, *_phases(recovery["phases"], width)]
+    return [line, told, *_phases(recovery["phases"], options)]
 
 
-def _phases(phases: Mapping[str, float], width: int) -> list[RenderableType]:
+def _phases(phases: Mapping[str, float], options: ConsoleOptions) -> list[RenderableType]:
     """Draws phases as a bar, each as long as it took beside the others, and names them below."""
     taken = {phase: took_s for phase, took_s in phases.items() if took_s > 0}
     total_s = sum(taken.values())
     if not total_s:
         return []
-    bar, names = Text(), Text()
+    bar, names, width = Text(), Text(), options.max_width
+    block, mark = ("#", "*") if options.ascii_only else ("█", "■")
     for phase, took_s in taken.items():
         style = PHASE_STYLES.get(phase, "white")
-        bar.append("█" * max(1, round((width - len(taken)) * took_s / total_s)), style)
-        names.append(f"■ {phase} {_duration(took_s)}  ", style)
+        bar.append(block * max(1, round((width - len(taken)) * took_s / total_s)), style)
+        names.append(f"{mark} {phase} {_duration(took_s)}  ", style)
     bar.truncate(width)
     return [bar, names]
 

@@ -20,12 +20,14 @@ from tests.unit.test_ctl import GENERATION, MEMBER, NOW_T, STATUS, TRAINING, A, 
 SLOW = '{"workers": {"b/0": {"speed": 0.5}}}'
 
 
-def drawn(documents: Documents, width: int = 100, height: int = 60) -> list[str]:
+def drawn(documents: Documents, width: int = 100, height: int = 60, encoding: str = "utf-8") -> list[str]:
     """The lines of a frame, without colours."""
-    terminal = Console(file=io.StringIO(), width=width, height=height)
-    terminal.print(draw(documents, "run-17", "etcd:2379", NOW_T, width, height))
-    assert isinstance(terminal.file, io.StringIO)
-    lines = terminal.file.getvalue().splitlines()
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    terminal = Console(file=file, width=width, height=height)
+    terminal.print(draw(documents, "run-17", "etcd:2379", NOW_T, terminal.options, height))
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO)
+    lines = file.buffer.getvalue().decode(encoding).splitlines()
     assert all(len(line) <= width for line in lines)
     return [line.strip("│ ").rstrip() for line in lines]
 
@@ -81,6 +83,12 @@ def test_whatever_a_job_does_can_be_drawn(documents: Documents, told: str) -> No
     for width in (20, 80):
         drawn(documents, width)
     assert any(told in line for line in drawn(documents, 120))
+
+
+def test_a_terminal_that_knows_ascii_only_is_drawn_to_too() -> None:
+    lines = drawn(replace(TRAINING, status=STATUS, profile=SLOW), encoding="ascii")
+    assert any(line.startswith("* detect 16.3 ms") for line in lines)
+    assert any(line.startswith("####") for line in lines)
 
 
 def test_without_the_package_that_draws_a_line_says_so(
