@@ -237,16 +237,25 @@ class TestTheJob:
         assert node.agent.wait(LIMIT_S) == 1
 
     @pytest.mark.parametrize(
-        ("nnodes", "more"),
-        [("1:2", ("--max-restarts=1",)), ("3", ("--max-restarts=1",)), ("2", ("--max-restarts=2",)), ("2", ())],
+        ("given", "theirs", "own"),
+        [
+            (("--nnodes=1:2", "--max-restarts=1"), "--nnodes=2:2", "--nnodes=1:2"),
+            (
+                ("--nnodes=3", "--max-restarts=2"),
+                "--nnodes=2:2 and --max-restarts=1",
+                "--nnodes=3:3 and --max-restarts=2",
+            ),
+            (("--nnodes=2",), "--max-restarts=1", "no --max-restarts"),
+            (("--nnodes=2", "--max-restarts=1", "--tp=2"), "no --tp", "--tp=2"),
+        ],
     )
     def test_other_settings(
-        self, launch: Launcher, etcd: EmbeddedEtcd, first: Node, nnodes: str, more: tuple[str, ...]
+        self, launch: Launcher, etcd: EmbeddedEtcd, first: Node, given: tuple[str, ...], theirs: str, own: str
     ) -> None:
-        ended = launch(*self.flags(etcd, nnodes), *more, "--node-name=b", "script.py")
-        low, high = nnodes.split(":")[0], nnodes.split(":")[-1]
-        own = f"--nnodes={low}:{high} and --max-restarts {more[0].partition('=')[2] if more else 'unset'}"
-        assert_refused(ended, 1, "job 'job' runs with --nnodes=2:2 and --max-restarts 1", own, "another --rdzv-id")
+        nnodes, *more = given
+        ended = launch(*self.flags(etcd, nnodes.removeprefix("--nnodes=")), *more, "--node-name=b", "script.py")
+        both = f"job 'job' runs with {theirs}, this node was started with {own}: start it"
+        assert_refused(ended, 1, both, "another --rdzv-id")
 
     def test_the_name_of_another_node(self, launch: Launcher, etcd: EmbeddedEtcd, first: Node) -> None:
         ended = launch(*self.flags(etcd, "2"), "--max-restarts=1", "--node-name=a", "script.py")
