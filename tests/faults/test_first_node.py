@@ -13,6 +13,7 @@ from elaunch.rendezvous.etcd import EtcdStore
 from tests.faults.test_store import etcd_of, kill_etcd
 from tests.helpers import ROOT, Spawner, find_free_port
 from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
+from tests.netns import network
 
 ELASTIC = ROOT / "tests" / "jobs" / "elastic.py"
 
@@ -157,3 +158,49 @@ def test_without_two_of_the_three_that_host_the_store_the_others_end_with_a_reas
         assert node.agent.wait(60) == 1, node.agent.tail()
         assert "the rendezvous store is away" in node.agent.text()
         assert "was of no use for 8 s while this node waited for the job to go on without" in node.agent.text()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_the_first_node_that_is_cut_off_decides_nothing_and_the_others_go_on(spawn: Spawner, tmp_path: Path) -> None:
+    """Not even the end of a connection tells the others: nothing comes from that host any more."""
+    with network() as made:
+        try:
+            subnet = made.gateway.rpartition(".")[0]
+            hosts = {name: f"{subnet}.{number}" for number, name in enumerate("abc", 2)}
+            endpoint = ",".join(f"{host}:29400" for host in hosts.values())
+            conf = "lease_ttl=2,link_timeout=2,last_call_timeout=60,store_timeout=8"
+            nodes = {
+                name: elaunch(
+                    spawn,
+                    tmp_path,
+                    "--nnodes=1:3",
+                    "--rdzv-backend=c10d",
+                    f"--rdzv-endpoint={endpoint}",
+                    f"--rdzv-conf={conf}",
+                    f"--node-name={name}",
+                    script=(SCRIPT, "--steps", "100000", "--sleep", "0.05", "--gather", "3"),
+                    name=name,
+                    host=made.add(name),
+                )
+                for name in hosts
+            }
+            wait_for_members(list(nodes.values()), 3)
+            others = [nodes["b"], nodes["c"]]
+            wait_for(
+                others, lambda: all("serves the rendezvous store" in node.agent.text() for node in others), 30, "three"
+            )
+            wait_for_step(others, max(node.last_step() for node in nodes.values()) + 20)
+            made.part("a", "bc")
+            wait_for_members(others, 2)
+            assert nodes["a"].agent.wait(60) == 1, nodes["a"].agent.tail()
+            assert "was of no use for 8 s while this node waited" in nodes["a"].agent.text()
+            assert all(
+                len(event["workers"]) == 3 for event in nodes["a"].events("generation") if event["stage"] == "train"
+            )
+            for node in others:
+                assert node.agent.process.poll() is None, node.agent.tail()
+                kill_node(node)
+            losses(list(nodes.values()))
+        finally:
+            spawn.end_all()  # before their network goes
