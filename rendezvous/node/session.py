@@ -24,6 +24,7 @@ from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
 from elaunch.waits import Pace
 
 RETRY_S = 0.2
+LINGER_S = 0.2
 RESULT_TTL_S = 600.0
 
 
@@ -224,6 +225,8 @@ class Session:
                         names = names_text(sorted(others))
                         self._tell_wait(f"{names} to leave the job, whose rendezvous is here", end_s - now_s)
                     time.sleep(0.02)
+                if self._mail.waits_for_others and self._replica.servers.servers:
+                    time.sleep(LINGER_S)  # others that serve the store with this node look whether all have left, too
             except ElaunchError:
                 pass  # the lease runs out by itself
         self.close()

@@ -51,23 +51,23 @@ class Job:
         )
         self.all.append(self.nodes[name])
 
-    def servers(self, names: str, count: int) -> None:
-        """Waits until the store is on so many of these nodes, all of which have a vote."""
-        endpoints = {f"{self._hosts[name]}:{self._port}" for name in names}
+    def servers(self, count: int) -> list[str]:
+        """Waits until the store is on so many of the nodes that are left, all of which have a vote; returns those."""
+        names = {f"{self._hosts[name]}:{self._port}": name for name in self.nodes}
 
-        def there() -> bool:
-            store = EtcdStore(",".join(sorted(endpoints)), timeout_s=2.0)
+        def there() -> list[str]:
+            store = EtcdStore(",".join(names), timeout_s=2.0)
             try:
                 found = ClusterMembers(store).list()
             except StoreUnavailable:
-                return False
+                return []
             finally:
                 store.close()
-            return (
-                len(found) == count and {one.client for one in found} <= endpoints and all(one.votes for one in found)
-            )
+            serving = sorted(names.get(one.client, "") for one in found if one.votes)
+            return serving if len(serving) == len(found) == count and "" not in serving else []
 
-        wait_for(list(self.nodes.values()), there, 60, f"the store to be on {count} of {', '.join(names)}")
+        found: list[str] = wait_for(list(self.nodes.values()), there, 60, f"the store to be on {count} nodes")
+        return found
 
     def lose(self, name: str) -> None:
         kill_node(self.nodes.pop(name))
@@ -87,16 +87,16 @@ def test_the_nodes_that_host_the_store_may_be_lost_one_after_the_other_and_come_
 ) -> None:
     job = Job(spawn, tmp_path, "abcd")
     wait_for_members(job.all, 4)
-    job.servers("abc", 3)
+    assert "a" in job.servers(3)
     job.lose("a")
     wait_for_members(list(job.nodes.values()), 3)
-    job.servers("bcd", 3)
+    assert job.servers(3) == ["b", "c", "d"]
     job.lose("b")
     wait_for_members(list(job.nodes.values()), 2)
-    job.servers("cd", 1)
+    job.servers(1)
     job.start("a")
     wait_for_members(list(job.nodes.values()), 3)
-    job.servers("acd", 3)
+    assert job.servers(3) == ["a", "c", "d"]
     job.end()
 
 
@@ -104,7 +104,7 @@ def test_the_nodes_that_host_the_store_may_be_lost_one_after_the_other_and_come_
 def test_process_groups_of_a_script_meet_in_the_store_of_another_node(spawn: Spawner, tmp_path: Path) -> None:
     job = Job(spawn, tmp_path, "abc", (ELASTIC, "--sleep", "0.1", "--epochs", "1"))
     wait_for_step(job.all, 4)
-    job.servers("abc", 3)
+    job.servers(3)
     first = job.all[0].members()[0].partition("/")[0]  # MASTER_ADDR and MASTER_PORT are that of its agent
     job.lose(first)
     for node in job.nodes.values():
@@ -117,14 +117,14 @@ def test_a_server_that_is_killed_is_replaced_by_its_agent(spawn: Spawner, tmp_pa
     """By one without data: what an old etcd has after a kill may differ from what the others have."""
     job = Job(spawn, tmp_path, "abc")
     wait_for_members(job.all, 3)
-    job.servers("abc", 3)
+    job.servers(3)
     for name in "ab":
         node = job.nodes[name]
         before = etcd_of(node)
         kill_etcd(node)
         wait_for(job.all, lambda: "another one is started in its stead" in node.agent.text(), 20, "the loss to be told")  # noqa: B023
         assert etcd_of(node) != before
-        job.servers("abc", 3)
+        job.servers(3)
     job.end()
 
 
@@ -133,13 +133,13 @@ def test_a_node_that_is_drained_hands_the_store_over(spawn: Spawner, tmp_path: P
     """Also where one node is left, which serves it alone then."""
     job = Job(spawn, tmp_path, "abc")
     wait_for_members(job.all, 3)
-    job.servers("abc", 3)
+    job.servers(3)
     for left in ("bc", "c"):
         node = job.nodes.pop("a" if left == "bc" else "b")
         node.agent.signal(signal.SIGUSR1)
         assert node.agent.wait(60) == 0, node.agent.tail()
         wait_for_members(list(job.nodes.values()), len(left))
-        job.servers(left, 1)
+        job.servers(1)
     job.end()
 
 
@@ -149,11 +149,11 @@ def test_without_two_of_the_three_that_host_the_store_the_others_end_with_a_reas
 ) -> None:
     job = Job(spawn, tmp_path, "abcd")
     wait_for_members(job.all, 4)
-    job.servers("abc", 3)
-    for name in "ab":
+    lost = job.servers(3)[:2]
+    for name in lost:
         job.nodes[name].agent.signal(signal.SIGKILL)
-    job.lose("a")
-    job.lose("b")
+    for name in lost:
+        job.lose(name)
     for node in job.nodes.values():
         assert node.agent.wait(60) == 1, node.agent.tail()
         assert "the rendezvous store is away" in node.agent.text()

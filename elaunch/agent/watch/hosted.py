@@ -179,7 +179,8 @@ class HostedEtcd:
         self._forget()
         for etcd in [*(etcd for etcd, _ in self._removed), self._etcd]:
             if etcd is not None and self._place is not None:
-                etcd.stop()
+                # The others may be gone already, and nobody needs its data: it would look for them first.
+                etcd.stop(0.0 if len(self._servers.servers) > 1 else 1.0)
 
     def _is_dispensable(self) -> bool:
         """Returns whether the others have a quorum without the server, or do not count it."""
