@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_is_tried_again_when_there_is_room(
     script = (LAYERS, *STEPS, *PATIENT, "--dp=2", "--pp=2", "--hold", f"7:{gate}")
     node = run(spawn, tmp_path, *script, flags=OFTEN)
     wait_for(node, lambda: "no checkpoint after 4 steps" in node.agent.text(), 60, "a save for which there is no room")
-    assert names(tmp_path) == {"filler"}
+    wait_for(node, lambda: names(tmp_path) == {"filler"}, 20, "what the earlier run left to be removed")
     (small_disk / "filler").unlink()
     gate.touch()
     check(node, expected)
