@@ -166,17 +166,36 @@ def test_after_a_death_it_enters_the_generation_of_those_who_are_left(job: Simpl
     assert job.runtime.entered == [2, 3]
 
 
-@pytest.mark.parametrize("hold, urgent", [(False, 4), (True, 2)])
-def test_it_does_not_enter_one_whose_members_have_died_or_are_too_few(
-    job: SimpleNamespace, hold: bool, urgent: int
-) -> None:
+def test_it_does_not_enter_one_whose_members_have_died(job: SimpleNamespace) -> None:
     membership = job.membership
-    job.tell(3, job.here, hold=hold)
+    job.tell(3, job.here)
     assert at_a_boundary(membership)
-    job.tell(4, urgent=urgent)
+    job.tell(4, urgent=4)
     with pytest.raises(Left):
         membership.agree()
     assert job.runtime.entered == [2]
+
+
+def test_it_does_not_wait_for_more_nodes_where_others_go_on_without_it(job: SimpleNamespace) -> None:
+    membership = job.membership
+    job.tell(3, job.here, hold=True)
+    assert at_a_boundary(membership)
+    job.tell(4, OTHER)
+    with pytest.raises(Left):
+        membership.agree()
+    assert job.runtime.entered == [2]
+
+
+def test_one_that_was_to_wait_for_more_nodes_saves_the_state_where_all_leave(job: SimpleNamespace) -> None:
+    membership = job.membership
+    job.tell(3, job.here, hold=True)
+    assert at_a_boundary(membership)
+    job.tell(4)
+    membership.agree()
+    membership.settle()
+    assert job.runtime.entered == [2, 3]
+    assert at_a_boundary(membership)
+    assert membership.all_leave
 
 
 def test_told_after_the_boundary_that_the_others_go_on_without_it_it_enters_first(job: SimpleNamespace) -> None:
