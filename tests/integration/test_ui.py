@@ -91,7 +91,7 @@ def test_a_job_is_shown_followed_and_driven_by_keys_in_light_and_dark(
     assert figures[2:5] == ["4", "79", "3.32"]
     assert browser.evaluate("document.querySelectorAll('#curves .curve').length") == 2
     # Tab reaches every control, in view and with its focus drawn.
-    seen = []
+    seen: list[str] = []
     while not seen or (seen[-1] != "list" and len(seen) < 14):
         browser.press("Tab")
         seen.append(browser.evaluate("document.activeElement.id || document.activeElement.className"))

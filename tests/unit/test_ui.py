@@ -87,7 +87,7 @@ def test_a_killed_worker_its_recovery_and_its_replacement_are_shown() -> None:
 
 def test_at_each_moment_workers_have_the_state_that_the_events_tell() -> None:
     history = JobHistory()
-    seen = []
+    seen: list[tuple[str, ...]] = []
     for one in read_events([str(LOG)]):
         history.take(one)
         states = tuple(worker["state"] for worker in slots(history.document()).values())

@@ -444,7 +444,7 @@ async function drawPlans(change) {
   const [before, after] = await Promise.all([hasBefore ? planOf(change.plan_before) : null, planOf(current)]);
   if (change.number !== chosen) return; // another one has been chosen meanwhile
   const figures = [];
-  const room = byId("plans").clientWidth, width = hasBefore && room >= 574 ? (room - 14) / 2 : room;
+  const room = Math.max(240, byId("plans").clientWidth), width = hasBefore && room >= 574 ? (room - 14) / 2 : room;
   if (hasBefore) figures.push(drawPlan("before", before, width));
   figures.push(drawPlan(hasBefore ? "after" : change.plan === null ? "as before" : "first plan", after, width));
   fill("plans", ...figures);
