@@ -30,6 +30,7 @@ MASTER_PORT = 29500
 STORE_NODES = 3
 HOSTED_PORT = 29400  # where torchrun's c10d backend listens by default
 ALL_INTERFACES = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 STATIC_SHIFT = 10000  # from --master-port, which is the workers' own, to the port of the rendezvous
 
@@ -152,6 +153,7 @@ class OutputSettings:
         events: path of the event log; None: there is none.
         events_to_console: events go to standard error, too.
         metrics: address and port at which Prometheus finds this agent; port 0: a free one; None: it does not listen.
+        ui: the same of the page that shows the job.
     """
 
     logs: LogSettings = field(default_factory=LogSettings)
@@ -159,6 +161,7 @@ class OutputSettings:
     events: str | None = None
     events_to_console: bool = False
     metrics: tuple[str, int] | None = None
+    ui: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,19 +268,24 @@ def _listdir(folder: str) -> list[str]:
         return []
 
 
-def parse_metrics(text: str | None) -> tuple[str, int] | None:
-    """Reads `--metrics-port`: a port of all interfaces, or ADDRESS:PORT; None and "" were not given.
+def parse_address(text: str | None, flag: str, address: str) -> tuple[str, int] | None:
+    """Reads where something is to listen: a port, or ADDRESS:PORT; None and "" were not given.
+
+    Args:
+        text: what was given.
+        flag: by which.
+        address: at which it listens if none is given.
 
     Raises:
         UsageError: it is neither.
     """
     if not text:
         return None
-    address, colon, port = text.rpartition(":")
-    bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
-    if not port.isdecimal() or int(port) > MAX_PORT or (colon and ":" in bare and bare == address):
-        raise UsageError(f"--metrics-port={text}: expected a port, 0 for a free one, or ADDRESS:PORT")
-    return bare or ALL_INTERFACES, int(port)
+    given, colon, port = text.rpartition(":")
+    bare = given[1:-1] if given.startswith("[") and given.endswith("]") else given
+    if not port.isdecimal() or int(port) > MAX_PORT or (colon and ":" in bare and bare == given):
+        raise UsageError(f"{flag}={text}: expected a port, 0 for a free one, or ADDRESS:PORT")
+    return bare or address, int(port)
 
 
 def parse_health(policy: str, interval: str) -> HealthSettings:

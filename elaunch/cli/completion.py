@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from elaunch.agent import local_jobs
 from elaunch.agent.config import BACKENDS
-from elaunch.cli import ctl, plan, schedule, simulate, trace
+from elaunch.cli import ctl, plan, schedule, simulate, trace, ui
 from elaunch.cli.flags import parser
 from elaunch.policy.settings import CONSISTENCIES, POLICIES, SLOW_POLICIES
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "schedule": schedule.parser,
     "simulate": simulate.parser,
     "trace": trace.parser,
+    "ui": ui.parser,
 }
 
 VALUES: dict[str, Callable[[], Iterator[str]]] = {

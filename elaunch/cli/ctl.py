@@ -84,15 +84,20 @@ def parser() -> argparse.ArgumentParser:
             help="seconds to wait until nodes have left",
         )
     for command in (show, top, plan, profile, drain, resize):
-        command.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the job's etcd, as its agents were told")
-        command.flag("--rdzv-id", default="", metavar="ID", help="name of the job, as its agents were told")
-        command.flag(
-            "--rdzv-conf",
-            default="",
-            metavar="KEY=VALUE,…",
-            help="connect_timeout, user, password, cacert, cert and key, as its agents were told",
-        )
+        add_job_flags(command)
     return p
+
+
+def add_job_flags(command: FlagParser) -> None:
+    """Adds the flags that say which job is meant."""
+    command.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the job's etcd, as its agents were told")
+    command.flag("--rdzv-id", default="", metavar="ID", help="name of the job, as its agents were told")
+    command.flag(
+        "--rdzv-conf",
+        default="",
+        metavar="KEY=VALUE,…",
+        help="connect_timeout, user, password, cacert, cert and key, as its agents were told",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,7 +139,7 @@ def find_job(endpoint: str, job: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
+def open_job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
     """The store of the job that is meant, its endpoint, and the job's id."""
     conf = parse_conf(args.rdzv_conf)
     endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
@@ -187,7 +192,7 @@ def _top(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _observed(args: argparse.Namespace) -> Iterator[tuple[Observer, str, str]]:
     """The job that is meant, its endpoint and its id; refused where there is none."""
-    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+    with open_job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
         documents = observer.documents
         if replace(documents, unreadable=documents.damaged) == Documents():
             raise _no_such_job(store, endpoint, job)
@@ -199,7 +204,7 @@ def _observed(args: argparse.Namespace) -> Iterator[tuple[Observer, str, str]]:
 
 def _plan(args: argparse.Namespace) -> None:
     plan = read_plan(args.file) if args.file is not None else None
-    with _job(args) as (store, endpoint, job):
+    with open_job(args) as (store, endpoint, job):
         if plan is not None:
             print(change_plan(store, job, plan, args.timeout))
             return
@@ -218,7 +223,7 @@ def _profile(args: argparse.Namespace) -> None:
     from elaunch.cli.profile_table import table
     from elaunch.policy.profile import Profile
 
-    with _job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+    with open_job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
         text = observer.documents.profile
     if not text:
         raise RequestRefused(
@@ -234,13 +239,13 @@ def _profile(args: argparse.Namespace) -> None:
 def _drain(args: argparse.Namespace) -> None:
     if args.all == bool(args.nodes):
         raise UsageError("elaunch ctl drain: name the nodes that are to leave, or give --all")
-    with _job(args) as (store, _, job):
+    with open_job(args) as (store, _, job):
         print(drain(store, job, args.nodes, args.all, "elaunch ctl drain", args.timeout))
 
 
 def _resize(args: argparse.Namespace) -> None:
     parse_range(args.nodes, "elaunch ctl resize")
-    with _job(args) as (store, _, job):
+    with open_job(args) as (store, _, job):
         print(resize(store, job, args.nodes, args.timeout))
 
 

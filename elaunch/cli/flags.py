@@ -177,7 +177,8 @@ def parser() -> FlagParser:
         f"{VERBATIM}elaunch --standalone --nproc-per-node=4 train.py --lr 0.1\n"
         f"{VERBATIM}elaunch --nnodes=1:3 --nproc-per-node=8 --rdzv-endpoint=etcd:2379 --rdzv-id=run-17 train.py",
         epilog="`elaunch ctl --help`: look at a job that runs, or ask it for something; `elaunch plan --help`: what a "
-        "job would do if workers were lost or joined. Scripts of these names are ./ctl and ./plan.",
+        "job would do if workers were lost or joined; `elaunch ui --help`: a job in a browser. Scripts of these names "
+        "are ./ctl, ./plan and ./ui.",
         add_help=False,
     )
     _add_job(p)
@@ -473,4 +474,12 @@ def _add_output(p: FlagParser) -> None:
         None,
         metavar="[ADDRESS:]PORT",
         help="serve metrics to Prometheus at this port, of all interfaces unless an address is given; 0: a free port",
+    )
+    p.own(
+        "--ui-port",
+        "ELAUNCH_UI_PORT",
+        None,
+        metavar="[ADDRESS:]PORT",
+        help="serve a page that shows the job, at this port of this machine only unless an address is given; 0: a free "
+        "port",
     )

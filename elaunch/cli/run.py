@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from elaunch import checkpoints, replica_check
 from elaunch.agent import notices
 from elaunch.agent.config import (
+    ALL_INTERFACES,
+    LOOPBACK,
     AgentConfig,
     DetectionSettings,
     OutputSettings,
@@ -22,8 +24,8 @@ from elaunch.agent.config import (
     StopSettings,
     TrainingSettings,
     WorkerProgram,
+    parse_address,
     parse_health,
-    parse_metrics,
     parse_nproc,
     parse_signals,
 )
@@ -37,7 +39,7 @@ from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
 
-COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace")
+COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace", "ui")
 """Modules beside this one: the first word of a command line that is not that of a job."""
 
 
@@ -101,7 +103,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             logs_specs=args.logs_specs,
             events=args.events,
             events_to_console=args.event_log_handler == "console",
-            metrics=parse_metrics(args.metrics_port),
+            metrics=parse_address(args.metrics_port, "--metrics-port", ALL_INTERFACES),
+            ui=parse_address(args.ui_port, "--ui-port", LOOPBACK),
         ),
         detection=DetectionSettings(
             health=parse_health(args.health_policy, args.health_interval),

@@ -31,7 +31,7 @@ def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
     inside = {edge for tile in plan.tiles for edge in (tile.layers.start, tile.layers.stop) if 0 < edge < plan.n_layers}
     # The stages of a pipeline mostly have the very same micro-batches.
     known = {id(tile.micro_batches): tile for tile in plan.tiles}
-    joined = {key: tuple(_joined(tile, plan.global_batch_size)) for key, tile in known.items()}
+    joined = {key: tuple(runs_of(tile, plan.global_batch_size)) for key, tile in known.items()}
     runs = [joined[id(tile.micro_batches)] for tile in plan.tiles]
     for first, stop in pairwise(sorted({0, *inside, max(0, plan.n_layers)})):
         here = (i for i, tile in enumerate(plan.tiles) if tile.layers.start <= first and stop <= tile.layers.stop)
@@ -39,7 +39,7 @@ def bands(plan: Plan) -> Iterator[tuple[range, tuple[Patch, ...]]]:
         yield range(first, stop), tuple(_patches(boxes, plan.global_batch_size))
 
 
-def _joined(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
+def runs_of(tile: Tile, batch: int) -> Iterator[tuple[int, int]]:
     """Returns the runs of a tile inside the batch, with adjacent ones joined."""
     start = stop = 0
     for run in (run for micro_batch in tile.micro_batches for run in micro_batch if run):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from itertools import chain, groupby
 from string import ascii_lowercase, ascii_uppercase, digits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch.plan.coverage import bands
 
@@ -19,12 +19,24 @@ _GAP, _OVERLAP = ".", "!"
 _NOBODY, _SEVERAL = -1, -2
 _WRONG = "red"
 
-_MOST_RECTANGLES = 2000
+MOST_RECTANGLES = 2000
+"""Beyond so many runs, a picture shows cells of a grid."""
+
 _GRID_COLUMNS, _GRID_ROWS = 96, 40
 _MOST_LEGEND = 64
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _LINE = 960, 60, 20, 56, 18
 _MOST_HEIGHT = 640
+
+
+class Rectangle(NamedTuple):
+    """A part of a picture: what these workers do, or, if there are none, what is not done exactly once."""
+
+    layers: range
+    samples: range
+    workers: tuple[str, ...]
+    what: str
+    has_outline: bool = True
 
 
 def draw(plan: Plan, columns: int = 96, rows: int = 40) -> str:
@@ -73,8 +85,9 @@ def to_svg(plan: Plan) -> str:
         *(_text(_LEFT + sample * per_sample, _TOP - 6, sample, 'text-anchor="middle"') for sample in _ticks(batch)),
         _box(_LEFT, _TOP, batch * per_sample, height, "none", "black"),
     ]
-    for layers, samples, colour, outline, what in _rectangles(plan):
+    for layers, samples, workers, what, has_outline in rectangles(plan):
         x, y = _LEFT + samples.start * per_sample, _TOP + layers.start * per_layer
+        colour, outline = (_colour(workers), "black" if has_outline else "none") if workers else ("none", _WRONG)
         body.append(_box(x, y, len(samples) * per_sample, len(layers) * per_layer, colour, outline, what))
     line = _TOP + height + 2 * _LINE
     names = list(dict.fromkeys(tile.workers for tile in plan.tiles))
@@ -122,11 +135,11 @@ def _stronger(old: int, new: int, empty: int) -> int:
     return min(old, new) if old < 0 or new < 0 or old == empty else old
 
 
-def _rectangles(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
-    """Yields (layers, samples, colour, outline, description), with errors last so that they are on top."""
+def rectangles(plan: Plan) -> Iterator[Rectangle]:
+    """Yields the rectangles of a picture, with errors last so that they are on top."""
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return
-    if sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > _MOST_RECTANGLES:
+    if sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > MOST_RECTANGLES:
         yield from _cells(plan)
         return
     for index, tile in enumerate(plan.tiles):
@@ -134,15 +147,15 @@ def _rectangles(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
             for samples in micro_batch:
                 what = f"tile {index}, micro-batch {number}: {_where(tile.layers, samples)}: {','.join(tile.workers)}"
                 layers = _clipped(tile.layers, plan.n_layers)
-                yield layers, _clipped(samples, plan.global_batch_size), _colour(tile.workers), "black", what
+                yield Rectangle(layers, _clipped(samples, plan.global_batch_size), tile.workers, what)
     for layers, patches in bands(plan):
         for start, stop, tiles in patches:
             if len(tiles) != 1:
                 what = f"{_where(layers, range(start, stop))}: {'more than one' if tiles else 'nobody'}"
-                yield layers, range(start, stop), "none", _WRONG, what
+                yield Rectangle(layers, range(start, stop), (), what)
 
 
-def _cells(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
+def _cells(plan: Plan) -> Iterator[Rectangle]:
     per_row, per_column = -(-plan.n_layers // _GRID_ROWS), -(-plan.global_batch_size // _GRID_COLUMNS)
     for row, cells in enumerate(_grid(plan, per_column, per_row)):
         layers = _clipped(range(row * per_row, (row + 1) * per_row), plan.n_layers)
@@ -151,12 +164,10 @@ def _cells(plan: Plan) -> Iterator[tuple[range, range, str, str, str]]:
             end = column + len(list(same))
             samples = _clipped(range(column * per_column, end * per_column), plan.global_batch_size)
             column = end
-            if cell < 0:
-                who, colour, outline = "more than one" if cell == _SEVERAL else "nobody", "none", _WRONG
-            else:
-                workers = plan.tiles[cell].workers
-                who, colour, outline = f"{','.join(workers)} and perhaps others", _colour(workers), "none"
-            yield layers, samples, colour, outline, f"{_where(layers, samples)}: {who}"
+            workers = () if cell < 0 else plan.tiles[cell].workers
+            nobody = "more than one" if cell == _SEVERAL else "nobody"
+            who = f"{','.join(workers)} and perhaps others" if workers else nobody
+            yield Rectangle(layers, samples, workers, f"{_where(layers, samples)}: {who}", has_outline=False)
 
 
 def _clipped(run: range, size: int) -> range:

@@ -10,6 +10,17 @@ from elaunch.errors import UsageError
 from elaunch.telemetry.events import number
 
 
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Returns the event of a line of a log; None: it is none."""
+    try:
+        event = json.loads(line)
+        texts = isinstance(event["kind"], str) and isinstance(event["node"], str)
+        known = texts and number(event["t"]) is not None and type(event["generation"]) is int
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return event if known else None
+
+
 def read_events(paths: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the events of all these logs in the order of their times. A last line that is not whole is left out.
 
@@ -26,13 +37,8 @@ def read_events(paths: Sequence[str]) -> list[dict[str, Any]]:
         for place, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                event = json.loads(line)
-                texts = isinstance(event["kind"], str) and isinstance(event["node"], str)
-                known = texts and number(event["t"]) is not None and type(event["generation"]) is int
-            except (ValueError, LookupError, TypeError, RecursionError):
-                known = False
-            if not known:
+            event = parse_event(line)
+            if event is None:
                 raise UsageError(f"{path}:{place} is no event; `--events` writes the logs that can be read here")
             found.append(event)
     return sorted(found, key=lambda event: float(event["t"]))

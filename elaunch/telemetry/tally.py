@@ -46,7 +46,7 @@ def _count(counter: Counter[str], name: object, by: int = 1) -> None:
     counter[text if text in counter or len(counter) < MOST_NAMES else "other"] += by
 
 
-def _end_of(event: Event) -> str:
+def end_of(event: Event) -> str:
     """Returns the name of the signal that ended a worker, or its exit code."""
     if event.get("signal") is None:
         return str(count(event.get("exitcode")))
@@ -154,7 +154,7 @@ class Tally:
             case "transition":
                 self._take_transition(event)
             case "worker_exited":
-                _count(self.exits, _end_of(event))
+                _count(self.exits, end_of(event))
             case "checkpoint":
                 self.saves.add(seconds(event.get("seconds")))
                 self.saved_bytes += count(event.get("bytes"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -76,6 +79,29 @@ def metrics(node: Node) -> dict[tuple[str, str], float]:
         }
 
 
+def check_pages(spawn: Spawner, node: Node) -> None:
+    """The agent's page shows the recovery from its events, and that of `elaunch ui` from the job's documents."""
+    (own,) = re.findall(r"\] ui: (http://127\.0\.0\.1:\d+/)$", node.agent.text(), re.MULTILINE)
+    server = spawn.elaunch("ui", name="ui")
+    (other,) = re.findall(r"http://\S+", server.wait_for_text("(Ctrl-C ends it)", LIMIT_S))
+    for url in (own, other):
+        page = wait_until(partial(page_of, url, 3), LIMIT_S, f"three members at {url}")
+        assert page["recoveries"] == 1, url
+        (repair,) = [one["recovery"] for one in page["changes"] if (one["recovery"] or {}).get("interrupted")]
+        assert repair["cause"] == "worker node0/1#0 was killed by SIGKILL"
+        assert page["step"] > 20
+        with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
+            assert b"page.js" in reply.read()
+    server.signal(signal.SIGINT)
+    assert server.wait(LIMIT_S) == 0, server.tail()
+
+
+def page_of(url: str, members: int) -> dict[str, Any] | None:
+    with urllib.request.urlopen(f"{url}job.json", timeout=LIMIT_S) as reply:
+        found: dict[str, Any] = json.load(reply)
+    return found if found["members"] == members else None
+
+
 @pytest.fixture(autouse=True)
 def a_machine_without_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").mkdir()
@@ -86,13 +112,15 @@ def test_metrics_top_and_spans_follow_a_job_whose_worker_is_killed(
     spawn: Spawner, tmp_path: Path, collector: Collector
 ) -> None:
     script = (TRAIN, "--steps", "100000", "--sleep", "0.01", "--die", "1:20:reduce")
-    flags = ("--standalone", "--nproc-per-node=3", "--slow-policy=report", "--rdzv-id=run-17")
+    flags: tuple[str, ...] = ("--standalone", "--nproc-per-node=3", "--slow-policy=report", "--rdzv-id=run-17")
     sends = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
         "OTEL_BSP_SCHEDULE_DELAY": "600000",
     }
-    node = elaunch(spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", script=script, environment=sends)
+    node = elaunch(
+        spawn, tmp_path, *flags, "--metrics-port=127.0.0.1:0", "--ui-port=0", script=script, environment=sends
+    )
     wait_for(node, lambda: len(node.events("transition")) >= 3, START_S, "the replacement to join")
     wait_until(lambda: metrics(node)["elaunch_node_workers", "member"] == 3, LIMIT_S, "three members")
     before, found, after = len(node.events("step")), metrics(node), len(node.events("step"))
@@ -119,6 +147,7 @@ def test_metrics_top_and_spans_follow_a_job_whose_worker_is_killed(
     # In a terminal it is drawn again as steps commit, until the job's etcd has gone.
     looks = spawn([sys.executable, "-c", IN_TERMINAL, sys.executable, "-m", "elaunch", "ctl", "top"], name="top")
     wait_until(lambda: len(set(re.findall(r"step ([\d,]+)", looks.text()))) >= 3, LIMIT_S, looks.tail)
+    check_pages(spawn, node)
     node.agent.signal(signal.SIGINT)
     assert node.agent.wait(LIMIT_S) == 1, node.agent.tail()
     looks.wait(LIMIT_S)

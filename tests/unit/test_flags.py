@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli import ctl, plan, run, simulate, trace
+from elaunch.cli import ctl, plan, run, simulate, trace, ui
 from elaunch.cli.flags import conf_keys, parser
 from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
 from tests.helpers import ROOT
@@ -22,6 +22,7 @@ PARSERS = {
     "elaunch plan": plan.parser,
     "elaunch simulate": simulate.parser,
     "elaunch trace": trace.parser,
+    "elaunch ui": ui.parser,
 }
 
 

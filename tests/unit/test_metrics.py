@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from elaunch.agent.config import parse_metrics
+from elaunch.agent.config import ALL_INTERFACES, parse_address
 from elaunch.agent.output.events import EventLog
 from elaunch.errors import LaunchError, StoreUnavailable, UsageError
 from elaunch.rendezvous.membership import (
@@ -30,7 +30,8 @@ from elaunch.rendezvous.membership import (
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.telemetry.exporter import MOST_CONNECTIONS, MetricsExporter
+from elaunch.telemetry.bounded import MOST_CONNECTIONS
+from elaunch.telemetry.exporter import MetricsExporter
 from elaunch.telemetry.metrics import metrics_of
 from elaunch.telemetry.node_view import NodeView, view_of
 from elaunch.telemetry.tally import MOST_NAMES, Tally
@@ -246,10 +247,10 @@ def test_a_listener_that_fails_is_given_no_more_and_ends_nothing(
     ],
 )
 def test_a_port_may_have_an_address(text: str | None, address: tuple[str, int] | None) -> None:
-    assert parse_metrics(text) == address
+    assert parse_address(text, "--metrics-port", ALL_INTERFACES) == address
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "70000", "::1:9400", "127.0.0.1:"])
 def test_what_is_no_port_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a port, 0 for a free one, or ADDRESS:PORT"):
-        parse_metrics(text)
+        parse_address(text, "--metrics-port", ALL_INTERFACES)

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from elaunch.telemetry.exporter import MetricsExporter
     from elaunch.telemetry.node_view import NodeView
     from elaunch.telemetry.spans import SpanSender
+    from elaunch.telemetry.ui.server import JobPage, UiListener
 
 METRICS_MISSING = "--metrics-port needs the package prometheus-client: pip install 'elaunch[metrics]'"
 SPANS_MISSING = "OTEL_* asks for spans, which need packages that are not there: pip install 'elaunch[otel]'"
+
+UI_HOLD_S = 0.5
+"""The page is made anew so often at most, however many look: that takes the agent some milliseconds."""
 
 
 def asks_for_spans(environ: Mapping[str, str]) -> bool:
@@ -33,7 +37,9 @@ def asks_for_spans(environ: Mapping[str, str]) -> bool:
 
 
 class Telemetry:
-    """The metrics and the spans of an agent. It starts threads: make it when everything that forks has been forked.
+    """The metrics, the page and the spans of an agent.
+
+    It starts threads: make it when everything that forks has been forked.
 
     Args:
         config: the settings.
@@ -46,6 +52,8 @@ class Telemetry:
     def __init__(self, config: AgentConfig, say: Callable[[str], None]) -> None:
         self._metrics: MetricsExporter | None = None
         self._spans: SpanSender | None = None
+        self._page: JobPage | None = None
+        self._ui: UiListener | None = None
         if config.output.metrics is not None:
             try:
                 from elaunch.telemetry.exporter import MetricsExporter
@@ -57,6 +65,14 @@ class Telemetry:
             self._metrics = MetricsExporter(config.job, config.node, address, port)
             host = socket.gethostname() if address in ("0.0.0.0", "::") else address
             say(f"metrics: http://{f'[{host}]' if ':' in host else host}:{self._metrics.port}/metrics")
+
+        if config.output.ui is not None:
+            from elaunch.telemetry.ui.history import JobHistory
+            from elaunch.telemetry.ui.server import JobPage, UiListener
+
+            self._page = JobPage(JobHistory(config.job, "agent"), hold_s=UI_HOLD_S)
+            self._ui = UiListener(self._page, *config.output.ui, "--ui-port")
+            say(f"ui: {self._ui.url}")
 
         if asks_for_spans(os.environ):
             try:
@@ -71,7 +87,7 @@ class Telemetry:
     @property
     def listeners(self) -> list[EventListener]:
         """Returns what is to be given each event."""
-        return [one.take for one in (self._metrics, self._spans) if one is not None]
+        return [one.take for one in (self._metrics, self._page, self._spans) if one is not None]
 
     def timed(self, store: Store) -> Store:
         """Returns the store with its requests timed, if somebody wants to know."""
@@ -90,6 +106,7 @@ class Telemetry:
         """Ends what listens, and sends the last spans."""
         if self._spans is not None:
             self._spans.close()
-        if self._metrics is not None:
-            with contextlib.suppress(OSError):
-                self._metrics.close()
+        for server in (self._metrics, self._ui):
+            if server is not None:
+                with contextlib.suppress(OSError):
+                    server.close()
