@@ -44,19 +44,19 @@ class Network:
         ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
         ip("link", "set", outside, "master", self._tag, "up")
         ip("-n", space, "link", "set", "lo", "up")
-        ip("-n", space, "addr", "add", f"{self._address(name)}/24", "dev", "eth0")
+        ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         return space
 
     def cut(self, one: str, other: str, both_ways: bool = True) -> None:
         """Nothing of `one` reaches `other` any more, nor the other way round."""
-        ip("-n", f"{self._tag}-{one}", "route", "add", "blackhole", f"{self._address(other)}/32")
+        ip("-n", f"{self._tag}-{one}", "route", "add", "blackhole", f"{self.address(other)}/32")
         if both_ways:
             self.cut(other, one, both_ways=False)
 
     def mend(self, one: str, other: str, both_ways: bool = True) -> None:
         """Undo `cut`."""
-        ip("-n", f"{self._tag}-{one}", "route", "del", "blackhole", f"{self._address(other)}/32")
+        ip("-n", f"{self._tag}-{one}", "route", "del", "blackhole", f"{self.address(other)}/32")
         if both_ways:
             self.mend(other, one, both_ways=False)
 
@@ -69,7 +69,8 @@ class Network:
         """Pull the cable of a host, or put it back."""
         ip("link", "set", f"{self._tag}{self._hosts[name]}", "up" if into else "down")
 
-    def _address(self, name: str) -> str:
+    def address(self, name: str) -> str:
+        """Return the address of a host."""
         return f"{self._subnet}.{self._hosts[name]}"
 
     def close(self) -> None:

@@ -22,7 +22,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 START_S = 30.0
 LIMIT_S = 20.0
 
-# What a command of Slurm needs at least of a cluster whose nodes are processes. Job steps take no cgroups.
+# What a command of Slurm needs at least of a cluster whose nodes are processes. Job steps take no cgroups. A job
+# that is queued again waits for `cred_expire` seconds.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -30,7 +31,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/m/socket
+AuthInfo=socket={folder}/m/socket,cred_expire=20
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
@@ -49,6 +50,9 @@ SlurmdParameters=config_overrides
 KillWait=5
 """
 
+# On nodes, their names are addresses of this host. No process of a job sees another /etc/hosts.
+KNOWING_NODES = 'mount --bind "$0" /etc/hosts && exec "$@"'
+
 
 class TestSlurm:
     """Commands of this Slurm, which SLURM_CONF names."""
@@ -63,7 +67,10 @@ class TestSlurm:
 
     def start(self, name: str) -> None:
         """Starts slurmctld, or the slurmd of a node."""
-        program = ["/usr/sbin/slurmctld", "-D"] if name == "slurmctld" else ["/usr/sbin/slurmd", "-D", "-N", name]
+        program = ["/usr/sbin/slurmctld", "-D"]
+        if name != "slurmctld":
+            hosts = str(self.configuration.parent / "hosts")
+            program = ["unshare", "--mount", "sh", "-c", KNOWING_NODES, hosts, "/usr/sbin/slurmd", "-D", "-N", name]
         self.servers[name] = self._spawn(program, env=self._env, name=name)
 
     def lose(self, node: str, agent: int) -> None:
@@ -71,10 +78,9 @@ class TestSlurm:
         self.servers[node].signal(signal.SIGKILL)
         self.servers[node].wait(LIMIT_S)
         whole = psutil.Process(agent)
-        script = psutil.Process(whole.ppid())
-        step = psutil.Process(script.ppid())
-        assert step.name() == "slurmstepd", step
-        for process in (step, script, whole, *whole.children(recursive=True)):
+        above = whole.parents()
+        step = next(at for at, process in enumerate(above) if process.name() == "slurmstepd")
+        for process in (above[step], *above[:step], whole, *whole.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):  # workers go with their agent
                 process.kill()
         self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
@@ -115,6 +121,8 @@ def slurm(spawn: Spawner, nodes: int, cpus: int) -> Iterator[TestSlurm]:
             for name in names
         ]
         lines.append(f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP")
+        known = [f"127.0.0.{index + 1} {name}" for index, name in enumerate(names)]
+        (folder / "hosts").write_text("\n".join([Path("/etc/hosts").read_text(), *known, ""]))
         configuration = folder / "slurm.conf"
         configuration.write_text("\n".join(lines) + "\n")
         yield from _serving(spawn, TestSlurm(spawn, configuration), folder, names)

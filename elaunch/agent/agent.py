@@ -104,6 +104,7 @@ class Agent:
                 max_nodes=config.max_nodes,
                 max_restarts=config.max_restarts,
                 shutdown_s=config.stop.shutdown_timeout,
+                left_code=config.stop.left_code,
                 role=config.role,
                 rank=config.rendezvous.node_rank,
                 warm_start=config.start.warm and config.start.warm_start,
@@ -147,7 +148,8 @@ class Agent:
         """Runs the node's part of the job.
 
         Returns:
-            torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1.
+            torchrun's exit codes: 0 when the job or this node's part of it ended well, else 1; or what the settings say
+            for a node that has left.
         """
         handled = self._config.stop.signals
         self._inbox.take_signals((*handled, *(number for number in ANNOUNCEMENTS if number not in handled)))

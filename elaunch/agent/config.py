@@ -136,11 +136,13 @@ class StopSettings:
         signals: to the agent.
         notices: sources of announcements that the node will be taken away, each with its name.
         shutdown_timeout: seconds after which workers that were told to end are killed.
+        left_code: exit code of a node that has left a job which goes on.
     """
 
     signals: tuple[int, ...] = DEFAULT_SIGNALS
     notices: tuple[tuple[str, Notice], ...] = ()
     shutdown_timeout: float = 30.0
+    left_code: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,12 +145,17 @@ def _gcp() -> Announcement | None:
 
 def _azure() -> Announcement | None:
     base = os.environ.get(METADATA_URL, "http://169.254.169.254")
-    reply = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-    return azure_announcement(reply or "{}")
+    header = {"Metadata": "true"}
+    reply = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", header) or "{}"
+    if azure_announcement(reply) is None:
+        return None
+    # The events of a scale set or an availability set come to all of its machines.
+    machine = _get(f"{base}/metadata/instance/compute/name?api-version=2021-02-01&format=text", header)
+    return azure_announcement(reply, (machine or "").strip())
 
 
-def azure_announcement(reply: str) -> Announcement | None:
-    """Reads Azure's scheduled events.
+def azure_announcement(reply: str, machine: str = "") -> Announcement | None:
+    """Reads Azure's scheduled events: those of this machine, by its name, or of all where it is not known.
 
     Raises:
         ValueError: they are none.
@@ -160,10 +165,14 @@ def azure_announcement(reply: str) -> Announcement | None:
         raise ValueError(f"expected a list of events, found {reply[:80]!r}")
     for event in events:
         kind = event.get("EventType") if isinstance(event, dict) else None
-        if kind in ("Preempt", "Terminate"):
-            named = event.get("Resources", [])
-            resources = ", ".join(map(str, named[:8])) if isinstance(named, list) else ""
-            return Announcement(f"{kind} of {resources or 'this machine'}", 30.0)
+        if kind not in ("Preempt", "Terminate"):
+            continue
+        found = event.get("Resources", [])
+        named = [str(one) for one in found] if isinstance(found, list) else []
+        if machine and named and machine.lower() not in (name.lower() for name in named):
+            continue
+        left_s = _seconds_to_http_date(str(event.get("NotBefore", "")))
+        return Announcement(f"{kind} of {', '.join(named[:8]) or 'this machine'}", 30.0 if left_s is None else left_s)
     return None
 
 
@@ -207,6 +216,17 @@ def _seconds_to(time_text: str) -> float | None:
     """To a time as in 2026-11-20T10:11:12Z; None where it is none."""
     try:
         then = datetime.fromisoformat(time_text)
+        return max(0.0, then.replace(tzinfo=then.tzinfo or UTC).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _seconds_to_http_date(text: str) -> float | None:
+    """To a time as in Mon, 19 Sep 2026 18:29:47 GMT; None where it is none."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        then = parsedate_to_datetime(text)
         return max(0.0, then.replace(tzinfo=then.tzinfo or UTC).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None

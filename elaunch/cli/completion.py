@@ -14,6 +14,7 @@ from elaunch.agent import local_jobs
 from elaunch.agent.config import BACKENDS
 from elaunch.cli import ctl, plan, schedule, simulate, trace, ui
 from elaunch.cli.flags import parser
+from elaunch.cli.rendezvous import slurm
 from elaunch.policy.settings import CONSISTENCIES, POLICIES, SLOW_POLICIES
 
 VARIABLE = "_ARGCOMPLETE"
@@ -29,7 +30,7 @@ COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
 }
 
 VALUES: dict[str, Callable[[], Iterator[str]]] = {
-    "rdzv_backend": lambda: iter(BACKENDS),
+    "rdzv_backend": lambda: iter((*BACKENDS, slurm.BACKEND)),
     "rdzv_id": lambda: (job.id for job in local_jobs.running()),
     "policy": lambda: iter(POLICIES),
     "consistency": lambda: iter(CONSISTENCIES),

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -94,6 +94,10 @@ class FlagParser(argparse.ArgumentParser):
         else:
             options["default"] = default if value is None else value
         self._section.add_argument(name, **options)
+
+    def use_defaults(self, values: Mapping[str, str]) -> None:
+        """Sets defaults of flags of `flag`, by the names of their values; a variable PET_<NAME> goes before them."""
+        self.set_defaults(**{name: text for name, text in values.items() if f"PET_{name.upper()}" not in os.environ})
 
     def split_at_script(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the launcher's own words, the script among them, and the script's arguments.
@@ -248,7 +252,8 @@ def _add_rendezvous(p: FlagParser) -> None:
         default="",
         metavar="NAME",
         help="static: nodes meet at --master-addr and --master-port, each has its --node-rank; c10d: the first node "
-        "hosts the rendezvous at --rdzv-endpoint; etcd: the server there. Not given: etcd if there is an endpoint and "
+        "hosts the rendezvous at --rdzv-endpoint; slurm: c10d, with nodes, endpoint and names from the step of srun; "
+        "etcd: the server at the endpoint. Not given: etcd if there is an endpoint and "
         "no --node-rank, else static",
     )
     p.flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the rendezvous; several etcd servers: with commas")
@@ -305,6 +310,13 @@ def _add_state(p: FlagParser) -> None:
         metavar="NAME[:ARG],…",
         help="who announces that this machine is taken away, so that the node drains before: file:PATH, aws, gcp, "
         "azure, or what a package adds",
+    )
+    p.own(
+        "--left-exit-code",
+        "ELAUNCH_LEFT_EXIT_CODE",
+        "0",
+        metavar="N",
+        help="exit code of a node that has left a job which goes on, for those who start again what fails",
     )
 
 

@@ -32,12 +32,15 @@ from elaunch.agent.config import (
 from elaunch.agent.launch import launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
 from elaunch.cli.flags import NO_ID, parser, where_to_read
-from elaunch.cli.rendezvous_flags import FOREIGN, count, read_rendezvous
+from elaunch.cli.rendezvous import slurm
+from elaunch.cli.rendezvous.flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
+
+MAX_EXIT_CODE = 255
 
 COMMANDS = ("ctl", "plan", "schedule", "simulate", "trace", "ui")
 """Modules beside this one: the first word of a command line that is not that of a job."""
@@ -53,6 +56,10 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     flags = parser()
     own, script_args = flags.split_at_script(sys.argv[1:] if argv is None else argv)
     args = flags.parse_args(own)
+    if args.rdzv_backend == slurm.BACKEND:
+        flags.use_defaults(slurm.step_defaults(os.environ))
+        args = flags.parse_args(own)
+        args.rdzv_backend = "c10d"
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)
@@ -97,6 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
             signals=parse_signals(args.signals_to_handle),
             notices=notices.parse(args.notice),
             shutdown_timeout=_seconds("--shutdown-timeout", timeout),
+            left_code=_left_code(args.left_exit_code),
         ),
         output=OutputSettings(
             logs=_logs(args, job),
@@ -157,6 +165,13 @@ def _seconds(flag: str, text: str | float) -> float:
     if not 0 <= number < float("inf"):
         raise UsageError(f"{flag}={text}: expected a number of seconds")
     return number
+
+
+def _left_code(text: str) -> int:
+    code = count("--left-exit-code", text)
+    if code > MAX_EXIT_CODE:
+        raise UsageError(f"--left-exit-code={text}: expected a number of at most {MAX_EXIT_CODE}")
+    return code
 
 
 def _node_name(standalone: bool) -> str:

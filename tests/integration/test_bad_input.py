@@ -93,7 +93,10 @@ def assert_refused(ended: Ended, code: int, *words: str) -> None:
         ),
         (("--nproc-per-node=x", "script.py"), ("--nproc-per-node=x: expected a number",)),
         (("--nproc-per-node=-2", "script.py"), ("--nproc-per-node=-2: expected a number",)),
-        (("--rdzv-backend=zzz", "script.py"), ("--rdzv-backend=zzz: expected one of static, c10d, etcd, etcd-v3",)),
+        (
+            ("--rdzv-backend=zzz", "script.py"),
+            ("--rdzv-backend=zzz: expected one of static, c10d, etcd, etcd-v3, slurm",),
+        ),
         (("--rdzv-conf=zzz=1", "script.py"), ("--rdzv-conf 'zzz=1': expected key=value with a key of", "join_timeout")),
         (("--rdzv-conf=join_timeout", "script.py"), ("--rdzv-conf 'join_timeout': expected key=value",)),
         (("--rdzv-conf=join_timeout=soon", "script.py"), ("'join_timeout=soon': expected a number of seconds",)),

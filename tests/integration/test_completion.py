@@ -41,7 +41,7 @@ def offered(line: str, folder: Path) -> set[str]:
     ("line", "words"),
     [
         ("elaunch --checkpoint-", {"--checkpoint-dir", "--checkpoint-every"}),
-        ("elaunch --rdzv-backend ", {"static", "c10d", "etcd", "etcd-v3"}),
+        ("elaunch --rdzv-backend ", {"static", "c10d", "etcd", "etcd-v3", "slurm"}),
         ("elaunch --slow-policy re", {"rebalance", "replace", "report"}),
         ("elaunch --standalone train", {"train.py"}),
         ("elaunch ct", {"ctl"}),

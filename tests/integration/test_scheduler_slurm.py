@@ -275,8 +275,8 @@ def test_a_lost_node_and_an_agent_that_does_not_leave(cluster: Cluster) -> None:
 def test_a_time_limit_ends_a_job_as_the_docs_say(
     spawn: Spawner, tmp_path: Path, etcd: EmbeddedEtcd, only_the_script: bool
 ) -> None:
-    """The batch script of docs/running.md; without `B:` in it, the signal kills the workers, too."""
-    (text,) = re.findall(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs" / "running.md").read_text(), re.DOTALL)
+    """The batch script of docs/slurm.md; without `B:` in it, the signal kills the workers, too."""
+    (text,) = re.findall(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
     words = {
         "etcd.example:2379": etcd.endpoint,
         "--nodes=4": "--nodes=2",

@@ -981,6 +981,17 @@ class TestSignals:
         assert node.exits("a/0#0", 0) == [Exit(0)]
         assert node.life.doc().peers.unreachable == ()
 
+    @pytest.mark.parametrize(("over", "code"), [(False, 143), (True, 0)])
+    def test_a_node_that_has_left_ends_with_the_code_for_it_unless_the_job_is_done(self, over: bool, code: int) -> None:
+        node = member_node()
+        node.life.settings = replace(node.life.settings, left_code=143)
+        node.does(node.life.on_signal(signal.SIGTERM, NOW_S))
+        node.train("b/0#0", leaving=("a/0#0",))
+        node.life.on_leaving("a/0#0")
+        if over:
+            node.does(node.life.on_result(Result(True), NOW_S))
+        assert node.exits("a/0#0", 0) == [Exit(code)]
+
     def test_the_last_node_says_that_nobody_goes_on_and_ends_with_1(self) -> None:
         node = member_node(others=())
         assert "no other node is left to go on" in said(node.life.on_signal(signal.SIGTERM, NOW_S))

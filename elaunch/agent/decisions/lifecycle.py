@@ -495,5 +495,5 @@ class Lifecycle:
         return [Signal(slot.worker, number) for slot in self.running]
 
     def _end_if_over(self) -> list[Action]:
-        end = None if self.running else self.ending.exit(self.result, self.saved)
+        end = None if self.running else self.ending.exit(self.result, self.saved, self.settings.left_code)
         return [] if end is None else [end]

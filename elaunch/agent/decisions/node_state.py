@@ -21,7 +21,10 @@ TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What the lifecycle needs to know of the command line. Times in seconds."""
+    """What the lifecycle needs to know of the command line. Times in seconds.
+
+    `left_code` is the exit code of a node that has left a job which goes on.
+    """
 
     node: str
     host: str
@@ -34,6 +37,7 @@ class NodeSettings:
     rank: int = 0
     warm_start: bool = False
     register_s: float = 900.0
+    left_code: int = 0
 
     @property
     def is_alone(self) -> bool:
@@ -89,19 +93,21 @@ class Ending:
         else:
             self.unheard = self.draining and generation.stage is GenerationStage.START and node in generation.nodes
 
-    def exit(self, result: Result | None, saved: int | None) -> Exit | None:
+    def exit(self, result: Result | None, saved: int | None, left_code: int) -> Exit | None:
         """Returns how the agent ends now that no worker runs; None if it stays.
 
         Args:
             result: of the job, once there is one.
             saved: number of steps in the newest checkpoint.
+            left_code: exit code of a node that has left a job which goes on.
         """
+        in_order = Exit(left_code if result is None else 0)
         if self.stopping:
-            return Exit(self.exit_code, "" if self.exit_code == 0 else self.stopping)
+            return Exit(self.exit_code, self.stopping) if self.exit_code else in_order
         if self.unheard:
             return None
         if self.draining:
-            return Exit(self.exit_code, f"stopped by {self.reason}; {_kept(saved)}" if self.exit_code else "")
+            return Exit(self.exit_code, f"stopped by {self.reason}; {_kept(saved)}") if self.exit_code else in_order
         if result is not None:
             return Exit(0 if result.succeeded else 1, "" if result.succeeded else result.message)
         return None

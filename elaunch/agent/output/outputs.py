@@ -111,7 +111,7 @@ class Outputs:
             sys.stderr.write(report(self._config.program.script, failures) + "\n")
             sys.stderr.flush()
             copy_to_launcher(root_cause(failures))
-        elif code != 0:
+        elif code != 0 and text:
             record_own_error(RuntimeError(text))
         if self._result_path:
             ranks = sorted(self._ranks.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elaunch.agent.config import BACKENDS, HOSTED_PORT, MASTER_PORT, STATIC_SHIFT, RendezvousSettings
 from elaunch.agent.launch import is_free_here
+from elaunch.cli.rendezvous import slurm
 from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
 
@@ -25,7 +26,7 @@ def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> Rendezvous
 
         if plugins.find(plugins.HANDLERS, backend) is None:
             raise UsageError(
-                f"--rdzv-backend={backend}: expected one of {', '.join(BACKENDS)}, or the name of a "
+                f"--rdzv-backend={backend}: expected one of {', '.join((*BACKENDS, slurm.BACKEND))}, or the name of a "
                 f"{plugins.HANDLERS} entry point; etcd is spoken to as etcd v3"
             )
         return RendezvousSettings(FOREIGN, "", RendezvousConf())
