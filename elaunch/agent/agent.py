@@ -160,7 +160,7 @@ class Agent:
             while self._exit is None:
                 self._turn()
             self._participant.publish(self._life.doc())
-            self._hand_over(time.monotonic() + HAND_OVER_S)
+            self._hand_over(time.monotonic() + self._config.rendezvous.conf.lease_ttl + HAND_OVER_S)
         finally:
             notices.close()
             last = self._serves_others() and self._life.result is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from pyetcd import etcdrpc
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.connection import ServerConnection
 from elaunch.rendezvous.cluster.servers import EtcdMember, peer_url
+from elaunch.rendezvous.membership import split_address
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 _IS_VOTER = "can only promote a learner member"
 _NOT_READY = "in sync with leader"
 _UNKNOWN = "member not found"
+
+ANSWER_S = 0.3
+"""How long a server may take to accept a connection."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _MESSAGES = {
@@ -66,6 +71,15 @@ class ClusterMembers:
             )
             for one in answer.members
         )
+
+    def answers(self, client: str) -> bool:
+        """Returns whether somebody listens at a server's address for agents."""
+        try:
+            host, port = split_address(client)
+            with socket.create_connection((host, port), ANSWER_S):
+                return True
+        except (OSError, ValueError):
+            return False
 
     def add(self, peer: str) -> None:
         """Adds a learner that listens for other servers at `peer`; does nothing if it is there."""

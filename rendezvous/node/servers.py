@@ -45,6 +45,9 @@ class StoreMembers(Protocol):
     def remove(self, member: str) -> None:
         """Removes a server."""
 
+    def answers(self, client: str) -> bool:
+        """Returns whether somebody listens at a server's address for agents."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -141,8 +144,16 @@ class ServerKeeper:
             is_new = any(not one.client for one in members)  # etcd hears of it when the server serves
             self.due_s = now_s + STEP_S if is_new else now_s + LOST_S if lost else inf
             return
+        if isinstance(step, RemoveServer) and not self._can_spare(cluster, members, step.member):
+            self.due_s = now_s + LOST_S
+            return
         self._take(cluster, members, step)
         self.due_s = now_s + STEP_S
+
+    def _can_spare(self, cluster: StoreMembers, members: tuple[EtcdMember, ...], member: EtcdMember) -> bool:
+        """Returns whether the others are a quorum: a node may be dead although its lease has not run out yet."""
+        others = [one for one in members if one.votes and one != member]
+        return sum(cluster.answers(one.client) for one in others) > len(others) // 2
 
     def _take(self, cluster: StoreMembers, members: tuple[EtcdMember, ...], step: ServerStep) -> None:
         match step:

@@ -143,6 +143,19 @@ def test_a_node_that_is_drained_hands_the_store_over(spawn: Spawner, tmp_path: P
     job.end()
 
 
+def test_all_may_leave_right_after_a_loss(spawn: Spawner, tmp_path: Path) -> None:
+    """While the lost node's lease lasts, none of the other two servers is taken out."""
+    job = Job(spawn, tmp_path, "abc")
+    wait_for_members(job.all, 3)
+    job.servers(3)
+    job.lose("a")
+    job.nodes["b"].agent.signal(signal.SIGUSR2)
+    for name, node in job.nodes.items():
+        assert node.agent.wait(60) is not None
+        assert "the rendezvous store is away" not in node.agent.text(), f"{name}: {node.agent.tail()}"
+    losses(job.all)
+
+
 @pytest.mark.soak
 def test_without_two_of_the_three_that_host_the_store_the_others_end_with_a_reason(
     spawn: Spawner, tmp_path: Path
