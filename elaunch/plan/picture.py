@@ -19,9 +19,7 @@ _GAP, _OVERLAP = ".", "!"
 _NOBODY, _SEVERAL = -1, -2
 _WRONG = "red"
 
-MOST_RECTANGLES = 2000
-"""Beyond so many runs, a picture shows cells of a grid."""
-
+_MOST_RECTANGLES = 2000
 _GRID_COLUMNS, _GRID_ROWS = 96, 40
 _MOST_LEGEND = 64
 
@@ -135,11 +133,16 @@ def _stronger(old: int, new: int, empty: int) -> int:
     return min(old, new) if old < 0 or new < 0 or old == empty else old
 
 
+def has_many_runs(plan: Plan) -> bool:
+    """Returns whether a picture of the plan shows cells of a grid."""
+    return sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > _MOST_RECTANGLES
+
+
 def rectangles(plan: Plan) -> Iterator[Rectangle]:
     """Yields the rectangles of a picture, with errors last so that they are on top."""
     if plan.n_layers < 1 or plan.global_batch_size < 1:
         return
-    if sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > MOST_RECTANGLES:
+    if has_many_runs(plan):
         yield from _cells(plan)
         return
     for index, tile in enumerate(plan.tiles):

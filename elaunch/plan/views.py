@@ -12,7 +12,8 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from elaunch.plan.tiling import MicroBatch, Plan, PlanError, n_rows
+from elaunch.plan.sums import Node, nodes
+from elaunch.plan.tiling import MicroBatch, Plan, PlanError, Tile, n_rows
 
 T = TypeVar("T")
 
@@ -314,6 +315,35 @@ def unit_of(plan: Plan, micro_batch: MicroBatch) -> int | None:
     """Returns the unit whose rows, all and in order, a micro-batch has; None if it has any other rows."""
     parts = rows_by_unit(plan, micro_batch)
     return parts[0][0] if len(parts) == 1 and len(parts[0][1]) == len(plan.unit(parts[0][0])) else None
+
+
+@once_per_plan
+def tiles_by_group(plan: Plan) -> dict[tuple[str, ...], list[Tile]]:
+    """Returns the tiles of each tensor-parallel group."""
+    found: dict[tuple[str, ...], list[Tile]] = {}
+    for tile in plan.tiles:
+        found.setdefault(tile.workers, []).append(tile)
+    return found
+
+
+def partial_sums(plan: Plan, layer: int, tiles: Sequence[Tile], in_tree: bool) -> tuple[Node | None, ...]:
+    """Returns the sums of a layer's gradient that are left of what these tiles add.
+
+    Args:
+        plan: of the tiles.
+        layer: others than the tiles of this one add nothing.
+        tiles: of one worker.
+        in_tree: whether whole units are summed along one tree over all of them; else, and of other micro-batches, there
+            is one sum, None.
+    """
+    units = [
+        unit_of(plan, micro_batch) if in_tree else None
+        for tile in tiles
+        if layer in tile.layers
+        for micro_batch in tile.micro_batches
+    ]
+    whole = nodes(plan.n_units, [unit for unit in units if unit is not None])
+    return (*whole, None) if None in units else whole
 
 
 _Source = tuple[int, int, int, int, int]

@@ -196,7 +196,9 @@ def _each(plan: Plan, profile: Profile, play: Callable[[Plan], T]) -> list[tuple
     for component in components(plan):
         key = _likeness(component, profile)
         if in_tree:
-            key = key, tuple(alignment(component.plan, tile) for tile in component.plan.tiles)
+            # The shape says which tiles have the very same micro-batches.
+            cuts = {id(tile.micro_batches): tile.micro_batches for tile in component.plan.tiles}
+            key = key, tuple(alignment(plan, cut) for cut in cuts.values())
         if key not in known:
             known[key] = play(component.plan)
         found.append((component, known[key]))

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
-from elaunch.plan.sums import Node, TreeSum, nodes
-from elaunch.plan.tiling import Plan, Tile
+from elaunch.plan.sums import Node, TreeSum
+from elaunch.plan.tiling import MicroBatch, Plan, Tile
 from elaunch.plan.timeline import crews_of
-from elaunch.plan.views import GradientGroup, gradient_groups, once_per_plan, unit_of
+from elaunch.plan.views import (
+    GradientGroup,
+    gradient_groups,
+    once_per_plan,
+    partial_sums,
+    tiles_by_group,
+    unit_of,
+)
 from elaunch.policy.profile import Profile
 
 
@@ -144,10 +152,10 @@ def sums_in_tree(profile: Profile) -> bool:
     return profile.knows_gradients and any(layer.summed_in_tree for layer in profile.layers)
 
 
-def alignment(plan: Plan, tile: Tile) -> tuple[int, ...]:
-    """Returns a key; tiles with equal keys whose micro-batches are alike keep as many partial sums at each moment."""
+def alignment(plan: Plan, micro_batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+    """Returns a key; micro-batches that are alike and have equal keys leave as many partial sums at each moment."""
     size = plan.micro_batch_size
-    units = sorted({run.start // size for micro_batch in tile.micro_batches for run in micro_batch})
+    units = sorted({run.start // size for micro_batch in micro_batches for run in micro_batch})
     if not units:
         return ()
     level = (units[-1] - units[0]).bit_length()
@@ -167,25 +175,15 @@ def _terms(plan: Plan, profile: Profile, group: GradientGroup) -> list[int]:
     """Returns how many sums each replica of a gradient group sends of each of its layers."""
     if not any(profile.layers[layer].summed_in_tree for layer in group.layers):
         return [1] * len(group.replicas)
-    tiles = _tiles_of_groups(plan)
+    tiles = tiles_by_group(plan)
     counts: dict[tuple[tuple[int, ...], ...], int] = {}
     found = []
     for workers in group.replicas:
         here = [tile for tile in tiles[workers] if group.layers[0] in tile.layers]
-        key = tuple(alignment(plan, tile) for tile in here)
+        key = tuple(alignment(plan, tile.micro_batches) for tile in here)
         if key not in counts:
-            units = [unit_of(plan, micro_batch) for tile in here for micro_batch in tile.micro_batches]
-            whole = [unit for unit in units if unit is not None]
-            counts[key] = len(nodes(plan.n_units, whole)) + (len(whole) < len(units))
+            counts[key] = len(partial_sums(plan, group.layers[0], here, in_tree=True))
         found.append(counts[key])
-    return found
-
-
-@once_per_plan
-def _tiles_of_groups(plan: Plan) -> dict[tuple[str, ...], list[Tile]]:
-    found: dict[tuple[str, ...], list[Tile]] = {}
-    for tile in plan.tiles:
-        found.setdefault(tile.workers, []).append(tile)
     return found
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 
-from elaunch.plan.sums import Node, nodes
-from elaunch.plan.tiling import Plan, Tile
-from elaunch.plan.views import Feed, holders, inputs, outputs, unit_of
+from elaunch.plan.sums import Node
+from elaunch.plan.tiling import Plan
+from elaunch.plan.views import Feed, holders, inputs, outputs, partial_sums, tiles_by_group
 from elaunch.workers.state.layout import OptimizerShard, StateLayout
 
 _NUMBERS = 1 << 28
@@ -135,14 +135,12 @@ class GradientTerms:
     """The terms of each layer's gradient, and the numbers under which they travel to the owners of its shards."""
 
     def __init__(self, plan: Plan, layout: StateLayout, bitwise: bool) -> None:
-        tiles: dict[tuple[str, ...], list[Tile]] = {}
-        for tile in plan.tiles:
-            tiles.setdefault(tile.workers, []).append(tile)
+        tiles = tiles_by_group(plan)
         self.terms = [
             tuple(
                 Term(replica, node)
                 for replica, workers in enumerate(tp_groups)
-                for node in _nodes(plan, layer, tiles[workers], bitwise)
+                for node in partial_sums(plan, layer, tiles[workers], bitwise)
             )
             for layer, tp_groups in enumerate(layout.holders)
         ]
@@ -152,14 +150,3 @@ class GradientTerms:
     def number(self, shard: OptimizerShard, term: int) -> int:
         """Returns the number of the message that brings term `term` of a layer's gradient to the owner of a shard."""
         return self._first[shard] + term
-
-
-def _nodes(plan: Plan, layer: int, tiles: Sequence[Tile], bitwise: bool) -> tuple[Node | None, ...]:
-    units = [
-        unit_of(plan, micro_batch) if bitwise else None
-        for tile in tiles
-        if layer in tile.layers
-        for micro_batch in tile.micro_batches
-    ]
-    whole = nodes(plan.n_units, [unit for unit in units if unit is not None])
-    return (*whole, None) if None in units else whole

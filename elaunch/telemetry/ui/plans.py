@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from elaunch.plan.coverage import runs_of
-from elaunch.plan.picture import MOST_RECTANGLES, rectangles
+from elaunch.plan.picture import has_many_runs, rectangles
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.telemetry.ui.texts import text as bounded
 
@@ -28,7 +27,7 @@ def plan_document(text: str) -> dict[str, Any]:
 
 
 def _drawn(plan: Plan) -> dict[str, Any]:
-    is_joined = sum(map(len, chain.from_iterable(tile.micro_batches for tile in plan.tiles))) > MOST_RECTANGLES
+    is_joined = has_many_runs(plan)
     if is_joined:
         batch = plan.global_batch_size
         joined = (tuple((range(*run),) for run in runs_of(tile, batch)) for tile in plan.tiles)
