@@ -253,17 +253,17 @@ class EmbeddedEtcd:
 
     def _spawn(self, has_threads: bool) -> None:
         client_url = self._client_url
-        name, peer_url = (self._peer, f"http://{self._peer}") if self._peer else ("elaunch", _PEER_URL)
-        cluster = ",".join(f"{peer}=http://{peer}" for peer in self._cluster)
+        name, url = (self._peer, peer_url(self._peer)) if self._peer else ("elaunch", _PEER_URL)
+        cluster = ",".join(f"{peer}={peer_url(peer)}" for peer in self._cluster)
         command = [
             find_etcd(),
             f"--name={name}",
             "--data-dir=data",
             f"--listen-client-urls={client_url}",
             f"--advertise-client-urls={client_url}",
-            f"--listen-peer-urls={peer_url}",
-            f"--initial-advertise-peer-urls={peer_url}",
-            f"--initial-cluster={cluster or f'{name}={peer_url}'}",
+            f"--listen-peer-urls={url}",
+            f"--initial-advertise-peer-urls={url}",
+            f"--initial-cluster={cluster or f'{name}={url}'}",
             f"--initial-cluster-state={'existing' if cluster else 'new'}",
         ]
         # Variables of the user's own etcd would collide with these flags, which etcd treats as fatal.
@@ -371,6 +371,11 @@ def _bindable_port(family: socket.AddressFamily, address: str, port: int) -> int
                 raise LaunchError(_port_in_use(address, port)) from error
             raise LaunchError(f"etcd cannot listen on {address} port {port}: {error}") from error
         return int(probe.getsockname()[1])
+
+
+def peer_url(peer: str) -> str:
+    """Returns the address `host:port` of a server for other servers as etcd wants it."""
+    return f"http://{peer}"
 
 
 def free_address(host: str) -> str:

@@ -21,7 +21,7 @@ from elaunch.agent.tcp_store.process import StoreProcess, make_store_process
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
-from elaunch.rendezvous.conf import ETCD_PORT, RendezvousConf, own_address, parse_endpoint
+from elaunch.rendezvous.conf import RendezvousConf, own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
 
 AGAIN_S = 0.2
@@ -83,7 +83,7 @@ def launch(config: AgentConfig) -> int:
             telemetry = Telemetry(config, partial(_say, config.node))
             place = None
             if several:
-                port = parse_endpoint(endpoint.split(",")[0], ETCD_PORT)[1]
+                port = parse_endpoints(endpoint, config.rendezvous.backend)[0][1]
                 place = ServerPlace(host, port, supervisor.remove_at_the_end, peer) if peer or hosted is None else None
             open_store.dress = telemetry.timed
             agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place)
@@ -169,7 +169,7 @@ def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[
     try:
         hosted.wait_ready(rendezvous.conf.connect_timeout, say)
     except LaunchError:
-        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)):
+        if rendezvous.backend != "c10d" or is_free_here(*parse_endpoints(rendezvous.endpoint, "c10d")[0]):
             raise
         return False
     return True
@@ -197,7 +197,7 @@ def _host_rendezvous(
     if rendezvous.backend == "standalone":
         host, name, port = local_addr or "127.0.0.1", "127.0.0.1", 0
     else:
-        name, port = parse_endpoint(rendezvous.endpoint.split(",")[0], ETCD_PORT)
+        name, port = parse_endpoints(rendezvous.endpoint, rendezvous.backend)[0]
         host = local_addr or own_address(name, port)
         if not _is_host(rendezvous, name, port):
             return None, "", host, ""
@@ -228,13 +228,13 @@ def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
         return False
     if rendezvous.conf.is_host is not None:
         return rendezvous.conf.is_host
-    return is_free_here(name, port) and not any(map(_is_served, rendezvous.endpoint.split(",")[1:]))
+    return is_free_here(name, port) and not any(map(_is_served, parse_endpoints(rendezvous.endpoint, "c10d")[1:]))
 
 
-def _is_served(endpoint: str) -> bool:
+def _is_served(address: tuple[str, int]) -> bool:
     """Returns whether somebody listens there: then the job goes on without its first node, which comes back now."""
     try:
-        socket.create_connection(parse_endpoint(endpoint, ETCD_PORT), PROBE_S).close()
+        socket.create_connection(address, PROBE_S).close()
     except OSError:
         return False
     return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from elaunch.cli import status
 from elaunch.errors import RequestRefused
 from elaunch.rendezvous.observer import Documents, Observer
+from elaunch.telemetry.extras import is_missing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -27,7 +28,7 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "rich":
+        if not is_missing("rich", error):
             raise
         raise RequestRefused(MISSING) from error
     return Console()

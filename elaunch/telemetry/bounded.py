@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from http.server import HTTPServer
 from socketserver import BaseRequestHandler, ThreadingMixIn
 from typing import Any
+
+from elaunch import threads
+from elaunch.errors import LaunchError
+from elaunch.rendezvous.conf import join_endpoint
 
 MOST_CONNECTIONS = 16
 """That are served at a time; one more is closed."""
@@ -56,3 +61,43 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of connections that break off or are silent."""
+
+
+class HttpListener:
+    """A server that answers until it is closed.
+
+    Args:
+        make: makes the server at an address and a port.
+        address, port: where it listens; port 0: a free one.
+        flag: that said so.
+        thread: name of its thread.
+
+    Attributes:
+        port: where it listens.
+        url: of its root, as other machines reach it if it listens at all addresses.
+
+    Raises:
+        LaunchError: it cannot listen there.
+    """
+
+    def __init__(
+        self, make: Callable[[str, int], BoundedServer], address: str, port: int, flag: str, thread: str
+    ) -> None:
+        try:
+            self._server = make(address, port)
+        except OSError as error:
+            raise LaunchError(f"{flag}: cannot listen at port {port} of {address}: {error}") from error
+        self.port = self._server.server_port
+        host = socket.gethostname() if address in ("0.0.0.0", "::") else address
+        self.url = f"http://{join_endpoint(host, self.port)}/"
+        self._thread = threads.start(thread, self._server.serve_forever, lambda error: None)
+
+    def wait(self) -> None:
+        """Returns when it listens no more."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

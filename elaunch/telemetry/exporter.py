@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from elaunch import threads
-from elaunch.errors import LaunchError
-from elaunch.telemetry.bounded import SILENT_S, BoundedServer
+from elaunch.telemetry.bounded import SILENT_S, BoundedServer, HttpListener
 from elaunch.telemetry.events import Event
 from elaunch.telemetry.metrics import metrics_of
 from elaunch.telemetry.node_view import NodeView
@@ -32,9 +31,10 @@ class MetricsRequest(WSGIRequestHandler):
 class MetricsServer(BoundedServer, WSGIServer):
     """Listens at an address for Prometheus."""
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, registry: CollectorRegistry, address: str, port: int) -> None:
         super().__init__(address, port, MetricsRequest)
         self.setup_environ()
+        self.set_app(make_wsgi_app(registry))
 
 
 class MetricsExporter(Collector):
@@ -47,6 +47,7 @@ class MetricsExporter(Collector):
 
     Attributes:
         port: where it listens.
+        url: of the metrics.
         times: of the store; to be given to what makes its requests.
 
     Raises:
@@ -62,13 +63,9 @@ class MetricsExporter(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
-        try:
-            self._server = MetricsServer(address, port)
-        except OSError as error:
-            raise LaunchError(f"--metrics-port: cannot listen at port {port} of {address}: {error}") from error
-        self._server.set_app(make_wsgi_app(registry))
-        self.port = self._server.server_port
-        self._thread = threads.start("elaunch-metrics", self._server.serve_forever, lambda error: None)
+        make = partial(MetricsServer, registry)
+        self._listener = HttpListener(make, address, port, "--metrics-port", "elaunch-metrics")
+        self.port, self.url = self._listener.port, f"{self._listener.url}metrics"
 
     def take(self, event: Event) -> None:
         """Counts an event."""
@@ -86,6 +83,4 @@ class MetricsExporter(Collector):
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.close()

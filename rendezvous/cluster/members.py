@@ -12,7 +12,8 @@ from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.connection import ServerConnection
-from elaunch.rendezvous.cluster.servers import EtcdMember, peer_url
+from elaunch.rendezvous.cluster.servers import EtcdMember
+from elaunch.rendezvous.embedded import peer_url
 from elaunch.rendezvous.membership import split_address
 
 if TYPE_CHECKING:

@@ -19,11 +19,6 @@ CATCH_UP_S = 20.0
 """How long a learner may take to start and to catch up."""
 
 
-def peer_url(peer: str) -> str:
-    """Returns the address `host:port` of a server for other servers as etcd wants it."""
-    return f"http://{peer}"
-
-
 @dataclass(frozen=True, slots=True)
 class EtcdServer:
     """A node that serves the job's etcd, or is about to.

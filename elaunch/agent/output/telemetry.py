@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.errors import LaunchError
 from elaunch.telemetry.events import EventListener
+from elaunch.telemetry.extras import is_missing
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -58,13 +58,11 @@ class Telemetry:
             try:
                 from elaunch.telemetry.exporter import MetricsExporter
             except ModuleNotFoundError as error:
-                if (error.name or "").partition(".")[0] != "prometheus_client":
+                if not is_missing("prometheus_client", error):
                     raise
                 raise LaunchError(METRICS_MISSING) from error
-            address, port = config.output.metrics
-            self._metrics = MetricsExporter(config.job, config.node, address, port)
-            host = socket.gethostname() if address in ("0.0.0.0", "::") else address
-            say(f"metrics: http://{f'[{host}]' if ':' in host else host}:{self._metrics.port}/metrics")
+            self._metrics = MetricsExporter(config.job, config.node, *config.output.metrics)
+            say(f"metrics: {self._metrics.url}")
 
         if config.output.ui is not None:
             from elaunch.telemetry.ui.history import JobHistory
@@ -80,7 +78,7 @@ class Telemetry:
 
                 self._spans = export_spans(config.job, config.node)
             except ModuleNotFoundError as error:
-                if (error.name or "").partition(".")[0] != "opentelemetry":
+                if not is_missing("opentelemetry", error):
                     raise
                 say(SPANS_MISSING)  # the variables may be meant for the script
 

@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from elaunch.agent.config import STORE_NODES
 from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import join_endpoint
 
 BACKEND = "slurm"
 STEP = "SLURM_STEP_ID"
 """Set by `srun` for the tasks of a step, and not in the batch script around it."""
-
-ENDPOINTS = 3
-"""Nodes that are named as endpoints: with three, the store is on three nodes."""
 
 PORTS = range(20000, 30000)
 """From which a step gets its port: below those that systems give to outgoing connections."""
@@ -47,7 +45,7 @@ def step_defaults(variables: Mapping[str, str]) -> dict[str, str]:
     names = read_hosts(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
     return {
         "nnodes": str(nodes),
-        "rdzv_endpoint": ",".join(join_endpoint(name, port) for name in islice(names, ENDPOINTS)),
+        "rdzv_endpoint": ",".join(join_endpoint(name, port) for name in islice(names, STORE_NODES)),
         "rdzv_id": f"{job}.{step}-{restarts}" if restarts else f"{job}.{step}",
         "node_name": variables.get("SLURMD_NODENAME", ""),
     }

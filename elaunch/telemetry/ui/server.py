@@ -13,14 +13,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 
-from elaunch import __version__, threads
-from elaunch.errors import LaunchError
-from elaunch.telemetry.bounded import SILENT_S, BoundedServer
+from elaunch import __version__
+from elaunch.telemetry.bounded import SILENT_S, BoundedServer, HttpListener
 from elaunch.telemetry.ui.history import JobHistory
 from elaunch.telemetry.ui.plans import plan_document
 from elaunch.threads import describe
@@ -198,13 +197,13 @@ class UiRequest(BaseHTTPRequestHandler):
 class UiServer(BoundedServer):
     """Listens at an address for browsers."""
 
-    def __init__(self, address: str, port: int, page: JobPage) -> None:
+    def __init__(self, page: JobPage, address: str, port: int) -> None:
         self.page = page
         self.names = {"localhost", socket.gethostname().lower(), address.lower()}
         super().__init__(address, port, UiRequest)
 
 
-class UiListener:
+class UiListener(HttpListener):
     """A page that is served until it is closed.
 
     Args:
@@ -212,28 +211,9 @@ class UiListener:
         address, port: where it listens; port 0: a free one.
         flag: that said so.
 
-    Attributes:
-        url: of the page.
-
     Raises:
         LaunchError: it cannot listen there.
     """
 
     def __init__(self, page: JobPage, address: str, port: int, flag: str) -> None:
-        try:
-            self._server = UiServer(address, port, page)
-        except OSError as error:
-            raise LaunchError(f"{flag}: cannot listen at port {port} of {address}: {error}") from error
-        host = socket.gethostname() if address in ("0.0.0.0", "::") else address
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/"
-        self._thread = threads.start("elaunch-ui", self._server.serve_forever, lambda error: None)
-
-    def wait(self) -> None:
-        """Returns when it listens no more."""
-        self._thread.join()
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(partial(UiServer, page), address, port, flag, "elaunch-ui")
