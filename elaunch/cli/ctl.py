@@ -223,7 +223,7 @@ def _profile(args: argparse.Namespace) -> None:
     from elaunch.cli.profile_table import table
     from elaunch.policy.profile import Profile
 
-    with open_job(args) as (store, endpoint, job), contextlib.closing(Observer(store, job)) as observer:
+    with _observed(args) as (observer, endpoint, job):
         text = observer.documents.profile
     if not text:
         raise RequestRefused(

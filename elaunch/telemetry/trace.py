@@ -16,6 +16,7 @@ from elaunch.plan.tiling import Plan, PlanError
 from elaunch.plan.timeline import Kind, timeline
 from elaunch.rendezvous.membership import node_of, slot_of
 from elaunch.telemetry.events import Event, count, number, phases_of, seconds
+from elaunch.telemetry.tally import end_of
 
 TraceEvent = dict[str, Any]
 
@@ -235,7 +236,7 @@ def _draw_notes(
             case "decision":
                 trace.instant(JOB, NOTES, f"decision: {event.get('policy')}", t, _own(event))
             case "worker_exited":
-                how = f"signal {event['signal']}" if "signal" in event else f"exit code {event.get('exitcode')}"
+                how = end_of(event) if event.get("signal") is not None else f"exit code {end_of(event)}"
                 pid, tid = (life.pid, life.tid) if life is not None else (nodes[event["node"]], AGENT)
                 trace.instant(pid, tid, f"ends: {how}", t, _own(event))
             case _ if life is not None:

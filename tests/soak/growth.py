@@ -1,0 +1,66 @@
+"""Whether processes of a job take more and more: memory, descriptors, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+
+MB = 1_000_000
+LOOKS = 8
+"""How often a process must have been looked at; the first of these looks are not compared, it may still settle."""
+SETTLES = 2
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a process has: resident bytes, open descriptors, threads."""
+
+    memory: int
+    files: int
+    threads: int
+
+
+ALLOWED = {"agent": Look(6 * MB, 4, 2), "worker": Look(24 * MB, 8, 4)}
+"""How much more it may have at the end: caches of the allocator, and a link that is being made."""
+
+
+class Growth:
+    """What processes had, each time that the job was whole."""
+
+    def __init__(self) -> None:
+        self._looks: dict[tuple[str, str, int], list[Look]] = {}
+
+    def look(self, kind: str, name: str, pid: int) -> None:
+        """Looks at a process, which is an `agent` or a `worker`."""
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                look = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
+        except psutil.NoSuchProcess:
+            return
+        self._looks.setdefault((kind, name, pid), []).append(look)
+
+    def found(self) -> list[str]:
+        """Returns a line for each process that has grown."""
+        return [
+            line
+            for (kind, name, _), looks in self._looks.items()
+            if (line := grown(f"{kind} {name}", looks, ALLOWED[kind]))
+        ]
+
+
+def grown(who: str, looks: Sequence[Look], allowed: Look) -> str:
+    """Returns what a process has more than it may, after so many looks at it; empty: nothing, or too few looks."""
+    if len(looks) < LOOKS:
+        return ""
+    settled = looks[SETTLES:]
+    third = max(1, len(settled) // 3)
+    more = []
+    for field in ("memory", "files", "threads"):
+        first, last = (median(getattr(look, field) for look in part) for part in (settled[:third], settled[-third:]))
+        if last - first > getattr(allowed, field):
+            more.append(f"{field} {first:.0f} -> {last:.0f}")
+    return f"{who} grows in {len(looks)} looks: {', '.join(more)}" if more else ""
