@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import psutil
@@ -23,8 +26,8 @@ class Look:
     threads: int
 
 
-ALLOWED = {"agent": Look(6 * MB, 4, 2), "worker": Look(24 * MB, 8, 4)}
-"""How much more it may have at the end: caches of the allocator, and a link that is being made."""
+ALLOWED = {"agent": Look(6 * MB, 4, 8), "worker": Look(24 * MB, 8, 4)}
+"""How much more it may have at the end: caches of the allocator, a link that is being made, gRPC's pool of threads."""
 
 
 class Growth:
@@ -32,6 +35,7 @@ class Growth:
 
     def __init__(self) -> None:
         self._looks: dict[tuple[str, str, int], list[Look]] = {}
+        self._holds: dict[tuple[str, str, int], list[Counter[str]]] = {}
 
     def look(self, kind: str, name: str, pid: int) -> None:
         """Looks at a process, which is an `agent` or a `worker`."""
@@ -42,14 +46,39 @@ class Growth:
         except psutil.NoSuchProcess:
             return
         self._looks.setdefault((kind, name, pid), []).append(look)
+        self._holds.setdefault((kind, name, pid), []).append(held(pid))
+
+    def told(self) -> str:
+        """Returns all looks at all processes, a line each."""
+        return "".join(
+            f"{kind} {name}: "
+            + "; ".join(f"{look.memory // MB} MB {look.files} files {look.threads} threads" for look in looks)
+            + "\n"
+            for (kind, name, _), looks in self._looks.items()
+        )
 
     def found(self) -> list[str]:
         """Returns a line for each process that has grown."""
-        return [
-            line
-            for (kind, name, _), looks in self._looks.items()
-            if (line := grown(f"{kind} {name}", looks, ALLOWED[kind]))
-        ]
+        lines = []
+        for key, looks in self._looks.items():
+            kind, name, _ = key
+            if line := grown(f"{kind} {name}", looks, ALLOWED[kind]):
+                more = self._holds[key][-1] - self._holds[key][SETTLES]
+                lines.append(f"{line} (more of: {', '.join(f'{what} {count}' for what, count in more.items())})")
+        return lines
+
+
+def held(pid: int) -> Counter[str]:
+    """Returns what a process has open and which threads it has, each kind with its number."""
+    found: Counter[str] = Counter()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found[f"thread {(task / 'comm').read_text().strip()}"] += 1
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found[f"file {str(file.readlink()).partition('[')[0]}"] += 1
+    return found
 
 
 def grown(who: str, looks: Sequence[Look], allowed: Look) -> str:

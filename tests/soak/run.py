@@ -88,10 +88,13 @@ def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
         time.sleep(fault.pause_s)
         met.append(_meet(rig, faults, fault))
         say(met[-1])
+        with (rig.folder / "met").open("a") as file:
+            file.write(f"{met[-1]}\n")
         for node in rig.hosts.values():
             growth.look("agent", node.name, node.agent.pid)
             for worker, pid in node.pids.items():
                 growth.look("worker", worker, pid)
+    (rig.folder / "growth").write_text(growth.told())
     if lines := growth.found():
         raise Unmet("\n".join(lines))
     rig.pace(0.0)

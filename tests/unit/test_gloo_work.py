@@ -178,4 +178,4 @@ def test_a_group_with_a_thread_that_never_ends_is_kept(monkeypatch: pytest.Monke
             bulk.poison()
         Task(bulks[0].close).result(5)
         Task(bulks[1].close).result(5)
-    assert [one for one, _ in kept] == [group]
+    assert [one.group for one in kept] == [group]

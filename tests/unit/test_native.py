@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elaunch.errors import CollectiveFailed, LinkLost, UsageError
 from elaunch.policy.collectives import parse, uses_native
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import gloo as gloo_module
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.ended import FREED_S, reach
@@ -113,6 +114,28 @@ def test_who_waits_for_a_silent_member_of_a_gloo_group_is_freed(silent: int) -> 
                 task.result(10)
         with pytest.raises(RuntimeError, match="closed"):
             bulks[silent - 1].all_reduce(torch.ones(1))
+
+
+def test_a_gloo_group_that_is_closed_with_a_thread_in_it_ends_when_that_comes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connections are open, as if the thread waited for a message whose end Gloo has lost."""
+    monkeypatch.setattr(gloo_module, "LONGEST", timedelta(seconds=1))
+    before = threads_of_gloo()
+    with gloo(2) as bulks:
+        work = bulks[0].all_reduce(torch.ones(1000))
+        bulks[0].close()
+        assert not work.is_completed()
+        assert len(gloo_module._KEPT) == 1
+        wait_until(work.is_completed, 20, "the thread to come out")
+    assert gloo_module._KEPT == []
+    del work
+    wait_until(lambda: threads_of_gloo() <= before, 20, "the threads to end")
+
+
+def threads_of_gloo() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
 
 
 def test_a_forked_child_does_not_keep_the_connections_open() -> None:

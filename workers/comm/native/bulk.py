@@ -105,3 +105,8 @@ class Bulk(Protocol):
 def keep(what: Any) -> None:
     """Keeps something for as long as this process lives, and has nothing destroy it at the end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+def release(what: Any) -> None:
+    """Takes back one `keep` of something, which is destroyed once nobody else has it."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.native import sockets
-from elaunch.workers.comm.native.bulk import keep
-from elaunch.workers.comm.native.gloo_work import CLOSED_S, LOOK_S, NO_TIMEOUT, Collective, GlooWork, GroupEnd, Messages
+from elaunch.workers.comm.native.bulk import keep, release
+from elaunch.workers.comm.native.gloo_work import CLOSED_S, LOOK_S, Collective, GlooWork, GroupEnd, Messages
 
 OPEN_TIMEOUT = timedelta(seconds=30)
 THREADS = 2  # as many all-reduces run at a time
@@ -27,6 +28,9 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
 
 ENDING_S = 0.1
 """For threads to come out of Gloo when the connections of a group have been closed."""
+
+LONGEST = timedelta(hours=2)
+"""For a collective: Gloo's thread in one whose message was lost on the way comes out of it then, and no sooner."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -61,7 +65,7 @@ class GlooBulk:
         place = self._place = _Place(store, lambda: self._end.has_come)
         sockets.tell(place, rank, own)
         group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", place), rank, size, options)
-        group._set_default_timeout(NO_TIMEOUT)
+        group._set_default_timeout(LONGEST)
         found = sockets.of_group(place, rank, size, own, older)
         with self._lock:
             self._connections = found
@@ -123,15 +127,20 @@ class GlooBulk:
         return None
 
     def close(self) -> None:
-        """Ends Gloo's threads. A group in which one of them waits for a message whose end was lost is kept instead."""
+        """Ends Gloo's threads. A group in which one of them waits for a message whose end was lost is kept until then.
+
+        Such a group has four descriptors and a thread.
+        """
+        _end_kept()
         self._end.pass_by(lambda: not self._end.is_awaited, CLOSED_S)
         end_s = time.monotonic() + ENDING_S
         while (self._end.is_awaited or self._is_stuck()) and time.monotonic() < end_s:
             time.sleep(LOOK_S)
         with self._lock:
             if self._group is not None and self._is_stuck():
-                keep((self._group, self._place))
+                _keep(_Kept(self._group, self._place, tuple(self._begun)))
             self._group = self._place = None
+            self._begun.clear()
             connections, self._connections = self._connections, []
         for one in connections:
             one.close()
@@ -155,6 +164,34 @@ class GlooBulk:
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A group that was closed while threads of Gloo were in it, with what these use."""
+
+    group: Any
+    place: dist.Store | None
+    begun: tuple[Collective, ...]
+
+
+_KEPT: list[_Kept] = []
+_KEEPING = threading.Lock()
+
+
+def _keep(kept: _Kept) -> None:
+    keep(kept)  # nor does the end of the process destroy it
+    with _KEEPING:
+        _KEPT.append(kept)
+
+
+def _end_kept() -> None:
+    """Destroys those that no thread of Gloo is in any more."""
+    with _KEEPING:
+        over = [one for one in _KEPT if all(work.is_completed() for work in one.begun)]
+        _KEPT[:] = [one for one in _KEPT if one not in over]
+    for one in over:
+        release(one)
 
 
 class _Place(dist.Store):
