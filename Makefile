@@ -3,7 +3,8 @@
 # make check   lint, and the tests that start no job: for every edit
 # make test    what every change must pass       (make test PYTEST_ARGS="-k layering -x" for some)
 # make simulate   thousands of random jobs and faults in simulated time   (SEEDS="0 100000": the first, and how many)
-# make soak    all tests in full: those marked `soak` too, and more examples of all others
+# make soak    all tests in full: those marked `soak` too, and more examples of all others; then jobs that meet 1,000 random faults
+#              (make faults FAULTS="--faults 50 --seed 3": the faults alone)
 # make conformance   torchrun's contract (LAUNCHER=torchrun make conformance: the same tests against torchrun)
 # make lint    ruff and mypy --strict
 # make bench   every benchmark                   (make bench BENCH_ARGS=--quick for small versions)
@@ -31,11 +32,12 @@ UNIT_PARALLEL ?= --numprocesses=$(shell expr $$(nproc) + 1) --dist=worksteal
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SEEDS ?= 0 10000
+FAULTS ?= --faults 1000
 # The programs that print a table: they import the reporter.
 BENCHMARKS = $(shell grep -l '^from benchmarks.report import' benchmarks/*.py)
 
 
-.PHONY: help setup demo check unit test simulate soak conformance lint bench FORCE
+.PHONY: help setup demo check unit test simulate soak faults conformance lint bench FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +55,10 @@ test: setup
 
 soak:
 	$(MAKE) test TEST_LIMIT_S=$(SOAK_LIMIT_S) PYTEST_ARGS='--soak $(PYTEST_ARGS)'
+	$(MAKE) faults
+
+faults: setup
+	$(BIN)/python -m tests.soak $(FAULTS)
 
 simulate: setup
 	$(BIN)/python -m tests.simulation $(SEEDS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     token = uuid.uuid4().hex
     os.environ[TEST_ID] = f"{token}/0"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     met: list[tuple[Round, Met]] = []
     failed: list[str] = []
     expected: dict[str, Steps] = {}

@@ -22,12 +22,12 @@ from tests.soak.means import Clock, small_disk
 from tests.soak.schedule import HOSTS, SETTINGS, WORKERS, Round
 
 SCRIPT = ROOT / "tests" / "jobs" / "soak.py"
-STEPS = 1200
+STEPS = 800
 SLOW_END = 150
 """The last steps take longer, so that a job does not end before it has met its faults."""
-SLEEP_S, SLOW_SLEEP_S = 0.08, 0.5
+SLEEP_S, SLOW_SLEEP_S = 0.12, 0.5
 CONF = "lease_ttl=2,link_timeout=2,last_call_timeout=90,attach_timeout=90"
-END_S = 240.0
+END_S = 600.0
 JOB_ID = "soak"
 
 Event = dict[str, Any]
