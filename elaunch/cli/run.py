@@ -31,7 +31,8 @@ from elaunch.agent.config import (
 )
 from elaunch.agent.launch import launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
-from elaunch.cli.flags import NO_ID, parser, where_to_read
+from elaunch.cli.flags.launcher import NO_ID, parser
+from elaunch.cli.flags.parser import where_to_read
 from elaunch.cli.rendezvous import slurm
 from elaunch.cli.rendezvous.flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
