@@ -10,6 +10,7 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     status                    leased; how far the training is       TrainingStatus
     generation                compare-and-swap by the leader        Generation
     size                      leased; written by the leader         JobSize
+    spares                    the same                              HeldSpares
     checks/<node>             leased; figures of its --node-check   elaunch.agent.watch.node_check.Figures
     requests/plan             leased; written by who asks for it    PlanRequest
     requests/size             the same                              JobSize
@@ -127,7 +128,8 @@ class NodeWorker:
 class JobConfig:
     """What all nodes of a job must agree on, and the secret its workers know each other by.
 
-    `training` has what scripts that use elaunch are told: names of flags or variables, and values.
+    `training` has what scripts that use elaunch are told: names of flags or variables, and values. `spares` is how many
+    nodes more than `max_nodes` are held ready.
     """
 
     min_nodes: int
@@ -135,6 +137,7 @@ class JobConfig:
     max_restarts: int | None
     token: str = ""
     training: tuple[tuple[str, str], ...] = ()
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +448,13 @@ class JobSize:
     min_nodes: int
     max_nodes: int
     t: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSpares:
+    """The nodes for which the job has no place, and that are to hold workers ready, in the order in which they join."""
+
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

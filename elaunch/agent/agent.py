@@ -13,7 +13,7 @@ from typing import Any
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Log, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.outage import Patience
@@ -358,6 +358,8 @@ class Agent:
                     self._starter.warm()
                 case Say():
                     self._journal.say(action.text)
+                case Log():
+                    self._journal.log(action.kind, nodes=list(action.nodes))
                 case Exit():
                     self._exit = action
 

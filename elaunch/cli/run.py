@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     own, script_args = flags.split_at_script(sys.argv[1:] if argv is None else argv)
     args = flags.parse_args(own)
     if args.rdzv_backend == slurm.BACKEND:
-        flags.use_defaults(slurm.step_defaults(os.environ))
+        flags.use_defaults(slurm.step_defaults(os.environ, args.spares))
         args = flags.parse_args(own)
         args.rdzv_backend = "c10d"
     low, high = parse_range(args.nnodes, "--nnodes")

@@ -73,6 +73,14 @@ def _add_job(p: FlagParser) -> None:
     p.flag(
         "--nproc-per-node", default="1", metavar="N", help="workers on this node: a number, cpu, gpu, npu, xpu or auto"
     )
+    p.own(
+        "--spares",
+        "ELAUNCH_SPARES",
+        "0",
+        metavar="N",
+        help="nodes beyond the maximum of --nnodes whose workers start and wait, so that they take the place of a lost "
+        "node at once; not for static rendezvous",
+    )
     p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
     p.flag(
         "--max-restarts",

@@ -15,11 +15,21 @@ FOREIGN = "foreign"  # a rendezvous of somebody else's
 
 
 def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
-    """Returns where and how `low` to `high` nodes meet, as the flags in `args` say.
+    """Returns where and how `low` to `high` nodes meet, and how many more are held ready, as the flags in `args` say.
 
     Raises:
         UsageError: a value cannot be used, or two do not go together.
     """
+    found, spares = _meeting(args, low, high), count("--spares", args.spares)
+    if spares and found.backend not in ("c10d", "etcd"):
+        raise UsageError(
+            f"--spares={spares} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: no node can "
+            f"come to a {found.backend} rendezvous beside those of --nnodes={args.nnodes}"
+        )
+    return replace(found, spares=spares)
+
+
+def _meeting(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
     backend = args.rdzv_backend
     if backend and backend not in BACKENDS:
         from elaunch.agent import plugins
