@@ -63,12 +63,13 @@ class WorkerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A place in a generation: one incarnation of a training process."""
+    """A place in a generation: one incarnation of a training process, in a failure domain if its node has one."""
 
     id: str
     node: str
     local_rank: int
     address: str = ""
+    domain: str = ""
 
 
 def worker_id(node: str, local_rank: int, incarnation: int) -> str:
@@ -292,6 +293,7 @@ class NodeDoc:
         port: offered to the workers for their own rendezvous.
         liveness_address: host:port at which the agent listens for nothing but this: where nobody listens any more, it
             is dead.
+        domain: the failure domain that the user has named (--failure-domain); empty: none.
         store_address: host:port at which an etcd of this node would listen for other servers of the job; empty: it
             serves none.
         cause: the last event that changed the job's members here, for people.
@@ -311,6 +313,7 @@ class NodeDoc:
     rank: int = 0
     port: int = 0
     liveness_address: str = ""
+    domain: str = ""
     store_address: str = ""
     cause: str = ""
     cause_t: float = 0.0

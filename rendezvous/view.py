@@ -105,7 +105,7 @@ def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
     if doc.progress.attempt < attempt:
         return ()  # it has still to hear that all start again
     return tuple(
-        Worker(worker.id, doc.node, worker.local_rank, worker.address)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address, doc.domain)
         for worker in sorted(doc.workers, key=lambda worker: worker.local_rank)
         if worker.state is WorkerState.READY
     )

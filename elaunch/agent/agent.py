@@ -107,6 +107,7 @@ class Agent:
                 left_code=config.stop.left_code,
                 role=config.role,
                 rank=config.rendezvous.node_rank,
+                domain=config.rendezvous.failure_domain,
                 warm_start=config.start.warm and config.start.warm_start,
                 register_s=config.rendezvous.conf.workers.register_timeout,
             ),

@@ -68,6 +68,7 @@ class RendezvousSettings:
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
         spares: how many nodes beyond the maximum hold workers ready.
+        failure_domain: of this node; empty: it has none but itself.
     """
 
     backend: str
@@ -76,6 +77,7 @@ class RendezvousSettings:
     node_rank: int = 0
     master: tuple[str, int] | None = None
     spares: int = 0
+    failure_domain: str = ""
 
     @property
     def is_hosted(self) -> bool:

@@ -61,6 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
         flags.use_defaults(slurm.step_defaults(os.environ, args.spares))
         args = flags.parse_args(own)
         args.rdzv_backend = "c10d"
+        args.failure_domain = args.failure_domain or slurm.failure_domain(os.environ)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)

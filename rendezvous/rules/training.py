@@ -196,7 +196,7 @@ def _joiners(
 def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -> tuple[Worker, ...]:
     """Returns those of `ids` that hold state, on nodes that all others reach."""
     return tuple(
-        Worker(worker.id, doc.node, worker.local_rank, worker.address)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address, doc.domain)
         for doc in nodes
         if not missing.get(doc.node)
         for worker in doc.workers

@@ -260,6 +260,15 @@ class TestCommandLine:
         monkeypatch.setenv("ELAUNCH_SPARES", "2")
         assert parse("--rdzv-endpoint=h", "--nnodes=2", "t.py").rendezvous.spares == 2
 
+    def test_a_failure_domain_is_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert parse("t.py").rendezvous.failure_domain == ""
+        assert parse("--failure-domain=rack 7", "t.py").rendezvous.failure_domain == "rack 7"
+        monkeypatch.setenv("ELAUNCH_FAILURE_DOMAIN", "eu-1a")
+        assert parse("t.py").rendezvous.failure_domain == "eu-1a"
+        for wrong in ("x" * 101, "a\nb"):
+            with pytest.raises(UsageError, match=r"--failure-domain='.*: expected at most 100 printable characters"):
+                parse(f"--failure-domain={wrong}", "t.py")
+
     def test_the_limit_of_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse("t.py").detection.hang == HangTimeout()
         monkeypatch.setenv("ELAUNCH_HANG_TIMEOUT", "90")

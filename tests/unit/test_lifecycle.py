@@ -530,14 +530,12 @@ class TestReplacement:
         node = Node(max_nodes=1)
         assert said(node.train("b/0#0")) == "this node waits as a spare: the job has its 1 node"
         assert started(node.does(node.life.on_spares(("c",), NOW_S))) == []
-        first = started(node.does(node.life.on_spares(("a",), NOW_S)))
-        assert len(first) == 1
-        node.ready(*first)
-        node.dies(*first)
-        second = started(node.later(BACKOFF_S[1]))
-        assert len(second) == 1, "one that dies is replaced, as a member is"
+        (first,) = started(node.does(node.life.on_spares(("a",), NOW_S)))
+        node.ready(first)
+        node.dies(first)
+        (second,) = started(node.later(BACKOFF_S[1]))  # one that dies is replaced, as a member is
         node.life.on_spares((), NOW_S)
-        node.dies(*second)
+        node.dies(second)
         assert started([*node.actions, *node.later(100)]) == [], "it is held no more"
 
     def test_incarnations_are_never_used_again(self) -> None:

@@ -93,6 +93,7 @@ class Lifecycle:
             workers=self.workers.report(),
             role=self.settings.role,
             rank=self.settings.rank,
+            domain=self.settings.domain,
             port=self.port,
             liveness_address=self.liveness_address,
             cause=self.workers.blame.cause,

@@ -35,6 +35,7 @@ class NodeSettings:
     shutdown_s: float = 30.0
     role: str = "default"
     rank: int = 0
+    domain: str = ""
     warm_start: bool = False
     register_s: float = 900.0
     left_code: int = 0

@@ -96,6 +96,13 @@ def _add_job(p: FlagParser) -> None:
         metavar="NAME",
         help="name of this node in identities and logs, unique in the job; default: the host's and a suffix",
     )
+    p.own(
+        "--failure-domain",
+        "ELAUNCH_FAILURE_DOMAIN",
+        metavar="NAME",
+        help="what this node shares with others that may be lost together, such as a rack: copies of the state go to "
+        "other domains; default: with slurm its switch, else the node alone",
+    )
     p.flag("--role", default="default", metavar="NAME", help="role of the workers of this node")
 
 

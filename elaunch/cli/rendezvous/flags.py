@@ -12,6 +12,7 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
 
 FOREIGN = "foreign"  # a rendezvous of somebody else's
+MOST_DOMAIN = 100  # characters; every worker of a generation has one
 
 
 def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
@@ -26,7 +27,10 @@ def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> Rendezvous
             f"--spares={spares} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: no node can "
             f"come to a {found.backend} rendezvous beside those of --nnodes={args.nnodes}"
         )
-    return replace(found, spares=spares)
+    domain = args.failure_domain
+    if len(domain) > MOST_DOMAIN or not domain.isprintable():
+        raise UsageError(f"--failure-domain={domain[:80]!r}: expected at most {MOST_DOMAIN} printable characters")
+    return replace(found, spares=spares, failure_domain=domain)
 
 
 def _meeting(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:

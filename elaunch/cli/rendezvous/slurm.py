@@ -56,6 +56,11 @@ def step_defaults(variables: Mapping[str, str], spares: str = "0") -> dict[str, 
     }
 
 
+def failure_domain(variables: Mapping[str, str]) -> str:
+    """Returns the switch, or the block, below which Slurm has this node; empty where no topology is configured."""
+    return variables.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+
+
 def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
     text = variables.get(name, default)
     if not text.isdecimal():
