@@ -22,6 +22,7 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, let_go, takes_part, too_few
 from elaunch.rendezvous.rules.early import restart_whole, same_everywhere
 from elaunch.rendezvous.rules.sick import sick_to_leave
+from elaunch.rendezvous.rules.spares import held, n_ready
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
     LeaderDecision,
@@ -55,7 +56,9 @@ def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDeci
     for doc in nodes:
         if doc.summary.abandoned and doc.node in generation.nodes and doc.progress.attempt == generation.attempt:
             return LeaderDecision("the job is abandoned", result=Result(False, doc.summary.abandoned))
-    if (hopeless := same_everywhere(generation, nodes)) is not None:
+    spares = held(view, settings)
+    concerned = [doc for doc in nodes if doc.node not in spares]
+    if (hopeless := same_everywhere(generation, concerned)) is not None:
         return hopeless
     if nodes and generation.nodes and not any(takes_part(doc, generation) for doc in nodes):
         return begin_again(view, generation, nodes, now_s, settings)
@@ -96,7 +99,7 @@ def to_leave(
     """
     if decision.all_leave:
         return {doc.node: decision.all_leave for doc in view.nodes if not doc.draining}
-    sick, most = sick_to_leave(view, settings.min_nodes, asked), settings.max_nodes
+    sick, most = sick_to_leave(view, settings.min_nodes, asked, n_ready(view, settings)), settings.max_nodes
     text = f"the job is to have {most} node{'' if most == 1 else 's'} from now on"
     return sick | dict.fromkeys(surplus(view, most, sick), text)
 

@@ -26,6 +26,7 @@ _NAMES = {
     "leader",
     "generation",
     "size",
+    "spares",
     "result",
     "servers",
     "profile",

@@ -10,6 +10,7 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     status                    leased; how far the training is       TrainingStatus
     generation                compare-and-swap by the leader        Generation
     size                      leased; written by the leader         JobSize
+    spares                    the same                              HeldSpares
     checks/<node>             leased; figures of its --node-check   elaunch.agent.watch.node_check.Figures
     requests/plan             leased; written by who asks for it    PlanRequest
     requests/size             the same                              JobSize
@@ -62,12 +63,13 @@ class WorkerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A place in a generation: one incarnation of a training process."""
+    """A place in a generation: one incarnation of a training process, in a failure domain if its node has one."""
 
     id: str
     node: str
     local_rank: int
     address: str = ""
+    domain: str = ""
 
 
 def worker_id(node: str, local_rank: int, incarnation: int) -> str:
@@ -127,7 +129,8 @@ class NodeWorker:
 class JobConfig:
     """What all nodes of a job must agree on, and the secret its workers know each other by.
 
-    `training` has what scripts that use elaunch are told: names of flags or variables, and values.
+    `training` has what scripts that use elaunch are told: names of flags or variables, and values. `spares` is how many
+    nodes more than `max_nodes` are held ready.
     """
 
     min_nodes: int
@@ -135,6 +138,7 @@ class JobConfig:
     max_restarts: int | None
     token: str = ""
     training: tuple[tuple[str, str], ...] = ()
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +293,7 @@ class NodeDoc:
         port: offered to the workers for their own rendezvous.
         liveness_address: host:port at which the agent listens for nothing but this: where nobody listens any more, it
             is dead.
+        domain: the failure domain that the user has named (--failure-domain); empty: none.
         store_address: host:port at which an etcd of this node would listen for other servers of the job; empty: it
             serves none.
         cause: the last event that changed the job's members here, for people.
@@ -308,6 +313,7 @@ class NodeDoc:
     rank: int = 0
     port: int = 0
     liveness_address: str = ""
+    domain: str = ""
     store_address: str = ""
     cause: str = ""
     cause_t: float = 0.0
@@ -445,6 +451,13 @@ class JobSize:
     min_nodes: int
     max_nodes: int
     t: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSpares:
+    """The nodes for which the job has no place, and that are to hold workers ready, in the order in which they join."""
+
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

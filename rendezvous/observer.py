@@ -15,6 +15,7 @@ from elaunch.rendezvous.membership import (
     JOBS_PREFIX,
     DrainRequest,
     Generation,
+    HeldSpares,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -33,6 +34,7 @@ class Documents:
 
     `profile` is what the job has measured of its layers, workers and links, in its JSON form; "": nothing yet.
     `status` is how far the training is; None: no step has committed yet.
+    `spares` are the nodes that hold workers ready, or are about to.
     `unreadable` are the keys, without the job's prefix, that hold no document of the job, and why. Of those that could
     be read before, the last version is shown.
     """
@@ -44,6 +46,7 @@ class Documents:
     status: TrainingStatus | None = None
     config: JobConfig | None = None
     size: JobSize | None = None
+    spares: tuple[str, ...] = ()
     unreadable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -159,6 +162,9 @@ class Observer:
         elif name == "size":
             if value is not None:  # it counts on where its writer has gone
                 self._documents = replace(self._documents, size=read_size(value))
+        elif name == "spares":
+            spares = () if value is None else from_json(HeldSpares, value).nodes
+            self._documents = replace(self._documents, spares=spares)
         elif name == "status":
             status = None if value is None else from_json(TrainingStatus, value)
             self._documents = replace(self._documents, status=status)

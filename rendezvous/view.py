@@ -13,6 +13,7 @@ class MembershipSettings:
     """Numbers of nodes and time limits of a job.
 
     Attributes:
+        spares: how many nodes more than `max_nodes` hold workers ready.
         max_restarts: whole restarts after a failure that memory cannot mend; None stands for none.
         last_call_s: how long a job with enough nodes, but not all, waits for more before it starts.
         join_s: how long it waits with fewer nodes than `min_nodes` before it fails.
@@ -26,6 +27,7 @@ class MembershipSettings:
 
     min_nodes: int = 1
     max_nodes: int = 1
+    spares: int = 0
     max_restarts: int | None = None
     last_call_s: float = 2.0
     join_s: float = 600.0
@@ -103,7 +105,7 @@ def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:
     if doc.progress.attempt < attempt:
         return ()  # it has still to hear that all start again
     return tuple(
-        Worker(worker.id, doc.node, worker.local_rank, worker.address)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address, doc.domain)
         for worker in sorted(doc.workers, key=lambda worker: worker.local_rank)
         if worker.state is WorkerState.READY
     )

@@ -280,7 +280,8 @@ class Recovery:
         self._transport.introduce({worker.id: worker.address for worker in generation.workers})
         self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
         self._clock.phases["connect_s"] = time.time() - started_t
-        self._group = Group(self._transport, generation.number, generation.ids)
+        domains = {worker.id: worker.domain for worker in generation.workers}
+        self._group = Group(self._transport, generation.number, generation.ids, domains=domains)
         self._poll(generation, self._group, self._clock, started_t - self._clock.told_t)
 
     def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Log, Say, Signal, Start, Tell, Warm, signal_name
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.outage import Patience
@@ -107,6 +107,7 @@ class Agent:
                 left_code=config.stop.left_code,
                 role=config.role,
                 rank=config.rendezvous.node_rank,
+                domain=config.rendezvous.failure_domain,
                 warm_start=config.start.warm and config.start.warm_start,
                 register_s=config.rendezvous.conf.workers.register_timeout,
             ),
@@ -358,6 +359,8 @@ class Agent:
                     self._starter.warm()
                 case Say():
                     self._journal.say(action.text)
+                case Log():
+                    self._journal.log(action.kind, nodes=list(action.nodes))
                 case Exit():
                     self._exit = action
 

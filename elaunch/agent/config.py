@@ -67,6 +67,8 @@ class RendezvousSettings:
         conf: the keys of `--rdzv-conf`.
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
+        spares: how many nodes beyond the maximum hold workers ready.
+        failure_domain: of this node; empty: it has none but itself.
     """
 
     backend: str
@@ -74,6 +76,8 @@ class RendezvousSettings:
     conf: RendezvousConf = field(default_factory=RendezvousConf)
     node_rank: int = 0
     master: tuple[str, int] | None = None
+    spares: int = 0
+    failure_domain: str = ""
 
     @property
     def is_hosted(self) -> bool:
@@ -81,13 +85,13 @@ class RendezvousSettings:
         return self.backend != "etcd"
 
     def store_nodes(self, max_nodes: int) -> int:
-        """Returns on how many nodes the store is, at most, in a job of so many nodes.
+        """Returns on how many nodes the store is, at most, in a job of so many nodes and its spares.
 
         Who gives several endpoints can find the job without its first node. Otherwise that node, when it comes back,
         would take itself for the first of a new job.
         """
         several = self.conf.store_nodes or (STORE_NODES if self.endpoint.count(",") >= STORE_NODES - 1 else 1)
-        return several if self.backend == "c10d" and max_nodes >= several else 1
+        return several if self.backend == "c10d" and max_nodes + self.spares >= several else 1
 
 
 @dataclass(frozen=True, slots=True)

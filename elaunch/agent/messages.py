@@ -91,7 +91,7 @@ class WorkerMessages:
 
     def node_view(self) -> NodeView:
         """Returns what metrics show of the state of this node; for any thread."""
-        return view_of(self._life.doc(), self._life.generation, self._profile)
+        return view_of(self._life.doc(), self._life.generation, self._profile, self._life.standby.spares)
 
     def show_status(self, now_s: float) -> None:
         """Shows how far the training is, if that is due at this time of the monotonic clock."""

@@ -79,6 +79,10 @@ class JobListener:
         """Has the lifecycle react to another number of nodes."""
         self._inbox.post(lambda life: life.on_resized(min_nodes, max_nodes, time.monotonic()))
 
+    def spared(self, nodes: tuple[str, ...]) -> None:
+        """Has the lifecycle hold workers ready where this node is a spare."""
+        self._inbox.post(lambda life: life.on_spares(nodes, time.monotonic()))
+
     def drains(self, request: DrainRequest) -> None:
         """Has this node leave, as somebody asked for."""
         self._inbox.post(lambda life: life.drain(request.reason, time.monotonic()))
@@ -159,10 +163,12 @@ def make_participant(
             config.max_nodes,
             config.max_restarts,
             training=settings_for_all(config.training, os.environ),
+            spares=config.rendezvous.spares,
         ),
         MembershipSettings(
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
+            spares=config.rendezvous.spares,
             max_restarts=config.max_restarts,
             last_call_s=conf.last_call_timeout,
             join_s=conf.join_timeout,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elaunch.cli.flags import where_to_read
+from elaunch.cli.flags.parser import where_to_read
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf
 

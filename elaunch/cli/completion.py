@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from elaunch.agent import local_jobs
 from elaunch.agent.config import BACKENDS
 from elaunch.cli import ctl, plan, schedule, simulate, trace, ui
-from elaunch.cli.flags import parser
+from elaunch.cli.flags.launcher import parser
 from elaunch.cli.rendezvous import slurm
 from elaunch.policy.settings import CONSISTENCIES, POLICIES, SLOW_POLICIES
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from elaunch.agent import local_jobs
 from elaunch.cli import status
 from elaunch.cli.commands import open_store, run_command, seconds
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.cli.request_plan import change_plan
 from elaunch.cli.resize import drain, resize
 from elaunch.errors import ElaunchError, RequestRefused, UsageError

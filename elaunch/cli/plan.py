@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.policy.candidates.reparallelize import Degrees

@@ -31,7 +31,8 @@ from elaunch.agent.config import (
 )
 from elaunch.agent.launch import launch
 from elaunch.agent.output.logs import LogSettings, parse_filters, parse_mask, parse_ranks
-from elaunch.cli.flags import NO_ID, parser, where_to_read
+from elaunch.cli.flags.launcher import NO_ID, parser
+from elaunch.cli.flags.parser import where_to_read
 from elaunch.cli.rendezvous import slurm
 from elaunch.cli.rendezvous.flags import FOREIGN, count, read_rendezvous
 from elaunch.detect import hang
@@ -57,9 +58,10 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     own, script_args = flags.split_at_script(sys.argv[1:] if argv is None else argv)
     args = flags.parse_args(own)
     if args.rdzv_backend == slurm.BACKEND:
-        flags.use_defaults(slurm.step_defaults(os.environ))
+        flags.use_defaults(slurm.step_defaults(os.environ, args.spares))
         args = flags.parse_args(own)
         args.rdzv_backend = "c10d"
+        args.failure_domain = args.failure_domain or slurm.failure_domain(os.environ)
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elaunch.cli.commands import open_store, run_command, seconds
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.errors import ElaunchError, StoreUnavailable, UsageError
 from elaunch.rendezvous.conf import ETCD_PORT, parse_conf, parse_endpoint
 from elaunch.rendezvous.store import Store

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.cli.plan import print_answer
 from elaunch.errors import UsageError
 from elaunch.policy.profile import Profile

@@ -68,9 +68,14 @@ def as_values(documents: Documents, job: str, endpoint: str, now_t: float) -> di
         "training": None,
         "slow": slow_slots(speeds),
         "nodes": [
-            {"node": doc.node, "host": doc.host, "remark": _mark(doc, generation).strip(" ()")}
+            {"node": doc.node, "host": doc.host, "remark": _mark(doc, documents).strip(" ()")}
             for doc in documents.nodes
         ],
+        "spares": {
+            "wanted": documents.config.spares if documents.config is not None else 0,
+            "nodes": list(documents.spares),
+            "ready": [doc.node for doc in documents.nodes if _is_ready_spare(doc, documents)],
+        },
         "workers": [],
         "unreadable": [{"key": job_prefix(job) + name, "why": why} for name, why in documents.unreadable],
     }
@@ -116,6 +121,9 @@ def describe(documents: Documents, now_t: float) -> str:
         lines.append(
             f"plan: asked for; {f'still to change over: {names_text(left)}' if left else 'all have changed over'}"
         )
+    if documents.config is not None and documents.config.spares:
+        n_ready = sum(_is_ready_spare(doc, documents) for doc in documents.nodes)
+        lines.append(f"spares: {n_ready} of {documents.config.spares} ready")
     lines += [_nodes_line(documents), *_worker_lines(documents, generation)]
     return "\n".join(lines)
 
@@ -155,18 +163,29 @@ def ago_text(seconds: float) -> str:
 
 
 def _nodes_line(documents: Documents) -> str:
-    present = [f"{doc.node}{_mark(doc, documents.generation)}" for doc in documents.nodes]
+    present = [f"{doc.node}{_mark(doc, documents)}" for doc in documents.nodes]
     return f"nodes: {', '.join(present) or 'none'}"
 
 
-def _mark(doc: NodeDoc, generation: Generation | None) -> str:
+def _is_ready_spare(doc: NodeDoc, documents: Documents) -> bool:
+    """Returns whether a node is a spare all of whose workers wait to become members."""
+    ready = [worker for worker in doc.workers if worker.state is WorkerState.READY]
+    return doc.node in documents.spares and len(ready) == doc.slots
+
+
+def _mark(doc: NodeDoc, documents: Documents) -> str:
+    generation = documents.generation
     if doc.draining:
         return " (leaves)"
     if doc.peers.cut:
         return f" (does not reach {', '.join(one.node for one in doc.peers.cut)})"
     if doc.peers.stalled:
         return " (all its workers wait for others)"
-    return "" if generation is None or doc.node in generation.nodes else " (waits)"
+    if generation is None or doc.node in generation.nodes:
+        return ""
+    if doc.node in documents.spares:
+        return " (spare, ready)" if _is_ready_spare(doc, documents) else " (spare, starts)"
+    return " (waits)"
 
 
 def _workers(documents: Documents, generation: Generation) -> list[tuple[int | None, NodeWorker, str, str]]:

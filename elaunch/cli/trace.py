@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elaunch.cli.commands import run_command
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.errors import RequestRefused
 
 

@@ -15,7 +15,7 @@ from elaunch.agent.config import LOOPBACK, parse_address
 from elaunch.cli import status
 from elaunch.cli.commands import run_command
 from elaunch.cli.ctl import add_job_flags, open_job
-from elaunch.cli.flags import VERBATIM, FlagParser
+from elaunch.cli.flags.parser import VERBATIM, FlagParser
 from elaunch.errors import StoreUnavailable, UsageError
 from elaunch.rendezvous.observer import Observer
 

@@ -10,6 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elaunch.rendezvous.membership import node_of
+
 PHASE_STYLES = {
     "detect": "red",
     "connect": "yellow",
@@ -39,8 +41,11 @@ def frame(
     if values["message"]:
         head.append(f": {values['message']}")
     if values["generation"] is not None:
-        size = sum(worker["rank"] is not None for worker in values["workers"])
-        head.append(f"\n{_plural(size, 'member')} on {_plural(len(values['nodes']), 'node')}")
+        members = [worker["worker"] for worker in values["workers"] if worker["rank"] is not None]
+        head.append(f"\n{_plural(len(members), 'member')} on {_plural(len(set(map(node_of, members))), 'node')}")
+        if values["spares"]["wanted"]:
+            ready = len(values["spares"]["ready"])
+            head.append(f", {ready} of {_plural(values['spares']['wanted'], 'spare')} ready")
         head.append(f", generation {values['generation']}, attempt {values['attempt']}: {values['cause']}", "dim")
     parts: list[RenderableType] = [Panel(head, title="elaunch", title_align="left")]
     if (training := values["training"]) is not None:

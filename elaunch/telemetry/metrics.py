@@ -95,6 +95,8 @@ def _membership(make: _Families, view: NodeView) -> Iterator[Metric]:
         {(state.value,): view.workers.get(state, 0) for state in WorkerState},
         ["state"],
     )
+    yield make.gauge("elaunch_spare_nodes", "Nodes that hold workers ready (--spares).", {(): view.spares})
+    yield make.gauge("elaunch_node_spare", "1 while this node is one of them.", {(): float(view.is_spare)})
     yield make.gauge("elaunch_node_draining", "1 while this node is to leave.", {(): float(view.is_draining)})
 
 

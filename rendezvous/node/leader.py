@@ -12,13 +12,14 @@ from elaunch.errors import ElaunchError
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
 from elaunch.rendezvous.intake import read_name, read_reports
-from elaunch.rendezvous.membership import Generation, Result
+from elaunch.rendezvous.membership import Generation, HeldSpares, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RESULT_TTL_S, Session
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock
+from elaunch.rendezvous.rules.spares import held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings
 
@@ -74,6 +75,7 @@ class Leader:
         self._clock = clock
         self._wait = Wait()
         self._wake_s = 0.0  # when to apply the rule next at the latest
+        self._spares: tuple[str, ...] | None = None  # as this leader has written them; None: not yet
 
     @property
     def leads(self) -> bool:
@@ -92,7 +94,8 @@ class Leader:
         self._read(entries, revision)
         leader = next((entry for entry in entries if entry.key == self._replica.prefix + "leader"), None)
         asked = [f"requests/{what}/{self._node}" for what in ("drain", "deadlock")]
-        for name in ("generation", "result", "leader", "size", *asked):
+        spares = ("spares",) if self._settings.spares else ()
+        for name in ("generation", "result", "leader", "size", *spares, *asked):
             self._session.watch(name, revision + 1)
         if leader is None:
             self._campaign()
@@ -222,6 +225,7 @@ class Leader:
         self._replica.begin_to_lead()
         self._requests.begin_to_lead()
         self._session.leadership.leads = True
+        self._spares = None
         if not self._replica.generation_revision and self._replica.view.result is None:
             # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
             self._put_last_generation()
@@ -259,6 +263,8 @@ class Leader:
         self._requests.drain(to_leave(self._replica.view, settings, self._requests.told_to_drain, decision))
         if decision.generation is not None and self._put_generation(decision.generation):
             self._wake_s = self._clock()
+        if settings.spares:
+            self._put_spares(held(self._replica.view, settings))
         self._requests.end_deadlock(deadlock.find(self._replica.view))
         if decision.result is not None:
             self._end_job(decision.result)
@@ -295,6 +301,12 @@ class Leader:
             with suppress(LeaseGone):  # then another node leads by now, and puts it
                 self._session.put("size", to_json(self._replica.size))
 
+    def _put_spares(self, nodes: tuple[str, ...]) -> None:
+        if nodes != self._spares:
+            with suppress(LeaseGone):  # then another node leads by now, and puts them
+                self._session.put("spares", to_json(HeldSpares(nodes)))
+                self._spares = nodes
+
     def _put_last_generation(self) -> None:
         if self._replica.view.generation is not None:
             self._put_generation(self._replica.view.generation)
@@ -316,7 +328,7 @@ class Leader:
         """Writes the result, which turns late nodes away for a while; then the job's name is free again."""
         if self._session.create("result", to_json(result), self._session.store.grant(RESULT_TTL_S)):
             self._replica.note_result(result)  # what is deleted now is not put back
-            for name in ("generation", "config", "size"):
+            for name in ("generation", "config", "size", *(("spares",) if self._settings.spares else ())):
                 self._session.delete(name)
 
 

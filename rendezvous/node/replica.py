@@ -26,6 +26,7 @@ from elaunch.rendezvous.intake import (
 from elaunch.rendezvous.membership import (
     Deadlock,
     DrainRequest,
+    HeldSpares,
     JobSize,
     NodeDoc,
     PlanRequest,
@@ -227,6 +228,8 @@ class Replica:
             return self._take_leader(event)
         if name == "servers":
             self._take_servers(event)
+        elif name == "spares":
+            self._take_spares(event)
         elif name == "requests/plan":
             self._take_plan_request(event)
         elif name == f"requests/drain/{self._node}":
@@ -336,6 +339,15 @@ class Replica:
         if servers != self.servers and servers.clients:
             self.servers = servers
             self._reporter.listener.served(servers)
+
+    def _take_spares(self, event: WatchEvent) -> None:
+        """Takes which nodes hold workers ready. They do so on where the writer has gone: the next leader writes it."""
+        if event.value is None or self._is_old("spares", event):
+            return
+        try:
+            self._reporter.listener.spared(from_json(HeldSpares, event.value).nodes)
+        except ProtocolError as error:
+            self._ignore(event, str(error))
 
     def _take_plan_request(self, event: WatchEvent) -> None:
         if _is_seen(self._revisions.since_read, "requests/plan", event.revision, self._revisions.all_read):

@@ -23,6 +23,9 @@ class MembershipListener(Protocol):
     def resized(self, min_nodes: int, max_nodes: int) -> None:
         """Takes the new limits of the number of nodes, set while the job runs."""
 
+    def spared(self, nodes: tuple[str, ...]) -> None:
+        """Takes which nodes are to hold workers ready, although the job has no place for them."""
+
     def drains(self, request: DrainRequest) -> None:
         """Takes a request that this node leave the job."""
 

@@ -41,5 +41,6 @@ def _by_name(config: JobConfig) -> dict[str, str]:
     return {
         "--nnodes": f"{config.min_nodes}:{config.max_nodes}",
         "--max-restarts": restarts,
+        "--spares": str(config.spares) if config.spares else "",
         **dict(config.training),
     }

@@ -23,6 +23,7 @@ from elaunch.rendezvous.rules import escalate
 from elaunch.rendezvous.rules.attempts import again, go_back, too_few
 from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
 from elaunch.rendezvous.rules.holders import holders_of
+from elaunch.rendezvous.rules.spares import placed
 from elaunch.rendezvous.view import (
     LeaderDecision,
     MembershipSettings,
@@ -195,7 +196,7 @@ def _joiners(
 def _members(nodes: Iterable[NodeDoc], ids: Collection[str], missing: Missing) -> tuple[Worker, ...]:
     """Returns those of `ids` that hold state, on nodes that all others reach."""
     return tuple(
-        Worker(worker.id, doc.node, worker.local_rank, worker.address)
+        Worker(worker.id, doc.node, worker.local_rank, worker.address, doc.domain)
         for doc in nodes
         if not missing.get(doc.node)
         for worker in doc.workers
@@ -292,7 +293,7 @@ def train(
         "a link was made anew" if change.reset else "the number of nodes changed"
     )
     number = next_generation(view)
-    workers = (*change.survivors, *change.joiners)
+    workers = placed(generation.workers, change.survivors, change.joiners)
     after = replace(
         generation,
         number=number,

@@ -28,6 +28,7 @@ from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
     GenerationStage,
+    HeldSpares,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -153,6 +154,7 @@ class Node:
         self.generations: list[Generation] = []
         self.results: list[Result] = []
         self.sizes: list[tuple[int, int]] = []
+        self.spares: list[tuple[str, ...]] = []
         self.drain_reasons: list[str] = []
         self.deadlocks: list[Deadlock] = []
         self.waiting: list[str] = []
@@ -172,6 +174,9 @@ class Node:
 
     def resized(self, min_nodes: int, max_nodes: int) -> None:
         self.sizes.append((min_nodes, max_nodes))
+
+    def spared(self, nodes: tuple[str, ...]) -> None:
+        self.spares.append(nodes)
 
     def drains(self, request: DrainRequest) -> None:
         self.drain_reasons.append(request.reason)
@@ -241,11 +246,11 @@ class Job:
         node.participant.start()
         return node
 
-    def three(self) -> tuple[Node, Node, Node]:
+    def three(self, config: JobConfig = CONFIG) -> tuple[Node, Node, Node]:
         """Nodes a, b and c, joined in this order, whose workers train together; a leads."""
         nodes = []
         for name in "abc":
-            node = self.node(name)
+            node = self.node(name, config)
             wait_until(lambda name=name: self.read(f"nodes/{name}"), LIMIT_S, f"{name} to join")  # type: ignore[misc]
             wait_until(lambda: self.read("leader"), LIMIT_S, "a to lead")
             nodes.append(node)
@@ -426,6 +431,47 @@ class TestSize:
         b.hears(ids("b/0#0", "c/0#0"))
         d = job.node("d")
         wait_until(lambda: d.sizes == [(1, 3)], LIMIT_S, "d to hear of the size")
+
+
+class TestSpares:
+    """Nodes beyond the maximum are told to hold workers ready, and hear it again from another leader."""
+
+    def test_who_is_held_ready_is_heard_by_all_and_takes_the_place_of_a_lost_node(self, site: Site) -> None:
+        config, rules = replace(CONFIG, spares=1), replace(PATIENT, spares=1, lease_s=2.0)
+        job = Job(site, rules)
+        try:
+            a, b, c = job.three(config)
+            d = job.node("d", config)
+            for node in (a, b, c, d):
+                wait_until(lambda node=node: node.spares[-1:] == [("d",)], LIMIT_S, "d to be held ready")  # type: ignore[misc]
+            d.hears(lambda one: one.stage is GenerationStage.TRAIN)
+            d.says(READY)
+            job.node("e", config)
+            wait_until(lambda: job.read("nodes/e"), LIMIT_S, "e to join")
+            leader = job.leader()
+            leader.participant.stop()
+            left = [node for node in (a, b, c) if node is not leader]
+            names = [d.name if node is leader else node.name for node in (a, b, c)]
+            for node in (*left, d):
+                node.hears(ids(*(f"{name}/0#0" for name in names)))
+                wait_until(lambda node=node: node.spares[-1] == ("e",), LIMIT_S, "e to be held in its turn")  # type: ignore[misc]
+            assert from_json(HeldSpares, job.read("spares") or b"").nodes == ("e",)
+        finally:
+            job.stop()
+
+    def test_a_job_without_spares_has_no_document_of_them(self, job: Job) -> None:
+        a, _, _ = job.three()
+        job.node("d")
+        wait_until(lambda: job.read("nodes/d"), LIMIT_S, "d to join")
+        assert job.read("spares") is None
+        assert a.spares == []
+
+    def test_a_node_with_another_number_of_spares_is_refused(self, job: Job) -> None:
+        job.node("a")
+        wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+        b = job.node("b", replace(CONFIG, spares=2))
+        wait_until(lambda: b.refusals, LIMIT_S, "b to be refused")
+        assert "runs with no --spares, this node was started with --spares=2" in str(b.refusals[0])
 
 
 class TestLeading:

@@ -12,6 +12,7 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
+from elaunch.rendezvous.rules.spares import held
 from tests.simulation.control_worker import Worker
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Node:
         self.publish()
         if store.size is not None:
             self.see_size(*store.size)()
+        self.see_spares(store.spares)()
         if store.generation is not None:
             self.read_generation(store.generation, store.generation_revision)()
         if store.result is not None:
@@ -136,6 +138,9 @@ class Node:
 
         return take
 
+    def see_spares(self, nodes: tuple[str, ...]) -> Callable[[], None]:
+        return lambda: self.step(lambda: self.life.on_spares(nodes, self.world.now_s))
+
     def see_doc(self, name: str, doc: NodeDoc | None) -> None:
         if not self.leading:
             return
@@ -184,6 +189,7 @@ class Node:
         ):
             assert world.store.generation is not None
             self.read_generation(world.store.generation, world.store.generation_revision)()
+        world.store.hold_spares(held(self.view, world.settings), self.name)
         if decision.result is not None:
             world.store.end(decision.result)
         self.wakes += 1

@@ -30,6 +30,7 @@ class Store:
         self.result: Result | None = None
         self.request: PlanRequest | None = None
         self.size: tuple[int, int] | None = None
+        self.spares: tuple[str, ...] = ()
         self.requests: dict[str, PlanRequest] = {}
         self.announced: list[Generation] = []
         self.generations: list[int] = [0]
@@ -142,6 +143,14 @@ class Store:
         self.size = min_nodes, max_nodes
         for node in self.world.nodes.values():
             node.later(node.see_size(min_nodes, max_nodes))
+
+    def hold_spares(self, nodes: tuple[str, ...], by: str) -> None:
+        """The leader writes which nodes hold workers ready."""
+        if nodes != self.spares:
+            self.world.note(by, f"has {', '.join(nodes) or 'no node'} held ready")
+            self.spares = nodes
+            for node in self.world.nodes.values():
+                node.later(node.see_spares(nodes))
 
     def check_plan(self, generation: Generation) -> None:
         """It is carried on through an attempt; a generation that brings a new one changes nothing else."""

@@ -36,6 +36,7 @@ class Case:
     steps: int
     faults: int = 0
     elastic: bool = True
+    spares: int = 0
 
 
 class World:
@@ -58,6 +59,7 @@ class World:
         self.settings = MembershipSettings(
             min_nodes=case.min_nodes,
             max_nodes=case.max_nodes,
+            spares=case.spares,
             max_restarts=case.max_restarts,
             last_call_s=1.0,
             join_s=20.0,

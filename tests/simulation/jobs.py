@@ -34,15 +34,17 @@ def make_case(seed: int) -> Case:
     """Returns a small job: what it takes to go through many in a minute."""
     rng = random.Random(seed)
     max_nodes = rng.choice([1, 2, 2, 3, 3, 4])
+    spares = random.Random(f"spares {seed}").choice([0, 0, 1, 2])
     return Case(
         seed=seed,
-        nodes=max_nodes,
+        nodes=max_nodes + spares,
         slots=rng.choice([1, 1, 2]),
         min_nodes=rng.randint(1, max_nodes),
         max_nodes=max_nodes,
         max_restarts=rng.choice([None, None, None, 0, 2, 10]),
         steps=rng.choice([8, 1000]),
         faults=rng.choice([1, 2, 3, 5]),
+        spares=spares,
     )
 
 

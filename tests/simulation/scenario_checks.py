@@ -313,6 +313,49 @@ def too_few_nodes_are_left(played: Played) -> None:
     assert set(played.committed_in(5)) == {whole.number}, "the step under way is done with the new node"
 
 
+def a_spare_takes_the_place_of_a_lost_machine(played: Played) -> None:
+    check_whole(played, members=6)
+    first, after = played.training
+    assert lost(first, after) == {"n1/0#0", "n1/1#0"}
+    assert is_urgent(after)
+    assert not after.hold
+    assert [slot_of(one) for one in after.ids] == ["n0/0", "n0/1", "n3/0", "n3/1", "n2/0", "n2/1"], "rank for rank"
+    assert played.t_s("n3 starts n3/0") > played.t_s("n0 writes generation 2"), "the script is known to use elaunch"
+    assert played.t_s("n3/0#1 ready") < played.t_s("FAULT")
+    assert set(played.committed_in(7)) == {after.number}
+    assert len(played.committed_in(7)[after.number]) == 6, "the step under way is done by as many as before"
+    assert not played.happens("n0/0#0 is ended"), "the survivors keep their processes"
+
+
+def two_machines_are_lost_and_two_spares_take_their_places(played: Played) -> None:
+    check_whole(played, members=3)
+    first, after = played.training
+    assert lost(first, after) == {"n0/0#0", "n1/0#0"}
+    assert after.nodes == ("n3", "n4", "n2")
+    assert not after.hold
+    assert len(played.committed_in(7)[after.number]) == 3
+
+
+def a_spare_dies_as_it_takes_a_place(played: Played) -> None:
+    check_whole(played, members=3)
+    _, promoted, again = played.training
+    assert promoted.nodes == ("n0", "n3", "n2")
+    assert again.nodes == ("n0", "n4", "n2"), "in the same place"
+    assert played.committed_in(7).keys() == {again.number}
+    assert played.generations[-1].attempt == 0, "nothing is lost, so nothing starts again"
+
+
+def a_draining_node_is_replaced_by_a_spare(played: Played) -> None:
+    check_whole(played, members=3)
+    assert urgent(played) == []
+    first, after = played.training
+    assert (first.nodes, after.nodes) == (("n0", "n1", "n2"), ("n0", "n3", "n2"))
+    assert after.leaving == ("n1/0#0",)
+    assert not played.happens("aborts")
+    assert {len(who) for step in range(20) for who in played.committed_in(step).values()} == {3}
+    assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
+
+
 def a_plan_is_asked_for_and_a_worker_dies(played: Played) -> None:
     check_whole(played, members=3)
     first, asked, without, whole = played.training

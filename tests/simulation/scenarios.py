@@ -16,6 +16,7 @@ from tests.simulation.scripted import (
     heal,
     kill,
     lose,
+    lose_at_once,
     part,
     replace_worker,
     resize,
@@ -318,6 +319,60 @@ SCENARIOS = (
         nodes=3,
         min_nodes=3,
         faults=(at(3.0, lose("n1")), at(12.0, start("n3"))),
+    ),
+    Scenario(
+        "a_spare_takes_the_place_of_a_lost_machine",
+        """
+        A machine is lost from a job of three nodes, which needs all three and has one spare.
+        Look for the workers of the spare, which start once the job trains and are ready long before; for generation 3,
+        in which they have the ranks of the lost ones; and for step 7, which is done again by as many as before.
+        """,
+        check.a_spare_takes_the_place_of_a_lost_machine,
+        nodes=4,
+        min_nodes=3,
+        spares=1,
+        faults=(at(4.0, lose("n1")),),
+    ),
+    Scenario(
+        "two_machines_are_lost_and_two_spares_take_their_places",
+        """
+        Two machines of three are lost at the same moment, among them that of the leader; there are two spares.
+        Look for one generation with both spares, and for the last node of the first three, which gives them the state.
+        """,
+        check.two_machines_are_lost_and_two_spares_take_their_places,
+        nodes=5,
+        slots=1,
+        min_nodes=3,
+        spares=2,
+        faults=(at(4.0, lose_at_once("n0", "n1")),),
+    ),
+    Scenario(
+        "a_spare_dies_as_it_takes_a_place",
+        """
+        A machine is lost, and the spare that takes its place is lost while it receives the state.
+        Look for the second spare, which takes the same place; the step of the first loss is done once, by three.
+        """,
+        check.a_spare_dies_as_it_takes_a_place,
+        nodes=5,
+        slots=1,
+        min_nodes=3,
+        spares=2,
+        steps=30,
+        faults=(at(4.0, lose("n1")), after("n3/0#1 receives", lose("n3"), 0.1)),
+    ),
+    Scenario(
+        "a_draining_node_is_replaced_by_a_spare",
+        """
+        The agent of a node gets SIGTERM; the job has a spare.
+        Look for one planned generation in which the node leaves and the spare has its ranks, and for the steps, none
+        of which is aborted or done by fewer.
+        """,
+        check.a_draining_node_is_replaced_by_a_spare,
+        nodes=4,
+        slots=1,
+        min_nodes=3,
+        spares=1,
+        faults=(at(4.0, drain("n1")),),
     ),
     Scenario(
         "a_plan_is_asked_for_and_a_worker_dies",

@@ -73,6 +73,16 @@ def start(*nodes: str) -> Fault:
     return act
 
 
+def lose_at_once(*nodes: str) -> Fault:
+    """Lose several whole machines at the same moment."""
+
+    def act(world: Script) -> None:
+        for node in nodes:
+            world.nodes[node].crash()
+
+    return act
+
+
 def drain(node: str) -> Fault:
     """Send SIGTERM to the agent of a node."""
     return lambda world: world.terminate(node)
@@ -297,6 +307,7 @@ class Scenario:
     max_restarts: int | None = None
     steps: int = 20
     elastic: bool = True
+    spares: int = 0
     shows_all: bool = False
 
     def play(self) -> Played:
@@ -306,10 +317,11 @@ class Scenario:
             nodes=self.nodes,
             slots=self.slots,
             min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes or self.nodes,
+            max_nodes=self.max_nodes or self.nodes - self.spares,
             max_restarts=self.max_restarts,
             steps=self.steps,
             elastic=self.elastic,
+            spares=self.spares,
         )
         world = Script(case, self.faults)
         world.run(START_S + END_S)
@@ -323,6 +335,7 @@ class Scenario:
         """Returns the text of the transcript, with its header."""
         case = played.world.case
         size = f"{case.nodes} nodes of {case.slots} workers, {case.min_nodes} to {case.max_nodes} nodes"
+        size += f", --spares {case.spares}" if case.spares else ""
         restarts = "" if case.max_restarts is None else f", --max-restarts {case.max_restarts}"
         events: list[Event] = played.world.events
         start = ""

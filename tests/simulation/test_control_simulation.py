@@ -24,9 +24,10 @@ TRACE_LINES = 120
 def make_case(seed: int) -> Case:
     rng = random.Random(seed)
     max_nodes = rng.randint(1, 4)
+    spares = random.Random(f"spares {seed}").choice([0, 0, 1, 2])
     return Case(
         seed=seed,
-        nodes=max_nodes,
+        nodes=max_nodes + spares,
         slots=rng.randint(1, 2),
         min_nodes=rng.randint(1, max_nodes),
         max_nodes=max_nodes,
@@ -34,6 +35,7 @@ def make_case(seed: int) -> Case:
         steps=rng.choice([20, 1000]),
         faults=rng.choice([0, 1, 2, 4, 8]),
         elastic=rng.random() < 0.85,
+        spares=spares,
     )
 
 
@@ -68,6 +70,8 @@ def check_that_it_goes_on(world: World) -> None:
         for slot in node.life.slots:
             if in_place and not (slot.state in over or slot.state.leaving or node.life.ending.draining):
                 assert slot.worker in members, f"{slot.worker or node.name} is no member"
+            if node.name in store.spares and node.name not in generation.nodes and slot.state not in over:
+                assert slot.state is SlotState.READY, f"{slot.worker or node.name} of a spare is {slot.state}"
 
 
 def simulate(case: Case, fault: Callable[[World], None] | None = None) -> World:

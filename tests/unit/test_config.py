@@ -245,6 +245,30 @@ class TestCommandLine:
         assert parse("t.py").training.checkpoints == Checkpointing(tmp_path, 20)
         assert parse("--checkpoint-every=30", "t.py").training.checkpoints == Checkpointing(tmp_path, 30)
 
+    def test_spares_are_for_jobs_to_which_more_nodes_can_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert parse("t.py").rendezvous.spares == 0
+        found = parse("--nnodes=2", "--spares=1", "--rdzv-endpoint=h", "t.py")
+        assert (found.min_nodes, found.max_nodes, found.rendezvous.spares) == (2, 2, 1)
+        three = "--rdzv-endpoint=a:1,b:1,c:1"
+        found = parse("--nnodes=2", "--spares=1", "--rdzv-backend=c10d", three, "t.py")
+        assert found.rendezvous.store_nodes(found.max_nodes) == 3, "a spare may serve the store as well"
+        with pytest.raises(UsageError, match="--spares=x: expected a number of at least 0"):
+            parse("--spares=x", "t.py")
+        for flags in (["--standalone"], ["--nnodes=2", "--node-rank=0"]):
+            with pytest.raises(UsageError, match="--spares=1 needs --rdzv-endpoint=HOST:PORT"):
+                parse("--spares=1", *flags, "t.py")
+        monkeypatch.setenv("ELAUNCH_SPARES", "2")
+        assert parse("--rdzv-endpoint=h", "--nnodes=2", "t.py").rendezvous.spares == 2
+
+    def test_a_failure_domain_is_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert parse("t.py").rendezvous.failure_domain == ""
+        assert parse("--failure-domain=rack 7", "t.py").rendezvous.failure_domain == "rack 7"
+        monkeypatch.setenv("ELAUNCH_FAILURE_DOMAIN", "eu-1a")
+        assert parse("t.py").rendezvous.failure_domain == "eu-1a"
+        for wrong in ("x" * 101, "a\nb"):
+            with pytest.raises(UsageError, match=r"--failure-domain='.*: expected at most 100 printable characters"):
+                parse(f"--failure-domain={wrong}", "t.py")
+
     def test_the_limit_of_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse("t.py").detection.hang == HangTimeout()
         monkeypatch.setenv("ELAUNCH_HANG_TIMEOUT", "90")

@@ -349,6 +349,7 @@ class TestHowFarTheTrainingIs:
                 {"rank": 0, "worker": "a/0#0", "state": "member", "address": "a:1", "times_as_long": 2.0},
                 {"rank": 1, "worker": "b/0#3", "state": "member", "address": "b:1", "times_as_long": 1.0},
             ],
+            "spares": {"wanted": 0, "nodes": [], "ready": []},
             "unreadable": [],
         }
 
@@ -380,6 +381,16 @@ class TestStatus:
             "rank 1   b/0#3  member    b:1",
             "no rank  c/0#0  starting  c:1",
         ]
+
+    def test_spares_are_told_from_nodes_that_wait(self) -> None:
+        config = JobConfig(2, 2, None, spares=2)
+        docs = A, B, node("c", 0, READY), node("d", 0, STARTING), node("e", 0)
+        found = Documents(docs, GENERATION, config=config, spares=("c", "d"))
+        lines = describe(found, NOW_T).splitlines()
+        assert lines[2:4] == ["spares: 1 of 2 ready", "nodes: a, b, c (spare, ready), d (spare, starts), e (waits)"]
+        values = as_values(found, "x", "h:1", NOW_T)
+        assert values["spares"] == {"wanted": 2, "nodes": ["c", "d"], "ready": ["c"]}
+        assert [one["remark"] for one in values["nodes"]] == ["", "", "spare, ready", "spare, starts", "waits"]
 
     def test_who_does_not_reach_whom_is_told(self) -> None:
         cut = changed_report(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))

@@ -92,7 +92,7 @@ def test_pods_name_each_other_by_names_that_they_have_and_have_time_to_leave(
         pods, domain = things["TrainJob"]["spec"]["trainer"]["numNodes"], things["TrainJob"]["metadata"]["name"]
         prefix = f"{domain}-node-0"
     assert config.rendezvous.endpoint == ",".join(f"{prefix}-{index}.{domain}:29400" for index in range(pods))
-    assert config.max_nodes == pods - 1, "one pod is a spare"
+    assert (config.max_nodes, config.rendezvous.spares) == (pods - 1, 1)
 
 
 @pytest.mark.parametrize("text", ["-1", "256", "x"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.cli import ctl, plan, run, simulate, trace, ui
-from elaunch.cli.flags import conf_keys, parser
+from elaunch.cli.flags.launcher import conf_keys, parser
 from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
 from tests.helpers import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from elaunch.agent.decisions.actions import Account, Action, Exit, Say, Signal, Start, Tell, Warm
+from elaunch.agent.decisions.actions import Account, Action, Exit, Log, Say, Signal, Start, Tell, Warm
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import BACKOFF_S, HINT, LAST_REFUSED_S, LATE_S, REFUSED_S
 from elaunch.agent.decisions.node_state import NodeSettings
@@ -513,6 +513,30 @@ class TestReplacement:
         assert started(node.later(100)) == []
         assert node.life.due_s() is None
         assert started(node.train("b/0#0")) == ["a/0#1"]
+
+    def test_a_spare_that_is_to_be_held_ready_starts_its_workers_once_the_job_trains(self) -> None:
+        node = Node(slots=2, max_nodes=1)
+        node.generation(GenerationStage.START, "b/0")
+        assert node.does(node.life.on_spares(("a",), NOW_S))[0] == Log("spares", ("a",))
+        assert "this node is a spare: its workers start, register, and wait" in said(node.actions)
+        assert started(node.actions) == [], "the script may be a plain one"
+        assert started(node.train("b/0#0")) == ["a/0#1", "a/1#1"]
+        node.ready("a/0#1", "a/1#1")
+        assert set(node.states().values()) == {WorkerState.READY}
+        assert node.life.on_spares(("a",), NOW_S) == [], "nothing is new"
+        assert [type(one) for one in node.train("a/0#1", "a/1#1")].count(Tell) == 2
+
+    def test_so_does_one_that_hears_of_it_later_and_it_starts_them_again_when_they_die(self) -> None:
+        node = Node(max_nodes=1)
+        assert said(node.train("b/0#0")) == "this node waits as a spare: the job has its 1 node"
+        assert started(node.does(node.life.on_spares(("c",), NOW_S))) == []
+        (first,) = started(node.does(node.life.on_spares(("a",), NOW_S)))
+        node.ready(first)
+        node.dies(first)
+        (second,) = started(node.later(BACKOFF_S[1]))  # one that dies is replaced, as a member is
+        node.life.on_spares((), NOW_S)
+        node.dies(second)
+        assert started([*node.actions, *node.later(100)]) == [], "it is held no more"
 
     def test_incarnations_are_never_used_again(self) -> None:
         node = member_node(slots=2)
@@ -1076,6 +1100,11 @@ class TestSignals:
         node.train("b/0#0", "c/0#0", leaving=("a/0#0",))
         node.life.on_leaving("a/0#0")
         assert node.exits("a/0#0", 0) == [Exit(0)]
+
+    def test_a_sick_node_for_which_a_spare_is_held_does_not_say_that_it_stays(self) -> None:
+        node = member_node(others=())
+        node.life.on_spares(("z",), NOW_S)
+        assert node.life.on_sick("GPU 3: XID 95") == []
 
     def test_a_sick_node_that_the_job_cannot_spare_says_once_that_it_stays(self) -> None:
         node = member_node(others=())

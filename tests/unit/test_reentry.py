@@ -23,7 +23,7 @@ from elaunch.workers.reentry.copies import Copies, StateCopy, _Copying, device_o
 from elaunch.workers.reentry.data import Batches
 from elaunch.workers.reentry.forms import elastic
 from elaunch.workers.reentry.groups import FunctionGroups
-from elaunch.workers.reentry.guards import Guards, alone, guard_of
+from elaunch.workers.reentry.guards import Guards, alone, guards_of
 from elaunch.workers.reentry.sampler import deal_samples
 from elaunch.workers.reentry.shares import TensorShare, move_copies, shares
 from elaunch.workers.reentry.state import POSITION
@@ -34,14 +34,38 @@ LOW, HIGH = ((0, 2), (0, 4)), ((2, 4), (0, 4))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_each_member_has_one_guard_on_another_node_if_nodes_are_alike(counts: list[int]) -> None:
+def test_each_member_has_a_guard_on_another_node_and_where_no_node_has_most_members_guards_one(
+    counts: list[int],
+) -> None:
     members = [f"n{node}/{slot}#0" for node, count in enumerate(counts) for slot in range(count)]
-    guards = [guard_of(rank, members) for rank in range(len(members))]
-    assert sorted(guards) == list(range(len(members)))
-    if len(members) > 1 and len(set(counts)) == 1:
-        nodes = [member.partition("/")[0] for member in members]
+    guards = guards_of(members)
+    if len(members) > 1:
         assert all(rank != guard for rank, guard in enumerate(guards))
-        assert len(counts) == 1 or all(nodes[rank] != nodes[guard] for rank, guard in enumerate(guards))
+    if len(counts) > 1:
+        nodes = [member.partition("/")[0] for member in members]
+        assert all(nodes[rank] != nodes[guard] for rank, guard in enumerate(guards))
+    if 2 * max(counts) <= len(members):
+        assert sorted(guards) == list(range(len(members)))
+
+
+def test_who_guards_several_has_the_parts_of_all_of_them_when_their_domain_is_lost() -> None:
+    rows = [((rank, rank + 1), (0, 4)) for rank in range(5)]
+    specs = [{"path": "model.weight", "dtype": "torch.float32", "shape": [5, 4]}]
+    manifest = {"version": 1, "objects": {}, "tensors": specs}
+    with crew(5) as transports:
+        names = [transport.worker for transport in transports]
+        where = dict(zip(names, ["left", "left", "left", "right", "right"], strict=True))
+        groups = [Group(transport, 1, names, domains=where) for transport in transports]
+        guards = [Guards() for _ in names]
+        copies = [
+            StateCopy(1, manifest, {}, [torch.full((1, 4), float(rank))], {0: box}) for rank, box in enumerate(rows)
+        ]
+        for _ in range(2):  # the second time into memory that is there
+            each(lambda guard, group, copy: guard.tell(group, copy.boxes), guards, groups, copies)
+            each(lambda guard, group, copy: guard.ship(group, copy, lambda: None).wait(), guards, groups, copies)
+        right = [part for rank in (3, 4) for part in (*copies[rank].parts, *guards[rank].newest)]
+        assert sorted(part[1] for part in right) == rows, "a, b and c lost, all of the state is left"
+        assert all(torch.equal(part[2], torch.full((1, 4), float(part[1][0][0]))) for part in right)
 
 
 def test_what_another_node_has_as_well_needs_no_guard() -> None:

@@ -45,6 +45,30 @@ def test_a_step_says_how_many_nodes_meet_where_and_under_which_names() -> None:
     assert config.rendezvous.endpoint == f"n08:{PORT},n09:{PORT},n10:{PORT}"
 
 
+@pytest.mark.usefixtures("step")
+def test_of_the_nodes_of_a_step_some_may_be_spares() -> None:
+    config = parse(["--rdzv-backend=slurm", "--spares=1", "train.py"])
+    assert (config.min_nodes, config.max_nodes, config.rendezvous.spares) == (3, 3, 1)
+    config = parse(["--rdzv-backend=slurm", "--spares=4", "--nnodes=2:4", "train.py"])
+    assert (config.min_nodes, config.max_nodes, config.rendezvous.spares) == (2, 4, 4)
+    with pytest.raises(UsageError, match="--nnodes=0: expected"):
+        parse(["--rdzv-backend=slurm", "--spares=4", "train.py"])
+
+
+def test_the_failure_domain_of_a_node_is_its_switch(step: pytest.MonkeyPatch) -> None:
+    def domain(*flags: str) -> str:
+        return parse(["--rdzv-backend=slurm", *flags, "train.py"]).rendezvous.failure_domain
+
+    assert domain() == ""
+    step.setenv("SLURM_TOPOLOGY_ADDR", "n09")
+    assert domain() == "", "no topology is configured"
+    step.setenv("SLURM_TOPOLOGY_ADDR", "spine.leaf2.n09")
+    assert domain() == "spine.leaf2"
+    assert domain("--failure-domain=rack7") == "rack7"
+    step.setenv("ELAUNCH_FAILURE_DOMAIN", "rack8")
+    assert domain() == "rack8"
+
+
 def test_flags_and_variables_go_before_slurm(step: pytest.MonkeyPatch) -> None:
     step.setenv("PET_RDZV_BACKEND", "slurm")
     step.setenv("PET_RDZV_ID", "mine")

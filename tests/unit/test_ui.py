@@ -253,7 +253,8 @@ def test_documents_of_a_running_job_make_events_where_they_change() -> None:
         "cause": "start",
         "training": training,
         "nodes": [{"node": "n", "remark": "leaves"}],
-        "workers": [worker, other],
+        "workers": [worker, other, worker | {"rank": None, "worker": "s/0#1", "state": "ready"}],
+        "spares": {"wanted": 1, "nodes": ["s"], "ready": ["s"]},
         "unreadable": [],
     }
     assert [one["kind"] for one in events_of(now, {}, 10.0)] == ["generation", "step"]
@@ -265,7 +266,11 @@ def test_documents_of_a_running_job_make_events_where_they_change() -> None:
     assert [one["cause"] for one in document["changes"]] == ["start", "n/2#0 was lost"]
     assert document["changes"][1]["recovery"]["phases"] == {"detect": 0.1, "resume": 0.4}
     assert [point[0] for point in document["steps"]["points"]] == [40, 44]
-    assert {one["worker"]: one["state"] for one in document["slots"]} == {"n/0#0": "member", "n/1#1": "starting"}
+    assert {one["worker"]: one["state"] for one in document["slots"]} == {
+        "n/0#0": "member",
+        "n/1#1": "starting",
+        "s/0#1": "spare",
+    }
     assert document["slots"][0]["remarks"] == ["takes 2.00 times as long as others"]
     assert document["nodes"] == [{"node": "n", "remark": "leaves"}]
     assert (document["state"], document["members"], document["recoveries"]) == ("trains", 1, 1)

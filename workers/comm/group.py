@@ -92,13 +92,22 @@ class Group:
     Groups of one generation that have two members in common, and take turns, need different `number`s.
 
     Attributes:
+        domains: failure domains of members, as far as they have one.
         paths: what state may move over besides links; None: nothing.
     """
 
-    def __init__(self, transport: Transport, generation: int, members: Sequence[str], number: int = 0) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        generation: int,
+        members: Sequence[str],
+        number: int = 0,
+        domains: Mapping[str, str] | None = None,
+    ) -> None:
         self.transport = transport
         self.generation = generation
         self.members = tuple(members)
+        self.domains = domains or {}
         self.size = len(self.members)
         self.rank = self.members.index(transport.worker)
         self._direct = self.size <= DIRECT_MEMBERS

@@ -19,8 +19,9 @@ from torch import Tensor
 from elaunch import threads
 from elaunch.workers.comm.c10d.mail import Channel, Letter
 from elaunch.workers.comm.group import Group, memory
+from elaunch.workers.member.keepers import place_in
 from elaunch.workers.reentry.copies import Copies, StateCopy
-from elaunch.workers.reentry.guards import alone, guard_of
+from elaunch.workers.reentry.guards import alone, guards_of
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.codec import dtype_of
@@ -197,17 +198,19 @@ class SpaceCopies:
             made.sent.set()
             return
         boxes: list[dict[Any, Box]] = [{name: box for name, (_, box) in held.items()} for held in notes]
-        guards = [guard_of(rank, group.members) for rank in range(group.size)]
-        ward = guards.index(group.rank)
+        where = place_in(group.members, group.domains)
+        guards = guards_of(group.members, where)
         channel = Channel(group.generation, NUMBER, 0)
-        taken = [notes[ward][str(name)] for name in alone(ward, boxes, group.members)]
-        if taken:
+        for ward in [rank for rank, guard in enumerate(guards) if guard == group.rank]:
+            taken = [notes[ward][str(name)] for name in alone(ward, boxes, group.members, where)]
+            if not taken:
+                continue
             likes = [_like(item, box) for item, box in taken]
             buffer = room_for(likes, HOST)
             places = parts_of(buffer, likes)
-            made.kept = [(item, Chunk(box, (place,))) for (item, box), place in zip(taken, places, strict=True)]
+            made.kept += [(item, Chunk(box, (place,))) for (item, box), place in zip(taken, places, strict=True)]
             made.letters.append(group.transport.mail.receive(group.members[ward], channel, memory(buffer), buffer))
-        own = [str(name) for name in alone(group.rank, boxes, group.members)]
+        own = [str(name) for name in alone(group.rank, boxes, group.members, where)]
         if not own:
             made.sent.set()
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from elaunch.workers.layers.snapshots import links
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.layers.untrained.duties import copy_peers
 from elaunch.workers.layers.untrained.moving import move
+from elaunch.workers.member.keepers import place_in
 from elaunch.workers.moments import TimedWork, timing_of
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import LayerSpec, ParameterPiece, StateLayout
@@ -343,10 +344,10 @@ class Engine:
         self._next = part
         return received_bytes
 
-    def links(self, plan: Plan, worker: str) -> frozenset[str]:
-        """Returns the workers to which `worker` needs links under a plan."""
-        copies = self._settings.snapshots
-        return links(plan, worker, copies) | copy_peers(plan, self.specs, worker, copies)
+    def links(self, plan: Plan, worker: str, domains: Mapping[str, str]) -> frozenset[str]:
+        """Returns the workers to which `worker` needs links under a plan; `domains` are failure domains."""
+        copies, place = self._settings.snapshots, place_in(plan.workers, domains)
+        return links(plan, worker, copies, place) | copy_peers(plan, self.specs, worker, copies, place)
 
     def install(self) -> None:
         """Goes on under the plan that the last `change` has prepared."""

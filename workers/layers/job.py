@@ -324,7 +324,7 @@ class HybridJob(BaseJob):
         """
         assert self._next is not None
         plan = self._next.plan
-        self._member.connect(self._made.links(plan, self.worker) | {self.worker}, CONNECT_TIMEOUT_S)
+        self._member.connect(self._made.links(plan, self.worker, group.domains) | {self.worker}, CONNECT_TIMEOUT_S)
         if verdict.fresh and verdict.saved is not None:
             return self._go_back(group, plan, verdict.saved, 0)
         if self._call is not None and self._call.weights_only:

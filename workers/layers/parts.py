@@ -34,6 +34,7 @@ from elaunch.workers.layers.snapshots import Snapshots
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.untrained.copies import HostCopies, UntrainedCopies
 from elaunch.workers.layers.zero import ZeroOptimizer, first_masters
+from elaunch.workers.member.keepers import place_in
 from elaunch.workers.state.chunks import ChunkedState, holdings_of
 from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
 from elaunch.workers.state.space import Holdings, tensor_items
@@ -301,6 +302,7 @@ class Builder:
         worker = group.members[group.rank]
         zero = ZeroOptimizer(layout, worker, layers, shards)
         executor = self.executor(worker, plan, layout, layers)
+        place = place_in(plan.workers, group.domains)
         copies = Snapshots(
             layout,
             plan.workers,
@@ -309,9 +311,10 @@ class Builder:
             self._settings.snapshots,
             self._make_optimizer,
             self._settings.scheduler,
+            place,
         )
         of_untrained = UntrainedCopies(
-            layout, self.specs, plan.workers, worker, layers, self._settings.snapshots, self.copied
+            layout, self.specs, plan.workers, worker, layers, self._settings.snapshots, self.copied, place
         )
         return WorkerPart(
             plan,

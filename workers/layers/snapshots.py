@@ -1,7 +1,8 @@
 """Copies of the optimizer's state in other workers' host memory, kept current step by step (ElasWave 5).
 
-Each worker's state is copied by its successors on a ring, on other nodes if there are any. What a copy needs in a step
-is the gradient of its shards: it applies the same update to them on the host, in a thread, while the next step goes on.
+Each worker's state is copied by others, in another failure domain or on another node if there is one. What a copy needs
+in a step is the gradient of its shards: it applies the same update to them on the host, in a thread, while the next
+step goes on.
 A new copy is made in batches, one in each step, of the state as it is when the step begins; from that step on the
 gradients of the batch's shards follow. A batch counts when its step commits, so a dropped step leaves a copy as it was.
 
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 
 from elaunch.plan.tiling import Plan
-from elaunch.rendezvous.membership import by_node, node_of
+from elaunch.rendezvous.membership import node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.change.held_state import forms_from_json, forms_to_json
 from elaunch.workers.layers.messages import Kind, peers, tag
 from elaunch.workers.layers.shards import Form, MakeOptimizer, MakeScheduler, Shards
+from elaunch.workers.member.keepers import KeeperRing, Place
 from elaunch.workers.state.chunks import Chunk
 from elaunch.workers.state.layout import OptimizerShard, ParameterPiece, StateLayout
 from elaunch.workers.state.staging import begun_to_host
@@ -41,28 +43,15 @@ BUNDLE_BYTES = 1 << 20
 _LENGTHS = struct.Struct("<QQ")
 
 
-def ring(workers: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Returns who copies whose state: for each worker `copies` others, on as many other nodes as there are.
-
-    The j-th worker of a node is copied by the j-th of the next ones, so that the load is even.
-    """
-    return {worker: ring_order(workers, worker)[:copies] for worker in workers}
+def ring(workers: Sequence[str], copies: int, place: Place = node_of) -> dict[str, tuple[str, ...]]:
+    """Returns who copies whose state: for each worker `copies` others, in other places and on other nodes first."""
+    ordered = KeeperRing(workers, place)
+    return {worker: ordered.keepers(worker, copies) for worker in workers}
 
 
-def ring_order(workers: Sequence[str], worker: str) -> tuple[str, ...]:
-    """Returns all others, in the order in which they are asked to copy the state of `worker`."""
-    nodes = by_node(workers)
-    names = list(nodes)
-    node, place = names.index(node_of(worker)), workers.index(worker)
-    at = nodes[names[node]].index(worker)
-    away = [nodes[names[(node + by) % len(names)]] for by in range(1, len(names))]
-    near = [workers[(place + by) % len(workers)] for by in range(1, len(workers))]
-    return tuple(dict.fromkeys([*(others[at % len(others)] for others in away), *near]))
-
-
-def links(plan: Plan, worker: str, copies: int) -> frozenset[str]:
+def links(plan: Plan, worker: str, copies: int, place: Place = node_of) -> frozenset[str]:
     """Returns the workers to which `worker` needs a link under a plan: for its rows and gradients, and for copies."""
-    holders = ring(plan.workers, copies)
+    holders = ring(plan.workers, copies, place)
     owners = {owner for owner, others in holders.items() if worker in others}
     return peers(plan, worker) | owners | frozenset(holders[worker])
 
@@ -97,6 +86,7 @@ class Snapshots:
         local: its shards.
         copies: of each worker's state.
         make_optimizer, make_scheduler: as for the shards themselves.
+        place: of each worker.
     """
 
     def __init__(
@@ -108,10 +98,11 @@ class Snapshots:
         copies: int,
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
+        place: Place = node_of,
     ) -> None:
         self._layout, self._local = layout, local
         self._make = make_optimizer, make_scheduler
-        holders = ring(workers, copies)
+        holders = ring(workers, copies, place)
         self._numbers = {shard: number for number, shard in enumerate(layout.all_shards)}
         self._holders = holders[worker]
         self._own = _OwnerCopy(worker, _shards(local.pieces), local.pieces)

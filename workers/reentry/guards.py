@@ -1,14 +1,13 @@
 """Copies for others: what of the state is on one worker alone, another one keeps as well.
 
-Each member has one guard, on another node where there are several, and is the guard of one. What it alone holds of a
-commit goes there while the next step computes, and the commit counts when all guards have what they keep: whoever dies,
-no part of the last commit that counts is lost with it.
+Each member has one guard, in another failure domain or on another node where there are several, and as a rule it guards
+one (`elaunch.workers.member.keepers`). What it alone holds of a commit goes there while the next step computes, and the
+commit counts when all guards have what they keep: whoever dies, no part of the last commit that counts is lost with it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from elaunch.errors import StepInterrupted
 from elaunch.rendezvous.membership import node_of
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
+from elaunch.workers.member.keepers import KeeperRing, Place, place_in
 from elaunch.workers.reentry.copies import Part, StateCopy
 from elaunch.workers.state.boxes import Box, n_elements
 from elaunch.workers.state.codec import dtype_of
@@ -29,28 +29,26 @@ Key = TypeVar("Key")
 Boxes = Mapping[int, Box]
 
 
-def guard_of(rank: int, members: Sequence[str], node: Callable[[str], str] = node_of) -> int:
-    """Returns who keeps copies for a member: the one that is as many places behind it as a node has members."""
-    counts = Counter(map(node, members))
-    return (rank + (max(counts.values()) if len(counts) > 1 else 1)) % len(members)
+def guards_of(members: Sequence[str], place: Place = node_of) -> list[int]:
+    """Returns by rank who keeps copies for each member."""
+    ring, ranks = KeeperRing(members, place), {member: rank for rank, member in enumerate(members)}
+    return [ranks[next(iter(ring.keepers(member, 1)), member)] for member in members]
 
 
-def alone(
-    rank: int, held: Sequence[Mapping[Key, Box]], members: Sequence[str], node: Callable[[str], str] = node_of
-) -> list[Key]:
-    """Returns the tensors of which a member has a part that nobody else has, or nobody on another node.
+def alone(rank: int, held: Sequence[Mapping[Key, Box]], members: Sequence[str], place: Place = node_of) -> list[Key]:
+    """Returns the tensors of which a member has a part that nobody else has, or nobody in another place.
 
     Args:
         rank: of the member.
         held: by rank, the parts, by whatever stands for a tensor.
         members: by rank.
-        node: gives the node of a member.
+        place: gives the place of a member.
     """
-    several = len(set(map(node, members))) > 1
+    several = len(set(map(place, members))) > 1
     others = [
         boxes
         for other, boxes in enumerate(held)
-        if other != rank and not (several and node(members[other]) == node(members[rank]))
+        if other != rank and not (several and place(members[other]) == place(members[rank]))
     ]
     return [
         place
@@ -162,26 +160,26 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class KeptParts:
-    """Parts of a commit that one worker keeps for another.
+    """Parts of a commit that one worker keeps for others.
 
     Attributes:
-        changing: those that are others with each commit.
+        changing: by ward, those that are others with each commit.
         constant: the others, which travel once in an entry.
         step: number of steps that have committed with it.
     """
 
-    changing: PackedParts
-    constant: PackedParts
+    changing: list[PackedParts]
+    constant: list[PackedParts]
     step: int
 
     @property
     def parts(self) -> list[Part]:
         """Returns all of them."""
-        return [*self.changing.parts, *self.constant.parts]
+        return [part for packed in (*self.changing, *self.constant) for part in packed.parts]
 
 
 class Guards:
-    """What one worker keeps for another, in one entry."""
+    """What one worker keeps for others, its wards, in one entry."""
 
     def __init__(self) -> None:
         self._newest: KeptParts | None = None
@@ -189,11 +187,11 @@ class Guards:
         self._leaving: PackedParts | None = None
         self._has_constants = False  # the guard has those of this entry
         self._own: Boxes = {}
-        self._guard, self._ward = 0, 0
+        self._guard, self._wards = 0, list[int]()
         self._given: dict[int, Box] = {}
-        self._taken: dict[int, Box] = {}
+        self._taken: list[dict[int, Box]] = []
         self._told = False
-        self._forms: tuple[object, PartForms, PartForms] | None = None  # of which copies, and the forms
+        self._forms: tuple[object, PartForms, list[PartForms]] | None = None  # of which copies, and the forms
 
     @property
     def newest(self) -> list[Part]:
@@ -217,11 +215,13 @@ class Guards:
         """
         notes = group.all_gather_json([[place, box] for place, box in boxes.items()])
         held = [{place: tuple((lo, hi) for lo, hi in box) for place, box in note} for note in notes]
-        guards = [guard_of(rank, group.members) for rank in range(group.size)]
-        self._guard, self._ward = guards[group.rank], guards.index(group.rank)
-        self._given, self._taken = (
-            {place: held[rank][place] for place in alone(rank, held, group.members)}
-            for rank in (group.rank, self._ward)
+        where = place_in(group.members, group.domains)
+        guards = guards_of(group.members, where)
+        self._guard = guards[group.rank]
+        self._wards = [rank for rank, guard in enumerate(guards) if guard == group.rank != rank]
+        self._given, *self._taken = (
+            {place: held[rank][place] for place in alone(rank, held, group.members, where)}
+            for rank in (group.rank, *self._wards)
         )
         self._own, self._told, self._has_constants = dict(boxes), True, False  # places may be others
         self._forms = None
@@ -242,32 +242,36 @@ class Guards:
         given, taken = self._forms_of(copy)
         # The shipment before has arrived, or was interrupted: its memory is free.
         self._leaving = PackedParts.of(given.changing, self._leaving)
-        leaving = [self._leaving]
-        changing = PackedParts.of(taken.changing, spare.changing if spare is not None else None)
-        coming = [changing]
+        leaving, wards = [self._leaving], self._wards
+        free = [*(spare.changing if spare is not None else ()), *([None] * len(wards))]
+        changing = [PackedParts.of(forms.changing, memory) for forms, memory in zip(taken, free, strict=False)]
+        coming = list(zip(wards, changing, strict=True))
         if self._has_constants and self._former is not None:
             self._newest = KeptParts(changing, self._former.constant, copy.step)
         else:
-            self._newest = KeptParts(changing, PackedParts.of(taken.constant, None), copy.step)
+            constant = [PackedParts.of(forms.constant, None) for forms in taken]
+            self._newest = KeptParts(changing, constant, copy.step)
             leaving.append(PackedParts.of(given.constant, None))
-            coming.append(self._newest.constant)
+            coming += zip(wards, constant, strict=True)
         self._has_constants = True
 
         def move() -> None:
             copied()
-            leave, come = ([one for one in packs if one.parts] for packs in (leaving, coming))
+            leave = [one for one in leaving if one.parts]
             views = [tensor for one in leave for _, _, tensor in one.parts]
             if views:
                 torch._foreach_copy_(views, [copy.tensors[place] for one in leave for place, _, _ in one.parts])
-            group.exchange([(self._guard, one.memory) for one in leave], [(self._ward, one.memory) for one in come])
+            group.exchange(
+                [(self._guard, one.memory) for one in leave], [(ward, one.memory) for ward, one in coming if one.parts]
+            )
 
         return Shipment(move)
 
-    def _forms_of(self, copy: StateCopy) -> tuple[PartForms, PartForms]:
-        """Returns the forms of what leaves and of what comes; those of the copy before, if that was of the same."""
+    def _forms_of(self, copy: StateCopy) -> tuple[PartForms, list[PartForms]]:
+        """Returns the forms of what leaves, and of what comes by ward; those of the copy before, if it was the same."""
         if self._forms is None or copy.form is None or self._forms[0] is not copy.form:
             specs = copy.manifest["tensors"]
-            given, taken = (PartForms.of(boxes, specs, copy.constant) for boxes in (self._given, self._taken))
+            given, *taken = (PartForms.of(boxes, specs, copy.constant) for boxes in (self._given, *self._taken))
             self._forms = copy.form, given, taken
         return self._forms[1:]
 
@@ -282,5 +286,5 @@ class Guards:
 
     def enter(self) -> None:
         """Forgets which parts the members have: there are others from now on, or they are cut anew."""
-        self._own, self._given, self._taken, self._told = {}, {}, {}, False
+        self._own, self._given, self._taken, self._told = {}, {}, [], False
         self._has_constants, self._forms = False, None

@@ -42,6 +42,14 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class Log:
+    """Writes an event about nodes into the event log."""
+
+    kind: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Warm:
     """Keeps a preloaded process, from which workers start quickly: replacements, or with --warm-start all."""
 
@@ -54,7 +62,7 @@ class Exit:
     text: str = ""
 
 
-Action = Start | Signal | Tell | Say | Warm | Exit
+Action = Start | Signal | Tell | Say | Log | Warm | Exit
 
 
 @dataclass(frozen=True, slots=True)

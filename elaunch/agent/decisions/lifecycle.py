@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import NO_ACCOUNT, Account, Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.decisions.local_workers import LocalWorkers
-from elaunch.agent.decisions.node_state import Ending, NodeSettings
+from elaunch.agent.decisions.node_state import Ending, NodeSettings, Standby
 from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
 from elaunch.rendezvous.membership import (
     Cut,
@@ -37,7 +37,7 @@ class Lifecycle:
         store_address: where an etcd of this node would listen for other servers of the job; empty: it serves none.
         attempt: of which all former workers have ended here; `wanted_attempt` is the job's.
         warmed: whether a preloaded process was asked for.
-        waits: whether the user was told that this node is a spare.
+        standby: what is known of places, for a node that has none in the job.
         plan_generation: of the first generation with the present request for a plan that was heard of here.
         saved: number of steps in the newest checkpoint.
     """
@@ -52,7 +52,7 @@ class Lifecycle:
     result: Result | None = None
     ending: Ending = field(default_factory=Ending)
     warmed: bool = False
-    waits: bool = False
+    standby: Standby = field(default_factory=Standby)
     plan_generation: int = 0
     saved: int | None = None
     workers: LocalWorkers = field(init=False)
@@ -93,6 +93,7 @@ class Lifecycle:
             workers=self.workers.report(),
             role=self.settings.role,
             rank=self.settings.rank,
+            domain=self.settings.domain,
             port=self.port,
             liveness_address=self.liveness_address,
             cause=self.workers.blame.cause,
@@ -156,7 +157,7 @@ class Lifecycle:
             return [*self._warm(news.warm), *starts]
         if len(generation.nodes) < self.settings.max_nodes:
             return [Say("this node waits: the job has just started without it")]
-        return [self._waits_as_spare()]
+        return list(self.standby.wait(self.settings))
 
     def _training(self, generation: Generation, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -184,14 +185,10 @@ class Lifecycle:
         if draining and idle and not all(slot.told_to_end for slot in self.running):
             actions.extend(self._terminate(now_s))
         apart = not here and not local and not draining
-        if apart and not self.waits and len(generation.nodes) >= self.settings.max_nodes:
-            actions.append(self._waits_as_spare())
+        if apart and len(generation.nodes) >= self.settings.max_nodes:
+            actions.extend(self.standby.wait(self.settings, once=True))
         actions.extend(self._fill(now_s))
         return actions
-
-    def _waits_as_spare(self) -> Say:
-        self.waits, most = True, self.settings.max_nodes
-        return Say(f"this node waits as a spare: the job has its {most} node{'' if most == 1 else 's'}")
 
     def _fill(self, now_s: float) -> list[Action]:
         """Starts a worker in each free slot of a training job, as far as restarts allow.
@@ -219,7 +216,7 @@ class Lifecycle:
             return False
         if self.result is not None or any(slot.state.reported is WorkerState.DONE for slot in self.slots):
             return False
-        return self.settings.node in generation.nodes or len(generation.nodes) < self.settings.max_nodes
+        return self.standby.has_place(self.settings, generation)
 
     def _new_attempt(self, generation: Generation, now_s: float) -> list[Action]:
         self.wanted_attempt = generation.attempt
@@ -440,6 +437,10 @@ class Lifecycle:
         self.settings = replace(self.settings, min_nodes=min_nodes, max_nodes=max_nodes)
         return self._fill(now_s)
 
+    def on_spares(self, nodes: tuple[str, ...], now_s: float) -> list[Action]:
+        """Notes which nodes hold workers ready; starts those of this one if it is among them."""
+        return [*self.standby.hear(self.settings, nodes), *self._fill(now_s)]
+
     def on_sick(self, why: str) -> list[Action]:
         """Notes that something here is about to fail; the leader has this node leave once the job can do without it.
 
@@ -452,7 +453,7 @@ class Lifecycle:
         ending = self.ending
         if not ending.sick or ending.sick_told or not self._trains_here or ending.under_way or self.result is not None:
             return []
-        others = len(set(self.generation.nodes if self.generation else ()) - {self.settings.node})
+        others = len({*(self.generation.nodes if self.generation else ()), *self.standby.spares} - {self.settings.node})
         if others >= max(self.settings.min_nodes, 1):
             return []
         ending.sick_told = True

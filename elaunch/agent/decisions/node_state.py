@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elaunch.agent.decisions.actions import Action, Ended, Exit, Say
+from elaunch.agent.decisions.actions import Action, Ended, Exit, Log, Say
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -35,6 +35,7 @@ class NodeSettings:
     shutdown_s: float = 30.0
     role: str = "default"
     rank: int = 0
+    domain: str = ""
     warm_start: bool = False
     register_s: float = 900.0
     left_code: int = 0
@@ -111,6 +112,40 @@ class Ending:
         if result is not None:
             return Exit(0 if result.succeeded else 1, "" if result.succeeded else result.message)
         return None
+
+
+@dataclass(slots=True)
+class Standby:
+    """A node for which the job has no place, or may have none.
+
+    Attributes:
+        spares: the nodes that hold workers ready all the same, as the leader says.
+        told: whether the user was told that this node is a spare.
+    """
+
+    spares: tuple[str, ...] = ()
+    told: bool = False
+
+    def has_place(self, settings: NodeSettings, generation: Generation) -> bool:
+        """Returns whether workers that this node starts now can become members, at once or when another node goes."""
+        in_job = settings.node in generation.nodes or len(generation.nodes) < settings.max_nodes
+        return in_job or (settings.node in self.spares and generation.stage is GenerationStage.TRAIN)
+
+    def hear(self, settings: NodeSettings, nodes: tuple[str, ...]) -> list[Action]:
+        """Takes which nodes are held ready; says so where this one has come to be among them."""
+        if nodes == self.spares:
+            return []
+        is_new, self.spares = settings.node in set(nodes) - set(self.spares), nodes
+        self.told = self.told or is_new
+        text = "this node is a spare: its workers start, register, and wait until a node of the job is lost or leaves"
+        return [Log("spares", nodes), *([Say(text)] if is_new else [])]
+
+    def wait(self, settings: NodeSettings, once: bool = False) -> list[Say]:
+        """Says that this node is a spare that starts no workers."""
+        if self.told and once:
+            return []
+        self.told, most = True, settings.max_nodes
+        return [Say(f"this node waits as a spare: the job has its {most} node{'' if most == 1 else 's'}")]
 
 
 @dataclass(slots=True)

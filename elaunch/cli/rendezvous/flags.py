@@ -12,14 +12,28 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
 
 FOREIGN = "foreign"  # a rendezvous of somebody else's
+MOST_DOMAIN = 100  # characters; every worker of a generation has one
 
 
 def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
-    """Returns where and how `low` to `high` nodes meet, as the flags in `args` say.
+    """Returns where and how `low` to `high` nodes meet, and how many more are held ready, as the flags in `args` say.
 
     Raises:
         UsageError: a value cannot be used, or two do not go together.
     """
+    found, spares = _meeting(args, low, high), count("--spares", args.spares)
+    if spares and found.backend not in ("c10d", "etcd"):
+        raise UsageError(
+            f"--spares={spares} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: no node can "
+            f"come to a {found.backend} rendezvous beside those of --nnodes={args.nnodes}"
+        )
+    domain = args.failure_domain
+    if len(domain) > MOST_DOMAIN or not domain.isprintable():
+        raise UsageError(f"--failure-domain={domain[:80]!r}: expected at most {MOST_DOMAIN} printable characters")
+    return replace(found, spares=spares, failure_domain=domain)
+
+
+def _meeting(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:
     backend = args.rdzv_backend
     if backend and backend not in BACKENDS:
         from elaunch.agent import plugins

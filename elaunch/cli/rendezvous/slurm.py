@@ -21,8 +21,12 @@ _NAMES = r"(?:[A-Za-z0-9._-]|\[[0-9,-]+\])+"
 _STEP_STRIDE = 617  # so that steps of one job, and jobs submitted one after the other, seldom share a port
 
 
-def step_defaults(variables: Mapping[str, str]) -> dict[str, str]:
+def step_defaults(variables: Mapping[str, str], spares: str = "0") -> dict[str, str]:
     """Returns what the flags are in this step, by the names of their values, where they are not given.
+
+    Args:
+        variables: of the environment.
+        spares: what --spares says: so many of the nodes are held ready, and the others make up the job.
 
     Raises:
         UsageError: this is no step of Slurm, or what its variables say cannot be used.
@@ -41,14 +45,20 @@ def step_defaults(variables: Mapping[str, str]) -> dict[str, str]:
             f"--rdzv-backend={BACKEND}: srun has started {tasks} tasks on {nodes} nodes; elaunch starts the workers of "
             "its node itself, so give srun --ntasks-per-node=1"
         )
+    held = int(spares) if spares.isdecimal() else 0  # what else it says is refused where all flags are read
     port = PORTS[(job + _STEP_STRIDE * step) % len(PORTS)]
     names = read_hosts(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
     return {
-        "nnodes": str(nodes),
+        "nnodes": str(nodes - held),
         "rdzv_endpoint": ",".join(join_endpoint(name, port) for name in islice(names, STORE_NODES)),
         "rdzv_id": f"{job}.{step}-{restarts}" if restarts else f"{job}.{step}",
         "node_name": variables.get("SLURMD_NODENAME", ""),
     }
+
+
+def failure_domain(variables: Mapping[str, str]) -> str:
+    """Returns the switch, or the block, below which Slurm has this node; empty where no topology is configured."""
+    return variables.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
 def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 Values = Mapping[str, Any]
@@ -54,21 +54,22 @@ def beside_events(values: Values, words: str) -> dict[str, Any]:
         "generation": values["generation"] or 0,
         "members": sum(one["rank"] is not None for one in values["workers"]),
         "nodes": [{"node": one["node"], "remark": one["remark"]} for one in values["nodes"]],
-        "slots": [_slot(one) for one in values["workers"]],
+        "slots": [_slot(one, values["spares"]["nodes"]) for one in values["workers"]],
         "steps_per_s": None if training is None else training["steps_per_s"] or None,
         "samples_per_s": None,
         "unreadable": len(values["unreadable"]),
     }
 
 
-def _slot(worker: Values) -> dict[str, Any]:
+def _slot(worker: Values, spares: Collection[str]) -> dict[str, Any]:
     name, ratio = worker["worker"], worker["times_as_long"]
+    state = {"ready": "starting", "not here": "left"}.get(worker["state"], worker["state"])
     return {
         "slot": name.partition("#")[0],
         "worker": name,
         "node": name.partition("/")[0],
         "rank": worker["rank"],
-        "state": {"ready": "starting", "not here": "left"}.get(worker["state"], worker["state"]),
+        "state": "spare" if state == "starting" and name.partition("/")[0] in spares else state,
         "pid": None,
         "since_t": None,
         "ended_t": None,

@@ -62,14 +62,14 @@ class SlotHistory:
             return "member"
         return "left" if self.has_been_member else "starting"
 
-    def document(self, slot: str) -> dict[str, Any]:
-        """Returns it as JSON."""
+    def document(self, slot: str, is_spare: bool) -> dict[str, Any]:
+        """Returns it as JSON; `is_spare`: the node holds its workers ready for when another one goes."""
         return {
             "slot": slot,
             "worker": self.worker,
             "node": self.node,
             "rank": self.rank,
-            "state": self.state,
+            "state": "spare" if is_spare and self.state == "starting" else self.state,
             "pid": self.pid,
             "since_t": self.since_t,
             "ended_t": self.ended_t,
@@ -107,6 +107,7 @@ class JobHistory:
         self._steps = StepCurve()
         self._slots: dict[str, SlotHistory] = {}
         self._nodes: dict[str, str] = {}
+        self._spares: tuple[str, ...] = ()
         self._changes: deque[JobChange] = deque(maxlen=MOST_CHANGES)
         self._hangs: deque[dict[str, Any]] = deque(maxlen=MOST_HANGS)
         self._stacks: deque[str] = deque(maxlen=MOST_HANGS)
@@ -293,7 +294,9 @@ class JobHistory:
             self._steps.go_back()
         words, is_bad = told(kind, event)
         worker = name(event.get("worker") or "")
-        if kind == "cut":
+        if kind == "spares":
+            self._spares = tuple(name(one) for one in listed(event.get("nodes"))[:MOST_SLOTS])
+        elif kind == "cut":
             self._nodes[name(event.get("node"))] = words if is_bad else ""
         elif worker and kind in ("slow", "health"):
             remarks, about = self._slot(worker).remarks, f"{kind} {name(event.get('subject') or '')}"
@@ -343,10 +346,10 @@ class JobHistory:
             "steps_per_s": None if rate is None else rate[0],
             "samples_per_s": None if rate is None else rate[1],
             "nodes": [
-                {"node": node, "remark": remark}
+                {"node": node, "remark": remark or ("spare" if node in self._spares else "")}
                 for node, remark in sorted(nodes.items(), key=lambda one: by_name(one[0]))
             ],
-            "slots": [one.document(slot) for slot, one in slots],
+            "slots": [one.document(slot, one.node in self._spares) for slot, one in slots],
             "steps": self._steps.document(),
             "changes": self._change_documents(first),
             "hangs": list(self._hangs),

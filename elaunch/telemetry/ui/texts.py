@@ -71,6 +71,9 @@ def told(kind: str, event: Event) -> tuple[str, bool]:
         case "cut":
             nodes = [name(one) for one in listed(event.get("nodes"))]
             return f"cannot reach {', '.join(nodes)}" if nodes else "reaches all nodes again", bool(nodes)
+        case "spares":
+            nodes = [name(one) for one in listed(event.get("nodes"))]
+            return f"held ready: {', '.join(nodes) or 'none'}", False
         case "slow":
             what = text(event.get("worker") or event.get("slow_node") or event.get("link"))
             factor, slow = number(event.get("factor")), event.get("state") == "slow"

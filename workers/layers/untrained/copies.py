@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elaunch.rendezvous.membership import node_of
 from elaunch.workers.comm.group import memory
 from elaunch.workers.comm.traffic import Traffic
 from elaunch.workers.layers.executor import LayerKey
@@ -30,6 +31,7 @@ from elaunch.workers.layers.model import Layer
 from elaunch.workers.layers.snapshots import BATCH_BYTES
 from elaunch.workers.layers.untrained.duties import CopiedBox, duties
 from elaunch.workers.layers.untrained.places import places_of_layers
+from elaunch.workers.member.keepers import Place
 from elaunch.workers.state.boxes import Box, n_elements, slabs
 from elaunch.workers.state.chunks import Chunk, covering
 from elaunch.workers.state.codec import dtype_of
@@ -131,6 +133,7 @@ class UntrainedCopies:
         layers: its layers.
         copies: of each value, beside the first.
         store: what it keeps of others.
+        place: of each worker.
     """
 
     def __init__(
@@ -142,9 +145,10 @@ class UntrainedCopies:
         layers: Mapping[LayerKey, Layer],
         copies: int,
         store: HostCopies,
+        place: Place = node_of,
     ) -> None:
         self._layout, self._worker, self._store = layout, worker, store
-        found = duties(layout.holders, specs, workers, copies)
+        found = duties(layout.holders, specs, workers, copies, place)
         items = untrained_items(specs)
 
         def cut(boxes: Sequence[CopiedBox]) -> tuple[CopiedBox, ...]:

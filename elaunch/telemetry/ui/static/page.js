@@ -125,7 +125,7 @@ function drawHead() {
 
 // -- members ---------------------------------------------------------------------------------------------------------
 
-const STATES = { member: "member", starting: "starting or ready", left: "left", done: "done", failed: "failed" };
+const STATES = { member: "member", starting: "starting or ready", spare: "spare", left: "left", done: "done", failed: "failed" };
 
 function drawMembers() {
   if (!job.slots.length) {

@@ -1,0 +1,225 @@
+"""A node is lost from a job of three: a spare that is held ready, one that waits without workers, and one that comes.
+
+    python benchmarks/spares.py --quick
+    python benchmarks/spares.py --json spares.json
+
+The job is `train_small.py` on three nodes of one worker each, which are agents on this machine with an etcd beside
+them. Each loss is a SIGKILL of the agent and the worker of a random node at a random moment of a step, timed by this
+program; each commit is timed by the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.commits import Commit, median_steps
+from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, ask_job, limit_time
+from benchmarks.report import Report, add_arguments, spread
+from benchmarks.small_model import MICRO_BATCHES
+from elaunch.rendezvous.embedded import EmbeddedEtcd
+
+NODES = 3
+STEP_S = 0.07  # emulated; the messages, the real compute and the optimizer bring it to about 0.1
+SETTLE_STEPS = 10
+LIMIT_S = 90.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How the job is made whole: with which flags, and whether a further node is there before the loss."""
+
+    name: str
+    flags: tuple[str, ...]
+    waits: bool
+
+
+KINDS = (
+    Kind("a spare, held ready (--spares=1)", (f"--nnodes={NODES}", "--spares=1"), True),
+    Kind("a node that waits, without workers", (f"--nnodes=1:{NODES}",), True),
+    Kind("a node that is started at the loss", (f"--nnodes=1:{NODES}",), False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What one loss cost.
+
+    Attributes:
+        next_commit_s: until a step has committed without the lost node.
+        whole_s: until one has with as many workers as before.
+        fewer: steps by fewer workers in between.
+    """
+
+    next_commit_s: float
+    whole_s: float
+    fewer: int
+
+
+class NodesJob(Job):
+    """The small job on several nodes."""
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        super().__init__(kind.name, Training(NODES, STEP_S / (MICRO_BATCHES // NODES)), folder)
+        self.kind = kind
+        self._etcd = EmbeddedEtcd(str(folder / f"{self.log.stem}.etcd"))
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._started = 0
+
+    def begin(self) -> None:
+        self._etcd.start()
+        self._etcd.wait_ready()
+        for _ in range(NODES):
+            self.start_node()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._etcd.stop()
+
+    def launcher(self) -> subprocess.Popen[bytes]:
+        return next(iter(self._agents.values()))
+
+    def start_node(self) -> None:
+        """Starts the agent of another node."""
+        name = f"n{self._started}"
+        self._started += 1
+        self._agents[name] = self.processes.start(
+            [
+                *[*ELAUNCH, *self.kind.flags, "--nproc-per-node=1", f"--rdzv-endpoint={self._etcd.endpoint}"],
+                *["--rdzv-id=spares", f"--node-name={name}", "--rdzv-conf=last_call_timeout=60"],
+                *["--events", str(self.log), str(HERE / "train_small.py"), *self.training.flags],
+            ]
+        )
+
+    def wait_for_one_more(self) -> None:
+        """Returns when the node beyond those of the job is there: with its workers ready where it is a spare."""
+        self.start_node()
+        name = f"n{self._started - 1}"
+        mark = "(spare, ready)" if "--spares=1" in self.kind.flags else "(waits)"
+
+        def there() -> bool:
+            said = ask_job(
+                "status", job="spares", endpoint=self._etcd.endpoint, limit_s=LIMIT_S, failed=f"{self.name}: no status"
+            )
+            return f"{name} {mark}" in said
+
+        self.wait(there, f"{name} to be {mark}", LIMIT_S)
+
+    def members(self) -> list[str]:
+        """The nodes of the generation that trains."""
+        last = next(line for line in reversed(self.lines) if line["kind"] == "generation" and line["stage"] == "train")
+        return [worker.partition("/")[0] for worker in last["workers"]]
+
+    def lose(self, node: str) -> float:
+        """Ends an agent and its worker as the loss of their machine would; returns the Unix time."""
+        ended = {line["pid"] for line in self.lines if line["kind"] == "worker_exited"}
+        pids = [line["pid"] for line in self.lines if line["kind"] == "worker_started" and line["node"] == node]
+        agent = self._agents.pop(node)
+        now_t = time.time()
+        for pid in [*(pid for pid in pids if pid not in ended), agent.pid]:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
+        return now_t
+
+
+def loss_of(commits: list[Commit], lost_t: float) -> Loss:
+    """What the loss at a Unix time cost, by the commits of the job."""
+    before = [commit for commit in commits if commit.t <= lost_t][-1]
+    later = [commit for commit in commits if commit.t > lost_t and commit.generation != before.generation]
+    whole = next((place for place, commit in enumerate(later) if commit.members == NODES), None)
+    if whole is None:
+        return Loss(math.inf, math.inf, len(later))
+    return Loss(later[0].t - lost_t, later[whole].t - lost_t, whole)
+
+
+def measure(kind: Kind, count: int, chance: random.Random, folder: Path, report: Report) -> None:
+    """Loses a node so many times, each time after the job is whole again."""
+    losses: list[Loss] = []
+    say(f"{kind.name}: {count} losses")
+    with NodesJob(kind, folder) as job:
+        job.wait_complete(-1, SETTLE_STEPS, LIMIT_S)
+        for number in range(count):
+            if kind.waits:
+                job.wait_for_one_more()
+            step_s = median_steps(job.commits())[NODES]
+            time.sleep(1.0 + chance.uniform(0.0, step_s))
+            job.read()
+            generation = job.commits()[-1].generation
+            lost_t = job.lose(chance.choice(job.members()))
+            if not kind.waits:
+                job.start_node()
+            job.wait_complete(generation, SETTLE_STEPS, LIMIT_S)
+            losses.append(loss_of(job.commits(), lost_t))
+            found = losses[-1]
+            say(f"  {number + 1}/{count}: {found.next_commit_s:.3f} s, whole after {found.whole_s:.3f} s")
+        step_s = median_steps(job.commits())[NODES]
+    first, whole = spread(one.next_commit_s for one in losses), spread(one.whole_s for one in losses)
+    report.row(
+        {
+            "a node is lost": kind.name,
+            "losses": count,
+            "step_ms": 1e3 * step_s,
+            "next_commit_median_ms": 1e3 * first.median,
+            "next_commit_worst_ms": 1e3 * first.worst,
+            "whole_median_ms": 1e3 * whole.median,
+            "whole_worst_ms": 1e3 * whole.worst,
+            "steps_by_fewer": sum(one.fewer for one in losses) / count,
+        }
+    )
+    if "--spares=1" in kind.flags:
+        report.target("steps by fewer workers with a spare", sum(one.fewer for one in losses), "steps", at_most=0)
+        report.target("loss -> as many workers again, less a step", 1e3 * (whole.median - step_s), "ms", below=500)
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error, so that standard output is the report alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--losses", type=int, help="of each kind (default 8, quick 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and nodes")
+    parser.add_argument("--limit-s", type=int, default=280, help="the most that the whole benchmark may take")
+    args = parser.parse_args()
+    report = Report(
+        f"a node of {NODES} is lost: spares",
+        notes=[
+            f"compute is emulated: forwards sleep {STEP_S * 1e3:.0f} ms in a step of {NODES} workers; parameters, "
+            "gradients, optimizer, messages and processes are real",
+            "next commit: the first one without the lost node; whole: the first one by as many workers as before",
+        ],
+    )
+    limit_time(args.limit_s)
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="spares-") as folder:
+        chance = random.Random(args.seed)
+        for kind in KINDS:
+            try:
+                measure(kind, args.losses or (1 if args.quick else 8), chance, Path(folder), report)
+            except (JobFailed, TimeLimit) as error:
+                failed = True
+                report.notes.append(f"{kind.name} FAILED: {error}")
+                if isinstance(error, TimeLimit):
+                    break
+        signal.alarm(0)
+    report.print()
+    report.write(args.json)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

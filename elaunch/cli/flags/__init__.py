@@ -1,0 +1,1 @@
+"""Flags: how command lines are read, and those of `elaunch` itself."""
