@@ -36,6 +36,11 @@ class StoreOpener:
         return self.dress(self._store)
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Returns where the servers are."""
+        return tuple(part.strip() for part in (self._servers or self._endpoint).split(","))
+
+    @property
     def store(self) -> EtcdStore:
         """Returns the connection that was opened last."""
         assert self._store is not None
@@ -46,3 +51,7 @@ class StoreOpener:
         self._servers = ",".join(clients)
         if self._store is not None and not self._store.is_closed():
             self._store.use(self._servers)
+
+    def move(self, endpoint: str) -> None:
+        """Opens another store from now on, which has been founded in the stead of the one that was lost."""
+        self._endpoint, self._servers = endpoint, ""
