@@ -29,6 +29,7 @@ _NAMES = {
     "result",
     "servers",
     "founding",
+    "moved",
     "profile",
     "status",
     "waiting",

@@ -18,6 +18,7 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     result                    written once, when the job is over    Result
     servers                   written by the leader                 cluster.servers.EtcdServers
     founding                  written by who founds the store       rules.founding.Founding
+    moved                     written by the leader of another one  text: where the job's store is now
     left/<node>               leased; written by its own node       liveness address of an agent that has ended
 
 Any other key is a stranger's. `intake` says what is made of those, and of documents that cannot be read.

@@ -24,7 +24,7 @@ from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
-from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
+from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session, StoreMoved
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.rules.founding import Standing
 from elaunch.rendezvous.store import Store
@@ -209,6 +209,8 @@ class Participant:
             self._servers.follow()
             if self._leader.leads:
                 self._servers.turn()
+        if self._founder is not None and self._leader.leads:
+            self._founder.leave_word()
         self._tell_waiting()
         if (lasted_s := self._setbacks.end(self._clock())) is not None:
             self._replica.doubt_absences()
@@ -271,6 +273,10 @@ class Participant:
         self._mail.pause(self._clock() + pause_s, self._clock)
 
     def _lost_store(self, error: StoreUnavailable) -> None:
+        if self._founder is not None and isinstance(error, StoreMoved):
+            self._session.close()
+            self._founder.follow(str(error))
+            return
         if not self._session.joined and self._clock() > self._started_s + self._connect_s:
             self._listener.refused(StoreUnavailable(gave_up(error, self._connect_s, self._hosted)))
             self._mail.stop()

@@ -237,6 +237,7 @@ def make_founding(
         start=start,
         serves=lambda: hosted.will_serve,
         leave=lambda: inbox.post(leave),
+        leave_word=open_store.leave_word,
         can_found=has_etcd(),
     )
 

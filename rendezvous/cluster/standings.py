@@ -41,7 +41,7 @@ def ask(seats: Mapping[str, str], servers: Collection[str] = ()) -> Answers:
     if not count:
         return answers
     with ThreadPoolExecutor(min(AT_ONCE, count), "elaunch-ask") as pool:
-        listen = pool.map(_listens, servers)
+        listen = pool.map(listens, servers)
         for (node, address), found in zip(seats.items(), pool.map(_ask, seats.values()), strict=True):
             if isinstance(found, Standing) and found.node == node:
                 answers.standings[node] = found
@@ -78,7 +78,8 @@ def _ask(address: str) -> Standing | str | None:
         return str(error)
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Returns whether somebody accepts a connection there."""
     try:
         host, port = split_address(address)
         socket.create_connection((host, port), ANSWER_S).close()

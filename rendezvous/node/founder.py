@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster.standings import ask
 from elaunch.rendezvous.codec import to_json
@@ -29,6 +31,8 @@ PAUSE_S = 0.1
 SEATS_PER_S = 500
 """So many agents a node asks each second on average: all nodes that lost the store do."""
 
+WORD_S = 0.5
+
 START_S = 10.0
 """How long the server of a store that is founded may take to serve."""
 
@@ -48,6 +52,7 @@ class FoundingSettings:
             take a while to serve. Raises `LaunchError`.
         serves: whether this node hosts a server of its store, which runs or is started again.
         leave: ends that server, since this node goes over to another store.
+        leave_word: writes where the store is into any that has come up where the job began; the key is given.
         can_found: whether this node may serve the store.
     """
 
@@ -56,6 +61,7 @@ class FoundingSettings:
     start: Callable[[], str]
     serves: Callable[[], bool]
     leave: Callable[[], None]
+    leave_word: Callable[[str], None]
     can_found: bool = True
 
 
@@ -90,6 +96,8 @@ class Founder:
         self.standing = Standing(node)
         self._founding: Founding | None = None  # to be written into the store at the next connection
         self._founded_s = 0.0
+        self._word: threading.Thread | None = None
+        self._word_s = float("-inf")
         self._session = session
         self._replica = replica
         self._mail = mail
@@ -142,6 +150,20 @@ class Founder:
         if move is not None:
             self._go_over(move)
             raise StoreLeft(f"this node goes over to {move.store}")
+
+    def leave_word(self) -> None:
+        """Tells a store that has come up where the job began, as when a lost machine is started again, where it is now.
+
+        Nobody waits for that: it is done in a thread, now and then.
+        """
+        is_due = self._clock() >= self._word_s + WORD_S and not (self._word is not None and self._word.is_alive())
+        if self._replica.founding is not None and self._replica.view.result is None and is_due:
+            self._word_s, key = self._clock(), f"{self._replica.prefix}moved"
+            self._word = threads.start("elaunch-moved", lambda: self._settings.leave_word(key), lambda error: None)
+
+    def follow(self, store: str) -> None:
+        """Goes over to the store of the job, in which this node has not been."""
+        self._go_over(GoOver(store, 0))
 
     # -- while it cannot ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from math import inf
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.intake import read_reports
+from elaunch.rendezvous.intake import read_reports, read_text
 from elaunch.rendezvous.membership import Generation, JobConfig, NodeDoc, Result, job_prefix, names_text
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
@@ -28,6 +28,10 @@ RETRY_S = 0.2
 LINGER_S = 0.2
 LEAST_RENEWAL_S = 1.0  # an election among servers takes most of it
 RESULT_TTL_S = 600.0
+
+
+class StoreMoved(StoreUnavailable):
+    """The job has its store at another address by now, which is all that the message says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,8 @@ class Session:
         if result is not None:
             self._meet_end(result)
             return None
+        if self._entrant.founds and not self.joined and (entry := self.get("moved")) is not None:
+            raise StoreMoved(read_text(entry.value))
         self.enter_job()
         if self._entrant.founds:
             self._bring_generation()
