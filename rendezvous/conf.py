@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from elaunch.errors import LaunchError, UsageError
 
 ETCD_PORT = 2379
+FOUND, WAIT = "found", "wait"  # what nodes do that lose the store
 CONNECT_S = 10.0  # for a store that should be there already
 
 # Read by torchrun's rendezvous, and without an effect here: an etcd needs no such setting.
@@ -62,6 +63,8 @@ KEYS = {
     "timeout": "for static, the same",
     "lease_ttl": "a node that is silent for this long has left; at least 1",
     "store_timeout": "how long a node that cannot go on without the store waits for it to come back; at least 1",
+    "on_store_loss": "for c10d and static, what the other nodes do when those that host the store are lost: found "
+    "another one, or wait",
     "store_nodes": "for c10d, on how many nodes the store is, once the job has as many: 1, 3 or 5 (3 where "
     "--rdzv-endpoint names three nodes)",
     "ready_timeout": "how long ready workers wait for others that still start before the first step",
@@ -115,6 +118,7 @@ class RendezvousConf:
     lease_ttl: float = 5.0
     store_timeout: float = 300.0
     store_nodes: int = 0
+    on_store_loss: str = FOUND
     ready_timeout: float = 30.0
     attach_timeout: float = 10.0
     link_timeout: float = 5.0
@@ -147,6 +151,11 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             if value.strip().lower() not in _BOOLEANS:
                 raise UsageError(f"--rdzv-conf {item!r}: expected true or false")
             values[name] = _BOOLEANS[value.strip().lower()]
+            continue
+        if name == "on_store_loss":
+            if value.strip() not in (FOUND, WAIT):
+                raise UsageError(f"--rdzv-conf {item!r}: expected {FOUND} or {WAIT}")
+            values[name] = value.strip()
             continue
         if name == "store_nodes":
             if value.strip() not in ("1", "3", "5"):

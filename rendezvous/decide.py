@@ -19,6 +19,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
+from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, let_go, takes_part, too_few
 from elaunch.rendezvous.rules.early import restart_whole, same_everywhere
 from elaunch.rendezvous.rules.sick import sick_to_leave
@@ -47,6 +48,11 @@ def decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDeci
     """
     if view.result is not None:
         return LeaderDecision("the job is over")
+    decision = _decide(view, now_s, settings)
+    return quorum.bind(decision, view, now_s, settings) if settings.founds else decision
+
+
+def _decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:
     nodes = tuple(sorted(view.nodes, key=lambda doc: (doc.rank, doc.order, doc.node)))
     generation = view.generation
     if generation is None or generation.stage is GenerationStage.ASSEMBLE:
@@ -155,7 +161,8 @@ def _plain(
         for doc in nodes
         if doc.summary.failed and doc.progress.attempt == generation.attempt and doc.node in generation.nodes
     ]
-    absent = () if absence_in_doubt(view, now_s, settings) else tuple(set(generation.nodes) - set(present))
+    missing = set(generation.nodes) - set(present)
+    absent = tuple(node for node in missing if not absence_in_doubt(view, now_s, settings, node))
     if failed or absent:
         first = min(failed, key=lambda doc: doc.cause_t) if failed else None
         cause = first.summary.failed if first else f"node {', '.join(sorted(absent))} was lost"

@@ -93,6 +93,15 @@ def find_etcd() -> str:
     )
 
 
+def has_etcd() -> bool:
+    """Returns whether there is an etcd program here."""
+    try:
+        find_etcd()
+    except EtcdNotFound:
+        return False
+    return True
+
+
 def _is_wheels_script(path: str) -> bool:
     """Whether this is the wheel's script, which starts a Python first to run the program that the wheel holds."""
     with open(path, "rb") as file:
@@ -144,6 +153,11 @@ class EmbeddedEtcd:
         return f"{_bracketed(host)}:{self._port}"
 
     @property
+    def folder(self) -> str:
+        """Returns where its data are."""
+        return self._data_dir
+
+    @property
     def port(self) -> int:
         """Returns the client port; with port 0 it is final once `wait_ready` has returned."""
         return self._port
@@ -153,8 +167,11 @@ class EmbeddedEtcd:
         """Returns the process id of the running server, None while there is none."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def start(self) -> None:
-        """Starts the server and returns at once; `wait_ready` says when it serves. Raises `LaunchError`."""
+    def start(self, has_threads: bool = False) -> None:
+        """Starts the server and returns at once; `wait_ready` says when it serves. Raises `LaunchError`.
+
+        With `has_threads` it may be called from a process that has some, as `start_again`.
+        """
         if self.pid is not None:
             raise LaunchError(f"etcd is running already (pid {self.pid}, {self.endpoint})")
         os.makedirs(self._data_dir, mode=0o700, exist_ok=True)
@@ -162,7 +179,7 @@ class EmbeddedEtcd:
         family, address = _resolve(self._host)
         self._port = _bindable_port(family, address, self._port)
         self._client_url = f"http://{_bracketed(address)}:{self._port}"
-        self._spawn(has_threads=False)
+        self._spawn(has_threads)
 
     def join(self, peers: Iterable[str]) -> None:
         """Starts it, without data, as a learner of the cluster of these servers, which expect it.

@@ -134,11 +134,11 @@ class EtcdStore:
         # A lease granted twice is harmless: nobody keeps the first one alive.
         return int(self.call("grant a lease", lambda server: server.lease.LeaseGrant, request, repeatable=True).ID)
 
-    def keep_alive(self, lease: int) -> bool:
+    def keep_alive(self, lease: int, within_s: float | None = None) -> bool:
         """Renews the lease; returns whether it still existed."""
-        request = etcdrpc.LeaseKeepAliveRequest(ID=lease)
+        request, what = etcdrpc.LeaseKeepAliveRequest(ID=lease), f"keep lease {lease} alive"
         try:
-            return bool(self.call(f"keep lease {lease} alive", lambda server: server.renew, request, repeatable=True))
+            return bool(self.call(what, lambda server: server.renew, request, repeatable=True, within_s=within_s))
         except LeaseGone:
             return False
 
@@ -238,13 +238,20 @@ class EtcdStore:
             if entry is not None and entry.value == put.value and entry.revision != expected_revision:
                 return True  # it was carried out; what was not may be sent again, for it is done once at most
 
-    def call(self, what: str, method: Callable[[ServerConnection], Any], request: Any, repeatable: bool = False) -> Any:
+    def call(
+        self,
+        what: str,
+        method: Callable[[ServerConnection], Any],
+        request: Any,
+        repeatable: bool = False,
+        within_s: float | None = None,
+    ) -> Any:
         """Sends one request until it is answered or the time is up, and returns the answer.
 
         A request that may have been carried out is sent again only where it is `repeatable`.
         """
         begin_s = time.monotonic()
-        deadline_s = begin_s + self.timeout_s
+        deadline_s = begin_s + (self.timeout_s if within_s is None else within_s)
         logins = 0
         reasons: dict[str, str] = {}
         server = self._current

@@ -29,13 +29,15 @@ _NAMES = {
     "spares",
     "result",
     "servers",
+    "founding",
+    "moved",
     "profile",
     "status",
     "waiting",
     "requests/plan",
     "requests/size",
 }
-_FOLDERS = ("nodes/", "checks/", "requests/drain/", "requests/deadlock/")
+_FOLDERS = ("nodes/", "checks/", "left/", "requests/drain/", "requests/deadlock/")
 _NUMBER = r"#\d{1,15}"
 _NODE = re.compile(r"[A-Za-z0-9._-]{1,255}")
 

@@ -17,6 +17,10 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     requests/drain/<node>     the same; `node` is to leave          DrainRequest
     requests/deadlock/<node>  leased; written by the leader         Deadlock
     result                    written once, when the job is over    Result
+    servers                   written by the leader                 cluster.servers.EtcdServers
+    founding                  written by who founds the store       rules.founding.Founding
+    moved                     written by the leader of another one  text: where the job's store is now
+    left/<node>               leased; written by its own node       liveness address of an agent that has ended
 
 Any other key is a stranger's. `intake` says what is made of those, and of documents that cannot be read.
 """
@@ -296,6 +300,7 @@ class NodeDoc:
         domain: the failure domain that the user has named (--failure-domain); empty: none.
         store_address: host:port at which an etcd of this node would listen for other servers of the job; empty: it
             serves none.
+        serves: whether it serves the store now.
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds; 0: unknown.
         summary: of its workers.
@@ -315,6 +320,7 @@ class NodeDoc:
     liveness_address: str = ""
     domain: str = ""
     store_address: str = ""
+    serves: bool = False
     cause: str = ""
     cause_t: float = 0.0
     summary: WorkerSummary = WorkerSummary()
@@ -380,6 +386,9 @@ class Generation:
         master: where its workers meet.
         roles: those of its nodes, by name, where they are not all the same.
         requested_plan: a member that has not acted on this request yet does so when it changes over.
+        seats: its nodes, those that serve the store first, and the liveness addresses of their agents; empty: this
+            store cannot be replaced by another.
+        former_seats: those of the last generation of which all nodes had heard when this one was made.
         streak: the urgent generations up to this one between which no step is known to have committed.
     """
 
@@ -397,6 +406,8 @@ class Generation:
     master: Master = Master()
     roles: tuple[tuple[str, str], ...] = ()
     requested_plan: RequestedPlan = RequestedPlan()
+    seats: tuple[tuple[str, str], ...] = ()
+    former_seats: tuple[tuple[str, str], ...] = ()
     streak: Streak = Streak()
 
     @property

@@ -224,7 +224,7 @@ class MemoryStore:
             data.leases[data.last_lease] = _Lease(ttl, data.clock() + ttl)
             return data.last_lease
 
-    def keep_alive(self, lease: int) -> bool:
+    def keep_alive(self, lease: int, within_s: float | None = None) -> bool:
         """Renews the lease; returns whether it still existed."""
         with self._data.lock:
             data = self._open(f"keep lease {lease} alive")

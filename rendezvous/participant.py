@@ -17,14 +17,16 @@ from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
+from elaunch.rendezvous.node.founder import PAUSE_S, Founder, FoundingSettings, StoreLeft
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
-from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
+from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session, StoreMoved
 from elaunch.rendezvous.node.setbacks import Setbacks
+from elaunch.rendezvous.rules.founding import Standing
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
 from elaunch.waits import Pace
@@ -48,6 +50,7 @@ class Participant:
         figures: of this node's check, by which nodes that come later are judged; they stand as long as this node does.
         hosted: whether the store is one that a node of the job hosts, which comes and ends with that node.
         cluster: how several nodes are to serve the store; None: one does, or others than the job's.
+        founding: what the agent does where another store is founded in the stead of one that is lost; None: none is.
     """
 
     def __init__(
@@ -63,22 +66,30 @@ class Participant:
         figures: str = "",
         hosted: bool = False,
         cluster: ServerSettings | None = None,
+        founding: FoundingSettings | None = None,
     ) -> None:
         self._listener = listener
         self._lease_s = settings.lease_s
         self._connect_s = connect_s
         self._hosted = hosted
+        self._standing = Standing(doc.node)
         self._clock = clock
         self._mail = Mailbox(doc)
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
         # What follows belongs to the thread alone.
-        entrant = Entrant(job, doc.node, config, figures.encode(), settings.lease_s, hosted)
+        entrant = Entrant(job, doc.node, config, figures.encode(), settings.lease_s, hosted, founding is not None)
         self._setbacks = Setbacks(settings.lease_s / 3)
         self._reporter = reporter = Reporter(listener, self._setbacks)
         self._replica = Replica(job, doc.node, reporter, clock)
         self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock)
         self._requests = Requests(self._session, self._replica)
-        self._leader = Leader(self._session, self._replica, self._requests, settings, doc.node, reporter, clock)
+        self._founder = (
+            Founder(self._session, self._replica, self._mail, founding, doc.node, settings.lease_s, reporter, clock)
+            if founding is not None
+            else None
+        )
+        look = self._founder.look_for_better if self._founder is not None else lambda seats: None
+        self._leader = Leader(self._session, self._replica, self._requests, settings, doc.node, reporter, clock, look)
         self._servers = (
             ServerKeeper(self._session, self._replica, cluster, reporter, clock) if cluster is not None else None
         )
@@ -86,6 +97,11 @@ class Participant:
         self._away_since_s: float | None = None
         self._pace = Pace.begin(self._started_s)
         self._hindrance = ""
+
+    @property
+    def standing(self) -> Standing:
+        """Returns how this node stands to the store; others ask when they have lost it."""
+        return self._founder.standing if self._founder is not None else self._standing
 
     def start(self) -> None:
         """Starts the thread."""
@@ -156,12 +172,16 @@ class Participant:
             self._replica.doubt_absences()
             self._listener.back(self._clock() - self._away_since_s)
             self._away_since_s, self._hindrance = None, ""
+        if self._founder is not None:
+            self._founder.begin()
         self._leader.follow(entries, revision)
         if self._servers is not None:
             self._session.watch("servers", revision + 1)
             self._servers.follow()
         self._session.plan_renewal()
         self._replica.in_job = True
+        if self._founder is not None:
+            self._founder.connected()
 
     def _turn(self) -> None:
         """Waits for something to do, and does it."""
@@ -189,6 +209,8 @@ class Participant:
             self._servers.follow()
             if self._leader.leads:
                 self._servers.turn()
+        if self._founder is not None and self._leader.leads:
+            self._founder.leave_word()
         self._tell_waiting()
         if (lasted_s := self._setbacks.end(self._clock())) is not None:
             self._replica.doubt_absences()
@@ -251,6 +273,10 @@ class Participant:
         self._mail.pause(self._clock() + pause_s, self._clock)
 
     def _lost_store(self, error: StoreUnavailable) -> None:
+        if self._founder is not None and isinstance(error, StoreMoved):
+            self._session.close()
+            self._founder.follow(str(error))
+            return
         if not self._session.joined and self._clock() > self._started_s + self._connect_s:
             self._listener.refused(StoreUnavailable(gave_up(error, self._connect_s, self._hosted)))
             self._mail.stop()
@@ -262,7 +288,14 @@ class Participant:
             )
         if self._away_since_s is None and self._session.joined and not self._replica.end_told:
             self._away_since_s = self._clock()
-            self._listener.outage(str(error))
+            if not isinstance(error, StoreLeft):
+                self._listener.outage(str(error))
         self._session.close()
         self._mail.discard_news()
-        self._mail.wait_once(RETRY_S)
+        if self._founder is None or not self._session.joined:
+            self._mail.wait_once(RETRY_S)
+            return
+        while not self._mail.is_stopping and (pause_s := self._founder.seek()) is None:
+            self._mail.pause(self._clock() + PAUSE_S, self._clock)
+        if pause_s:
+            self._mail.wait_once(pause_s)

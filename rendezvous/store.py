@@ -91,8 +91,11 @@ class Store(Protocol):
     def grant(self, ttl_s: float) -> int:
         """Returns a new lease; it ends `ttl_s`, rounded up to whole seconds and at least 1, after its last renewal."""
 
-    def keep_alive(self, lease: int) -> bool:
-        """Gives the lease its full time again. False: it is gone, and everything bound to it too."""
+    def keep_alive(self, lease: int, within_s: float | None = None) -> bool:
+        """Gives the lease its full time again. False: it is gone, and everything bound to it too.
+
+        `within_s` is another time-out for this call.
+        """
 
     def revoke(self, lease: int) -> None:
         """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""

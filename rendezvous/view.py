@@ -23,6 +23,7 @@ class MembershipSettings:
         lease_s: the lease of a node; after an outage of the store, absence is believed only after this time.
         saves: whether the job has a folder for checkpoints.
         reach_s: how long the leader waits for what a node says that others cannot reach, before it leaves one out.
+        founds: whether nodes that lose the store may found another one: then who is left behind must be no majority.
     """
 
     min_nodes: int = 1
@@ -37,6 +38,7 @@ class MembershipSettings:
     lease_s: float = 5.0
     reach_s: float = 3.0
     saves: bool = False
+    founds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class View:
         pending_s: since when the rule has waited for the window to close, if it does.
         outage_end_s: when the store last came back after an outage, or went on after it stood still, if it ever did.
         request: for another plan, as long as it stands in the store.
+        ended: liveness addresses of agents that are known to have ended.
+        gone: nodes that did not answer when this store was founded: their absence is in no doubt.
+        floor: the least number of a generation that is made in this store.
     """
 
     nodes: tuple[NodeDoc, ...] = ()
@@ -64,6 +69,9 @@ class View:
     pending_s: float | None = None
     outage_end_s: float | None = None
     request: PlanRequest | None = None
+    ended: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+    floor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,7 @@ class LeaderDecision:
         wake_s: when to ask again at the latest, by the leader's clock; None: only a change calls for it.
         pending: whether it waits for more changes to come, within a window that is open.
         all_leave: why all nodes are to drain; "": they are not.
+        asks: nodes of which it has to be known whether their agents have ended.
     """
 
     reason: str
@@ -85,6 +94,7 @@ class LeaderDecision:
     wake_s: float | None = None
     pending: bool = False
     all_leave: str = ""
+    asks: tuple[str, ...] = ()
 
 
 def next_generation(view: View) -> int:
@@ -92,12 +102,13 @@ def next_generation(view: View) -> int:
     known = [doc.progress.generation for doc in view.nodes]
     if view.generation is not None:
         known.append(view.generation.number)
-    return max(known, default=0) + 1
+    return max(view.floor, max(known, default=0) + 1)
 
 
-def absence_in_doubt(view: View, now_s: float, settings: MembershipSettings) -> bool:
+def absence_in_doubt(view: View, now_s: float, settings: MembershipSettings, node: str = "") -> bool:
     """Returns whether nodes that are missing may be alive: after an outage their leases are not all renewed yet."""
-    return view.outage_end_s is not None and now_s < view.outage_end_s + settings.lease_s
+    in_time = view.outage_end_s is not None and now_s < view.outage_end_s + settings.lease_s
+    return in_time and node not in view.gone
 
 
 def ready_workers(doc: NodeDoc, attempt: int) -> tuple[Worker, ...]:

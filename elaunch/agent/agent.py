@@ -24,7 +24,7 @@ from elaunch.agent.output.events import EventLog
 from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.outputs import Folders, Outputs
 from elaunch.agent.output.telemetry import Telemetry
-from elaunch.agent.participation import JobListener, make_participant, stay_s
+from elaunch.agent.participation import JobListener, make_founding, make_participant, stay_s
 from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
@@ -33,6 +33,7 @@ from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
+from elaunch.rendezvous.cluster.standings import answer
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.store import Store
@@ -88,7 +89,7 @@ class Agent:
         events = EventLog(config.output.events, config.node, config.output.events_to_console, listeners)
         self._journal = Journal(config.node, events, self._generation_number)
         say = self._journal.say
-        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic(), place)
+        self._hosted = HostedEtcd(etcd, self._selector, say, time.monotonic(), place, config.job)
         self._control = ControlServer(self._selector, self._journal.say)
         supervisor.remove_at_the_end(self._control.directory)
         self._outputs = Outputs(config, folders)
@@ -114,6 +115,7 @@ class Agent:
             port=self._store.renew(),
             liveness_address=f"{host}:{listener.getsockname()[1]}",
             store_address=self._hosted.address,
+            serves=self._hosted.serves,
         )
         self._watches = Watches(
             config,
@@ -138,7 +140,8 @@ class Agent:
             hosts,
             self._on_servers,
         )
-        self._participant = make_participant(config, open_store, self._life.doc(), job, figures)
+        founding = make_founding(config, open_store, self._hosted, self._inbox)
+        self._participant = make_participant(config, open_store, self._life.doc(), job, figures, founding)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act
         )
@@ -235,7 +238,7 @@ class Agent:
         if self._life.attempt != self._attempt:
             self._attempt = self._life.attempt
             self._life.port = self._store.renew()
-        self._life.store_address = self._hosted.address
+        self._life.store_address, self._life.serves = self._hosted.address, self._hosted.serves
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
@@ -257,7 +260,7 @@ class Agent:
         elif isinstance(source, socket.socket):
             asks = self._liveness.accept()
             if asks is not None:
-                asks.close()
+                answer(asks, self._participant.standing)
 
     def _serve_supervisor(self, supervisor: Supervisor) -> None:
         try:

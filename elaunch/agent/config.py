@@ -14,7 +14,7 @@ from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
-from elaunch.rendezvous.conf import RendezvousConf
+from elaunch.rendezvous.conf import FOUND, RendezvousConf
 from elaunch.replica_check import ReplicaCheck
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
@@ -216,6 +216,12 @@ class AgentConfig:
     output: OutputSettings = field(default_factory=OutputSettings)
     detection: DetectionSettings = field(default_factory=DetectionSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+
+    @property
+    def founds(self) -> bool:
+        """Returns whether nodes that lose the store of this job found another one."""
+        is_shared = self.rendezvous.is_hosted and self.rendezvous.backend != "standalone" and self.max_nodes > 1
+        return is_shared and self.rendezvous.conf.on_store_loss == FOUND
 
 
 def settings_for_all(training: TrainingSettings, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from elaunch.agent.config import STATIC_SHIFT, AgentConfig, RendezvousSettings
 from elaunch.agent.forkserver import end_with_parent
-from elaunch.agent.local_jobs import LocalJob, make_folder, register
+from elaunch.agent.local_jobs import make_folder
 from elaunch.agent.supervisor import Supervisor, problem_with
 from elaunch.agent.tcp_store.process import StoreProcess, make_store_process
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
-from elaunch.rendezvous.conf import RendezvousConf, own_address, parse_endpoints
+from elaunch.rendezvous.conf import own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
 
 AGAIN_S = 0.2
@@ -30,6 +30,7 @@ AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_loc
 
 _struck: list[int] = []  # signals that have come before the agent handles them
 PROBE_S = 1.0
+REQUEST_S = 5.0  # within which the store answers
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
@@ -49,7 +50,6 @@ def launch(config: AgentConfig) -> int:
         make_checkpoint_folder(config.training.checkpoints, "--checkpoint-dir")
     hosted: EmbeddedEtcd | None = None
     directory = ""
-    registration: BinaryIO | None = None
     handlers = {number: signal.signal(number, _stop_early) for number in config.stop.signals}
     try:
         several = config.rendezvous.store_nodes(config.max_nodes) > 1
@@ -70,10 +70,8 @@ def launch(config: AgentConfig) -> int:
             if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
                 hosted.stop()
                 hosted = None
-            if hosted is not None:
-                registration = register(directory, LocalJob(config.job, hosted.endpoint, os.getpid()))
             endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
-            open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config.rendezvous.conf))
+            open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config))
             folders = None
             if config.output.logs_specs:
                 from elaunch.agent.plugins import plugin_folders
@@ -82,9 +80,10 @@ def launch(config: AgentConfig) -> int:
             figures = _check_node(config, open_store) if config.detection.node_check else ""
             telemetry = Telemetry(config, partial(_say, config.node))
             place = None
-            if several:
+            if several or config.founds:
                 port = parse_endpoints(endpoint, config.rendezvous.backend)[0][1]
-                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer) if peer or hosted is None else None
+                is_alone = not several or (hosted is not None and not peer)
+                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer, is_alone)
             open_store.dress = telemetry.timed
             agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place)
         except BaseException:
@@ -106,8 +105,6 @@ def launch(config: AgentConfig) -> int:
             hosted.stop()
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
-        if registration is not None:
-            registration.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -253,7 +250,9 @@ def is_free_here(name: str, port: int) -> bool:
         return False
 
 
-def _open_store(kind: type[EtcdStore], conf: RendezvousConf, endpoint: str) -> EtcdStore:
-    store = kind(endpoint, timeout_s=min(5.0, conf.connect_timeout), **conf.etcd.arguments())
+def _open_store(kind: type[EtcdStore], config: AgentConfig, endpoint: str) -> EtcdStore:
+    conf = config.rendezvous.conf
+    longest_s = min(REQUEST_S, conf.lease_ttl) if config.founds else REQUEST_S  # then others have found another one
+    store = kind(endpoint, timeout_s=min(longest_s, conf.connect_timeout), **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S
     return store

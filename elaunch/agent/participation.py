@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import time
 from collections.abc import Callable
 
@@ -11,17 +12,21 @@ from elaunch.agent.decisions.actions import Action
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.outage import Patience
 from elaunch.agent.inbox import Inbox
-from elaunch.errors import ElaunchError
+from elaunch.agent.watch.hosted import HostedEtcd
+from elaunch.errors import ElaunchError, LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.decide import MembershipSettings
+from elaunch.rendezvous.embedded import has_etcd
 from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, NodeDoc, Result
+from elaunch.rendezvous.node.founder import FoundingSettings
 from elaunch.rendezvous.node.reporter import MembershipListener
 from elaunch.rendezvous.node.servers import ServerSettings
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Store
 
 LATE_S = 3.0
+START_S = 5.0  # in which the agent's loop comes to start a server
 LOST_S = 2.0  # a server of the store whose node has been gone for so long is removed
 
 
@@ -143,7 +148,12 @@ class JobListener:
 
 
 def make_participant(
-    config: AgentConfig, open_store: Callable[[], Store], doc: NodeDoc, listener: MembershipListener, figures: str
+    config: AgentConfig,
+    open_store: Callable[[], Store],
+    doc: NodeDoc,
+    listener: MembershipListener,
+    figures: str,
+    founding: FoundingSettings | None = None,
 ) -> Participant:
     """Returns this node's participant, not started yet.
 
@@ -153,6 +163,7 @@ def make_participant(
         doc: the node's first report.
         listener: told what happens in the job.
         figures: of this node's check, for those that come later.
+        founding: what the agent does where another store is founded; None: none is.
     """
     conf, checkpoints = config.rendezvous.conf, config.training.checkpoints
     return Participant(
@@ -162,7 +173,7 @@ def make_participant(
             config.min_nodes,
             config.max_nodes,
             config.max_restarts,
-            training=settings_for_all(config.training, os.environ),
+            training=(*settings_for_all(config.training, os.environ), *_on_store_loss(config)),
             spares=config.rendezvous.spares,
         ),
         MembershipSettings(
@@ -176,6 +187,7 @@ def make_participant(
             ready_s=conf.ready_timeout,
             lease_s=conf.lease_ttl,
             saves=checkpoints is not None,
+            founds=founding is not None,
         ),
         doc,
         listener,
@@ -183,7 +195,64 @@ def make_participant(
         figures=figures,
         hosted=config.rendezvous.is_hosted,
         cluster=_cluster(config, open_store),
+        founding=founding,
     )
+
+
+def make_founding(
+    config: AgentConfig, open_store: Callable[[], Store], hosted: HostedEtcd, inbox: Inbox
+) -> FoundingSettings | None:
+    """Returns what the agent does where another store is founded; None where none is.
+
+    Args:
+        config: the settings.
+        open_store: connects to the rendezvous store.
+        hosted: this node's server of it, which belongs to the agent's loop.
+        inbox: of the loop.
+    """
+    if not config.founds:
+        return None
+    assert isinstance(open_store, StoreOpener)
+
+    def start() -> str:
+        answer = queue.SimpleQueue[str | LaunchError]()
+
+        def found(life: Lifecycle) -> list[Action]:
+            try:
+                answer.put(hosted.found(time.monotonic()))
+            except LaunchError as error:
+                answer.put(error)
+            return []
+
+        inbox.post(found)
+        try:
+            address = answer.get(timeout=START_S)
+        except queue.Empty:
+            raise LaunchError(f"the agent has not started it within {START_S:g} s") from None
+        if isinstance(address, LaunchError):
+            raise address
+        return address
+
+    def leave(life: Lifecycle) -> list[Action]:
+        hosted.leave(time.monotonic())
+        return []
+
+    return FoundingSettings(
+        servers=lambda: open_store.addresses,
+        move=open_store.move,
+        start=start,
+        serves=lambda: hosted.will_serve,
+        leave=lambda: inbox.post(leave),
+        leave_word=open_store.leave_word,
+        can_found=has_etcd(),
+    )
+
+
+def _on_store_loss(config: AgentConfig) -> tuple[tuple[str, str], ...]:
+    """Returns what nodes do when the store is lost, where all have to do the same."""
+    if not config.rendezvous.is_hosted or config.rendezvous.backend == "standalone":
+        return ()
+    return (("--rdzv-conf=on_store_loss", config.rendezvous.conf.on_store_loss),)
 
 
 def _cluster(config: AgentConfig, open_store: Callable[[], Store]) -> ServerSettings | None:

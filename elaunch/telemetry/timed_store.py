@@ -89,9 +89,9 @@ class TimedStore:
         """See Store."""
         return self._times.call("lease_grant", lambda: self._store.grant(ttl_s))
 
-    def keep_alive(self, lease: int) -> bool:
+    def keep_alive(self, lease: int, within_s: float | None = None) -> bool:
         """See Store."""
-        return self._times.call("lease_keep_alive", lambda: self._store.keep_alive(lease))
+        return self._times.call("lease_keep_alive", lambda: self._store.keep_alive(lease, within_s))
 
     def revoke(self, lease: int) -> None:
         """See Store."""

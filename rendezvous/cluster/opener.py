@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from elaunch.errors import ElaunchError
+from elaunch.rendezvous.cluster.standings import listens
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
@@ -22,6 +26,7 @@ class StoreOpener:
     """
 
     def __init__(self, endpoint: str, open_at: Callable[[str], EtcdStore]) -> None:
+        self._begun_at = endpoint
         self._endpoint = endpoint
         self._open_at = open_at
         self._servers = ""
@@ -36,6 +41,11 @@ class StoreOpener:
         return self.dress(self._store)
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Returns where the servers are."""
+        return tuple(part.strip() for part in (self._servers or self._endpoint).split(","))
+
+    @property
     def store(self) -> EtcdStore:
         """Returns the connection that was opened last."""
         assert self._store is not None
@@ -46,3 +56,18 @@ class StoreOpener:
         self._servers = ",".join(clients)
         if self._store is not None and not self._store.is_closed():
             self._store.use(self._servers)
+
+    def move(self, endpoint: str) -> None:
+        """Opens another store from now on, which has been founded in the stead of the one that was lost."""
+        self._endpoint, self._servers = endpoint, ""
+
+    def leave_word(self, key: str) -> None:
+        """Writes where the store is now into any other that has come up where the job began."""
+        for address in (part.strip() for part in self._begun_at.split(",")):
+            if address not in self.addresses and listens(address):
+                store = self._open_at(address)
+                try:
+                    with suppress(ElaunchError):  # it is tried again
+                        store.create(key, ",".join(self.addresses).encode())
+                finally:
+                    store.close()

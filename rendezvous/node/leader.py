@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -18,13 +18,14 @@ from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import RESULT_TTL_S, Session
 from elaunch.rendezvous.node.waiting import waiting_text
-from elaunch.rendezvous.rules import deadlock
+from elaunch.rendezvous.rules import deadlock, quorum
 from elaunch.rendezvous.rules.spares import held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings
 
 PROBE_S = 0.5
-FOLDERS_OF_LEADER = ("nodes/", "requests/")
+ASK_S = 0.5
+FOLDERS_OF_LEADER = ("nodes/", "requests/", "left/")
 """What only the leader watches."""
 
 
@@ -54,6 +55,7 @@ class Leader:
         node: name of this node.
         reporter: for lines to the user.
         clock: in seconds.
+        look_for_better: asks the nodes without which this store has too few of the job's.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Leader:
         node: str,
         reporter: Reporter,
         clock: Callable[[], float],
+        look_for_better: Callable[[Mapping[str, str]], None] = lambda seats: None,
     ) -> None:
         self._session = session
         self._replica = replica
@@ -73,6 +76,8 @@ class Leader:
         self._node = node
         self._reporter = reporter
         self._clock = clock
+        self._look_for_better = look_for_better
+        self._asked_s = -inf
         self._wait = Wait()
         self._wake_s = 0.0  # when to apply the rule next at the latest
         self._spares: tuple[str, ...] | None = None  # as this leader has written them; None: not yet
@@ -263,11 +268,25 @@ class Leader:
         self._requests.drain(to_leave(self._replica.view, settings, self._requests.told_to_drain, decision))
         if decision.generation is not None and self._put_generation(decision.generation):
             self._wake_s = self._clock()
+        elif (settled := quorum.settle(self._replica.view)) is not None:
+            self._put_generation(settled)
         if settings.spares:
             self._put_spares(held(self._replica.view, settings))
         self._requests.end_deadlock(deadlock.find(self._replica.view))
+        if decision.asks and self._clock() >= self._asked_s + ASK_S:
+            self._ask(decision.asks)
         if decision.result is not None:
             self._end_job(decision.result)
+
+    def _ask(self, nodes: Collection[str]) -> None:
+        """Asks nodes that are missing whether they have gone on elsewhere, or have ended."""
+        view = self._replica.view
+        assert view.generation is not None
+        seats = dict((*view.generation.former_seats, *view.generation.seats))
+        self._look_for_better({node: seats[node] for node in nodes})
+        self._asked_s = self._clock()
+        if self._replica.view.ended != view.ended:
+            self._wake_s = self._asked_s
 
     def tell_waiting(self, has_told: bool, is_due: Callable[[], bool]) -> None:
         """Tells the user what the rule waits for when that is due; other nodes read it in the store.

@@ -35,6 +35,8 @@ from elaunch.rendezvous.membership import (
     job_prefix,
 )
 from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.rules.founding import Founding
+from elaunch.rendezvous.rules.quorum import NUMBERS
 from elaunch.rendezvous.store import WatchEvent
 from elaunch.rendezvous.view import View
 
@@ -84,6 +86,7 @@ class Replica:
         size: the newest size that counts or was asked for.
         servers: of the store, as the leader has written them down; those of a store that has one server may be in no
             document.
+        founding: how this store was founded; None: it is the one that the job began with.
         leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
         in_job: once it is set, nothing that stands in the store, or does not, ends this node.
@@ -96,6 +99,7 @@ class Replica:
         self.nodes: dict[str, NodeDoc] = {}
         self.size: JobSize | None = None
         self.servers = EtcdServers()
+        self.founding: Founding | None = None
         self.leader: str | None = None
         self.intake = Intake(self.prefix)
         self.in_job = False
@@ -114,6 +118,21 @@ class Replica:
         return self._revisions.since_connect.get("generation", 0) if self._has_generation else 0
 
     # -- what others note -----------------------------------------------------------------------------------------
+
+    def begin_store(self) -> None:
+        """Forgets what another store said of itself and of its nodes: this node goes over to a new one."""
+        self.servers, self.founding = EtcdServers(), None
+        self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
+
+    def found(self, founding: Founding) -> None:
+        """Takes how this store was founded."""
+        self.founding = founding
+        ended, gone = self.view.ended.union(founding.ended), frozenset(founding.gone)
+        self.view = replace(self.view, ended=ended, gone=gone, floor=founding.epoch * NUMBERS)
+
+    def note_ended(self, address: str) -> None:
+        """Notes that the agent with this liveness address has ended."""
+        self.view = replace(self.view, ended=self.view.ended | {address})
 
     def begin_connection(self) -> None:
         """Forgets which revisions were seen: the store may have lost its data, and count from one again."""
@@ -230,6 +249,12 @@ class Replica:
             self._take_servers(event)
         elif name == "spares":
             self._take_spares(event)
+        elif name == "founding":
+            if (founding := self._parse_request(Founding, event)) is not None:
+                self.found(founding)
+        elif name.startswith("left/"):
+            if event.value is not None:
+                self.note_ended(event.value[:256].decode(errors="replace"))
         elif name == "requests/plan":
             self._take_plan_request(event)
         elif name == f"requests/drain/{self._node}":
@@ -290,6 +315,9 @@ class Replica:
             return None
         former = self.view.generation
         begun = self.view.begun and former is not None and former.attempt == generation.attempt
+        if former is not None and former.number == generation.number:  # it was only settled, or is brought here anew
+            self.view = replace(self.view, generation=generation)
+            return None
         self.view = replace(self.view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun)
         if generation.number > self._told_generation:
             self._told_generation = generation.number

@@ -104,7 +104,8 @@ class ServerKeeper:
         """Goes over to the servers that there are now; every node does."""
         if self._replica.servers != self._used:
             self._used = self._replica.servers
-            self._settings.use(self._used.clients)
+            if self._used.clients:
+                self._settings.use(self._used.clients)
 
     def turn(self) -> None:
         """Takes the next step where nodes have come or gone since the last one, or when it is time to."""

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.intake import read_reports
-from elaunch.rendezvous.membership import JobConfig, NodeDoc, Result, job_prefix, names_text
+from elaunch.rendezvous.intake import read_reports, read_text
+from elaunch.rendezvous.membership import Generation, JobConfig, NodeDoc, Result, job_prefix, names_text
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
@@ -25,7 +26,12 @@ from elaunch.waits import Pace
 
 RETRY_S = 0.2
 LINGER_S = 0.2
+LEAST_RENEWAL_S = 1.0  # an election among servers takes most of it
 RESULT_TTL_S = 600.0
+
+
+class StoreMoved(StoreUnavailable):
+    """The job has its store at another address by now, which is all that the message says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Entrant:
         figures: of its check, by which nodes that come later are judged.
         lease_s: how long it counts as present without a word, in seconds.
         hosted: whether the store is one that a node of the job hosts, and that ends with it.
+        founds: whether nodes that lose the store may found another one.
     """
 
     job: str
@@ -47,6 +54,7 @@ class Entrant:
     figures: bytes
     lease_s: float
     hosted: bool = False
+    founds: bool = False
 
 
 @dataclass(slots=True)
@@ -159,6 +167,12 @@ class Session:
         """Exchanges a document whose last change was this one (0: there is none); returns whether it was."""
         return self.store.replace(self._prefix + name, value, expected_revision)
 
+    def has_node(self, node: str, address: str) -> bool:
+        """Returns whether the report of the agent with this liveness address stands in the store."""
+        entry = self.get(f"nodes/{node}")
+        doc = read_reports(self._prefix, [entry]).get(node) if entry is not None else None
+        return doc is not None and doc.liveness_address == address
+
     def delete(self, name: str) -> None:
         """Deletes a document."""
         self.store.delete(self._prefix + name)
@@ -190,13 +204,23 @@ class Session:
         if result is not None:
             self._meet_end(result)
             return None
+        if self._entrant.founds and not self.joined and (entry := self.get("moved")) is not None:
+            raise StoreMoved(read_text(entry.value))
         self.enter_job()
+        if self._entrant.founds:
+            self._bring_generation()
         self._keep_or_drop_lease()
         if not self._is_present:
             self._claim_name()
             self.enter_job()  # until then, a node of other settings could take this for a name that is free
         self.write(self._mail.doc)
         return store.range(self._prefix)
+
+    def move(self) -> None:
+        """Has the next connection lead to another store, in which this node has neither lease nor report."""
+        self.lease.id = self.lease.figures_id = None
+        self.lease.renewed_s = -inf
+        self._is_present = False
 
     def close(self) -> None:
         """Drops the connection. The lease goes on until it ends by itself."""
@@ -214,6 +238,9 @@ class Session:
         if self._store is not None:
             try:
                 if self.lease.id is not None:
+                    if self._entrant.founds and self._mail.doc.liveness_address:
+                        address, lease = self._mail.doc.liveness_address, self._store.grant(RESULT_TTL_S)
+                        self._store.put(f"{self._prefix}left/{self._entrant.node}", address.encode(), lease)
                     self._store.revoke(self.lease.id)
                 began_s = self._clock()
                 pace, end_s = Pace.begin(began_s), began_s + max(self._mail.late_s, 2 * self._entrant.lease_s)
@@ -284,6 +311,19 @@ class Session:
         if not self.joined:
             self.joined = True
             self._reporter.listener.joined(config)
+
+    def _bring_generation(self) -> None:
+        """Writes the newest generation that this node knows, if the store has an older one, before the node counts."""
+        known = self._replica.view.generation
+        if known is None:
+            return
+        entry = self.get("generation")
+        try:
+            there = from_json(Generation, entry.value).number if entry is not None else 0
+        except ProtocolError:
+            return  # it is told when it is read
+        if there < known.number:
+            self.replace("generation", to_json(known), entry.revision if entry is not None else 0)
 
     def _refuse_settings(self, found: Differences, revision: int) -> None:
         """Takes other settings than this node's for damage once it is in the job, and else for a refusal."""
@@ -365,8 +405,10 @@ class Session:
         self.lease.id = self.store.grant(self._entrant.lease_s)
 
     def _keep_alive(self, lease: int) -> bool:
-        begin_s = self._clock()
-        is_alive = self.store.keep_alive(lease)
+        begin_s, within_s = self._clock(), None
+        if self._entrant.founds:  # once it has run out, the others may have gone over to another store
+            within_s = max(LEAST_RENEWAL_S, self.lease.renewed_s + self._entrant.lease_s - begin_s)
+        is_alive = self.store.keep_alive(lease, within_s)
         if is_alive:
             self.lease.renewed_s = begin_s
         return is_alive

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from elaunch.rendezvous.membership import (
@@ -106,7 +107,7 @@ def _fates(
     nodes: tuple[NodeDoc, ...],
     gone: Mapping[str, str],
     missing: Missing,
-    in_doubt: bool,
+    in_doubt: Callable[[str], bool],
 ) -> _Fates:
     """Goes through the members.
 
@@ -115,7 +116,7 @@ def _fates(
         nodes: reports of the nodes that are here.
         gone: workers that some peer found dead, and what to say of it.
         missing: who cannot reach whom.
-        in_doubt: whether a node that is not here may be alive.
+        in_doubt: says of a node that is not here whether it may be alive.
     """
     present = {doc.node: doc for doc in nodes}
     of_generation = set(generation.nodes)
@@ -131,7 +132,7 @@ def _fates(
         elif worker.id in gone:
             fates.lose(worker, gone[worker.id])
         elif doc is None:
-            if in_doubt:
+            if in_doubt(worker.node):
                 fates.survivors.append(worker)
             else:
                 fates.lose(worker, f"node {worker.node} was lost")
@@ -211,7 +212,7 @@ def _compare(
     present = {doc.node: doc for doc in nodes}
     gone = _gone(generation, nodes)
     missing = cut_off(nodes)
-    fates = _fates(generation, nodes, gone, missing, absence_in_doubt(view, now_s, settings))
+    fates = _fates(generation, nodes, gone, missing, partial(absence_in_doubt, view, now_s, settings))
     causes = list(fates.causes)
     # Those told to leave by an earlier generation may still be members of the step in flight.
     listed = {worker.id for doc in nodes for worker in doc.workers}
@@ -220,6 +221,8 @@ def _compare(
     causes += [(0.0, f"worker {worker} died before it could leave") for worker in dead]
     # A planned generation is no way out of a step that broke, so links that failed before it have to be made anew too.
     failed = any(doc.peers.reset_generation >= max(1, generation.aborts_step_before) for doc in nodes)
+    # A store that was lost may have had a newer one, of which only some have heard.
+    failed = failed or any(doc.progress.generation > generation.number for doc in nodes)
     reset = bool(dead) or fates.is_missed or failed
     is_urgent = bool(fates.lost) or reset
     back = _members(nodes, told, missing) if is_urgent else ()

@@ -80,7 +80,7 @@ def some_nodes(
         f"--rdzv-endpoint=127.0.0.1:{find_free_port()}",
         "--rdzv-id=job",
     )
-    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,store_timeout=5"
+    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,store_timeout=5,on_store_loss=wait"
     nodes = []
     for name in names:
         own = (f"--node-name={name}", "--local-addr=127.0.0.1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,12 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
+from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.spares import held
 from tests.simulation.control_worker import Worker
 
 if TYPE_CHECKING:
+    from tests.simulation.control_store import Store
     from tests.simulation.control_world import World
 
 ANSWER_S = 1.0  # a machine that does not answer within this time cannot be reached
@@ -47,6 +49,11 @@ class Node:
         self.wakes = 0
         self.ordered_s = 0.0
 
+    @property
+    def store(self) -> Store:
+        """The store that this node uses."""
+        return self.world.store
+
     # -- the rendezvous -----------------------------------------------------------------------------------------
 
     def later(self, act: Callable[[], None]) -> None:
@@ -66,7 +73,7 @@ class Node:
         self.world.note("FAULT:", f"{self.name} cannot reach the store for {duration_s:g} s")
         self.disconnect()
         self.cut_off = True
-        self.world.store.watch_lease(self)
+        self.store.watch_lease(self)
         self.world.at(duration_s, self.come_back)
 
     def come_back(self) -> None:
@@ -74,8 +81,8 @@ class Node:
         self.connect()
 
     def connect(self) -> None:
-        store, world = self.world.store, self.world
-        if self.ended or self.connected or self.cut_off or not store.up:
+        store, world = self.store, self.world
+        if self.ended or self.connected or self.cut_off or not store.reaches(self):
             return
         if not self.present and self.name in store.docs:
             world.at(0.2, self.connect)  # until the lease of its predecessor runs out
@@ -100,7 +107,7 @@ class Node:
         doc = self.life.doc()
         if self.connected and doc != self.written:
             self.written = doc
-            self.world.store.put(doc)
+            self.store.put(doc)
 
     def read_generation(self, generation: Generation, revision: int) -> Callable[[], None]:
         def take() -> None:
@@ -108,6 +115,9 @@ class Node:
                 return
             self.generation_revision = revision
             former = self.view.generation
+            if former is not None and former.number == generation.number:
+                self.view = replace(self.view, generation=generation)
+                return
             begun = self.view.begun and former is not None and former.attempt == generation.attempt
             self.view = replace(
                 self.view, generation=generation, generation_s=self.world.now_s, pending_s=None, begun=begun
@@ -158,7 +168,7 @@ class Node:
         return current and any(worker.state is WorkerState.MEMBER for worker in doc.workers)
 
     def try_to_lead(self) -> None:
-        store = self.world.store
+        store = self.store
         if store.leader or self.ended:
             return
         self.world.note(self.name, "leads")
@@ -184,18 +194,25 @@ class Node:
         pending_s = (self.view.pending_s or world.now_s) if decision.pending else None
         self.view = replace(self.view, pending_s=pending_s)
         self.ask_to_leave(decision)
-        if decision.generation is not None and world.store.announce(
+        if decision.generation is not None and self.store.announce(
             decision.generation, self.generation_revision, self.name
         ):
-            assert world.store.generation is not None
-            self.read_generation(world.store.generation, world.store.generation_revision)()
-        world.store.hold_spares(held(self.view, world.settings), self.name)
+            assert self.store.generation is not None
+            self.read_generation(self.store.generation, self.store.generation_revision)()
+        elif (settled := quorum.settle(self.view)) is not None:
+            self.store.settle(settled, self.generation_revision)
+        self.store.hold_spares(held(self.view, world.settings), self.name)
         if decision.result is not None:
-            world.store.end(decision.result)
+            self.store.end(decision.result)
+        if decision.asks:
+            self.ask_missing(decision.asks)
         self.wakes += 1
         wake, silence = self.wakes, self.silence
         delay_s = 1.0 if decision.wake_s is None else max(0.0, decision.wake_s - world.now_s) + 1e-4
         world.at(delay_s, lambda: self.lead() if (wake, silence) == (self.wakes, self.silence) else None)
+
+    def ask_missing(self, nodes: Collection[str]) -> None:
+        """Asks nodes without which the job may not go on here; only where it hosts its store."""
 
     def ask_to_leave(self, decision: LeaderDecision) -> None:
         """As `Requests` does it: each node that is sick or too many is asked once."""
@@ -257,7 +274,7 @@ class Node:
         if not world.checks_kills or self.was_absent:
             return
         attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
-        if world.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
+        if self.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
             return
         if not target.alive or target.id in world.deaf:  # who is deaf can give the state to nobody
             return
@@ -274,9 +291,9 @@ class Node:
         for worker in self.mine():
             worker.end(None, signal.SIGKILL)
         if connected:
-            self.world.store.remove(self)
+            self.store.remove(self)
         else:
-            self.world.store.watch_lease(self)
+            self.store.watch_lease(self)
 
     def crash(self) -> None:
         self.world.note("FAULT:", f"the machine of {self.name} is lost")
@@ -284,7 +301,7 @@ class Node:
         self.disconnect()
         for worker in self.mine():
             worker.vanish()
-        self.world.store.watch_lease(self)
+        self.store.watch_lease(self)
 
     def kill_agent(self, outlived_s: float) -> None:
         """The agent is killed, and its workers go on for a while; what they tell it is lost."""
@@ -293,7 +310,7 @@ class Node:
         self.disconnect()
         for worker in self.mine():
             worker.outlive(outlived_s)
-        self.world.store.watch_lease(self)
+        self.store.watch_lease(self)
 
     def mine(self) -> list[Worker]:
         return [worker for worker in self.world.workers.values() if worker.node is self and worker.alive]

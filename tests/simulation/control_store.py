@@ -37,10 +37,18 @@ class Store:
         self.expired_s: dict[str, float] = {}
         self.back_s = 0.0
 
+    def reaches(self, node: Node) -> bool:
+        """Whether a node can connect."""
+        return self.up
+
+    def users(self) -> list[Node]:
+        """The nodes that use this store, whether they are connected or not."""
+        return [node for node in self.world.nodes.values() if node.store is self]
+
     def go_away(self, duration_s: float) -> None:
         self.world.note("FAULT:", f"the store is away for {duration_s:g} s")
         self.up = False
-        for node in self.world.nodes.values():
+        for node in self.users():
             node.disconnect()
         self.world.at(duration_s, self.come_back)
 
@@ -64,13 +72,16 @@ class Store:
             self.remove(node)
 
     def remove(self, node: Node) -> None:
+        node.present, node.was_absent = False, True
+        self.forget(node)
+
+    def forget(self, node: Node) -> None:
         self.docs.pop(node.name)
         self.expired_s[node.name] = self.world.now_s
-        node.present, node.was_absent = False, True
         self._tell_leader(node.name, None)
         if self.leader == node.name:
             self.leader = ""
-            for other in self.world.nodes.values():
+            for other in self.users():
                 other.later(other.try_to_lead)
 
     def put(self, doc: NodeDoc) -> None:
@@ -87,7 +98,7 @@ class Store:
 
     def _tell_leader(self, name: str, doc: NodeDoc | None) -> None:
         leader = self.world.nodes.get(self.leader)
-        if leader is not None:
+        if leader is not None and leader.store is self:
             leader.later(lambda: leader.see_doc(name, doc))
 
     def announce(self, generation: Generation, expected: int, by: str) -> bool:
@@ -120,9 +131,17 @@ class Store:
             world.members.update(generation.ids)
         self.revision += 1
         self.generation, self.generation_revision = world.through_json(generation), self.revision
-        for node in world.nodes.values():
+        for node in self.users():
             node.later(node.read_generation(self.generation, self.revision))
         return True
+
+    def settle(self, generation: Generation, expected: int) -> None:
+        """The generation is written anew, since all its nodes have heard of it."""
+        if expected == self.generation_revision:
+            self.revision += 1
+            self.generation, self.generation_revision = self.world.through_json(generation), self.revision
+            for node in self.users():
+                node.later(node.read_generation(self.generation, self.revision))
 
     def ask_for_plan(self) -> None:
         if self.up and self.announced:
@@ -141,7 +160,7 @@ class Store:
 
     def tell_of_size(self, min_nodes: int, max_nodes: int) -> None:
         self.size = min_nodes, max_nodes
-        for node in self.world.nodes.values():
+        for node in self.users():
             node.later(node.see_size(min_nodes, max_nodes))
 
     def hold_spares(self, nodes: tuple[str, ...], by: str) -> None:
@@ -174,5 +193,5 @@ class Store:
         if self.result is None:
             self.world.note("RESULT:", f"{'success' if result.succeeded else 'failure'}, {result.message}")
             self.result = result
-            for node in self.world.nodes.values():
+            for node in self.users():
                 node.later(lambda node=node: node.see_result(result))  # type: ignore[misc]

@@ -132,11 +132,15 @@ class World:
         """A process that an agent starts."""
         return Worker(self, node, id)
 
+    def make_node(self, name: str) -> Node:
+        """An agent."""
+        return Node(self, name)
+
     def add_node(self, name: str = "") -> None:
         """An agent comes; with the name of one that crashed, it is that machine started again."""
         name = name or f"n{len(self.nodes)}"
         self.note(name, "starts: an agent")
-        node = self.nodes[name] = Node(self, name)
+        node = self.nodes[name] = self.make_node(name)
         self.all_nodes.append(node)
         self.at(self.delay_s(name), node.connect)
 

@@ -120,7 +120,7 @@ class TestConf:
         with pytest.raises(UsageError) as caught:
             parse_conf(f"lease_ttl=3,{item}")
         assert repr(item) in str(caught.value)
-        assert "key, last_call_timeout, lease_ttl, link_timeout, password" in str(caught.value)
+        assert "key, last_call_timeout, lease_ttl, link_timeout, on_store_loss, password" in str(caught.value)
 
     @pytest.mark.parametrize("value", ["", "soon", "-1", "nan", "inf", "1s"])
     def test_what_is_no_number_of_seconds_is_refused_by_name(self, value: str) -> None:

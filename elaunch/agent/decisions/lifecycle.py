@@ -34,7 +34,7 @@ class Lifecycle:
     Attributes:
         port: offered to the workers for their own rendezvous.
         liveness_address: the address at which other nodes find out whether this one lives.
-        store_address: where an etcd of this node would listen for other servers of the job; empty: it serves none.
+        store_address: where an etcd of this node would listen for other servers; empty: nowhere. `serves`: it runs.
         attempt: of which all former workers have ended here; `wanted_attempt` is the job's.
         warmed: whether a preloaded process was asked for.
         standby: what is known of places, for a node that has none in the job.
@@ -46,6 +46,7 @@ class Lifecycle:
     port: int = 0
     liveness_address: str = ""
     store_address: str = ""
+    serves: bool = False
     generation: Generation | None = None
     attempt: int = 0
     wanted_attempt: int = 0
@@ -86,6 +87,7 @@ class Lifecycle:
         """Returns the report of this node, as it is now."""
         draining, evicted, peers = self.ending.draining, self.workers.evicted, self.workers.peers
         number = self.generation.number if self.generation is not None else 0
+        committed, logged = peers.committed, self.workers.logged
         return NodeDoc(
             node=self.settings.node,
             host=self.settings.host,
@@ -100,9 +102,8 @@ class Lifecycle:
             cause_t=self.workers.blame.cause_t,
             summary=self.workers.summary(),
             store_address=self.store_address,
-            progress=NodeProgress(
-                self.attempt, number, self._plan_request(), peers.committed, self.saved, self.workers.logged
-            ),
+            serves=self.serves,
+            progress=NodeProgress(self.attempt, number, self._plan_request(), committed, self.saved, logged),
             peers=peers.faults(),
             departure=Departure(draining, evicted, self._joined() if draining or evicted else 0, self.ending.sick),
         )

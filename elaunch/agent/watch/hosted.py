@@ -9,9 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
+from typing import BinaryIO
 
 from elaunch.agent.decisions.actions import signal_name
-from elaunch.agent.local_jobs import make_folder
+from elaunch.agent.local_jobs import LocalJob, make_folder, register
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
@@ -62,20 +63,29 @@ class ServerPlace:
         remove_at_the_end: has a folder removed when this agent ends.
         address: where it listens for other servers; empty: at a free port, or nowhere if `host` is no address of this
             machine, as behind a router.
+        is_alone: whether it serves the store alone, and there is no other server.
     """
 
-    def __init__(self, host: str, port: int, remove_at_the_end: Callable[[str], None], address: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        remove_at_the_end: Callable[[str], None],
+        address: str = "",
+        is_alone: bool = False,
+    ) -> None:
         self.host = host
         self.port = port
         self.remove_at_the_end = remove_at_the_end
         self.address = address
+        self._is_alone = is_alone
         if not address:
             self.renew()
 
     def renew(self) -> str:
         """Returns an address for another server: etcd takes one of a new address for a new one, without data."""
         with suppress(LaunchError):
-            self.address = free_address(self.host)
+            self.address = "" if self._is_alone else free_address(self.host)
         return self.address
 
 
@@ -91,7 +101,9 @@ class HostedEtcd:
         selector: of the loop, which is woken at the server's end.
         say: tells the user.
         now_s: the time.
-        place: where a server of this node that joins others would be; None: it serves no cluster.
+        place: where a server of this node would be that joins others or is started in the stead of a store that is
+            lost; None: it neither joins nor is started.
+        job: name of the job, for whoever looks for it on this machine.
 
     Attributes:
         address: where the server, or one that is still to come, listens for others; empty: it serves no cluster.
@@ -104,6 +116,7 @@ class HostedEtcd:
         say: Callable[[str], None],
         now_s: float,
         place: ServerPlace | None = None,
+        job: str = "",
     ) -> None:
         self.address = place.address if place is not None else ""
         self._etcd = etcd
@@ -118,12 +131,22 @@ class HostedEtcd:
         self._gave_up = False
         self._pid_fd: int | None = None
         self._removed: list[tuple[EmbeddedEtcd, float]] = []
+        self._job = job
+        self._listing: BinaryIO | None = None
+        self._listed_at = ""
         self._watch()
+        if etcd is not None and job:
+            self._list(etcd.folder, etcd.endpoint)
 
     @property
     def serves(self) -> bool:
         """Returns whether this node serves the store."""
         return self._etcd is not None
+
+    @property
+    def will_serve(self) -> bool:
+        """Returns whether this node's server runs or is started again."""
+        return self._etcd is not None and not self._gave_up
 
     @property
     def is_ending(self) -> bool:
@@ -138,6 +161,8 @@ class HostedEtcd:
     def on_servers(self, servers: EtcdServers, now_s: float) -> None:
         """Has this node serve the store, or no more, as the job's leader says."""
         before, self._servers = self._servers, servers
+        if self._listing is not None and servers.clients:
+            self._list(os.path.dirname(self._listing.name), ",".join(servers.clients))
         if self._place is None or self._gave_up:
             return
         if servers.find(self.address) is None:
@@ -145,6 +170,43 @@ class HostedEtcd:
                 self._give_way(now_s, failed=not own.votes)
         elif self._etcd is None:
             self._join(self._place, now_s)
+
+    def found(self, now_s: float) -> str:
+        """Starts a server of a store that has no data yet, in the stead of one that is lost; returns its address.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        place = self._place
+        if place is None or self._gave_up:
+            raise LaunchError("this node does not serve the store of its job")
+        self.leave(now_s)
+        folder = make_folder()
+        place.remove_at_the_end(folder)
+        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address)
+        try:
+            etcd.start(has_threads=True)
+        except LaunchError:
+            etcd = EmbeddedEtcd(folder, place.host, 0, peer=self.address)
+            etcd.start(has_threads=True)
+        self._etcd, self._began_s, self._start_s, self._ends = etcd, now_s, None, QuickEnds()
+        self._watch()
+        self._list(folder, etcd.endpoint)
+        self._say(
+            f"the rendezvous store is lost with those that served it; this node serves another one at {etcd.endpoint}: "
+            "other nodes that come from now on, and `elaunch ctl`, find the job there"
+        )
+        return etcd.endpoint
+
+    def leave(self, now_s: float) -> None:
+        """Ends the server of a store that this node leaves for another one."""
+        self._servers = EtcdServers()
+        if self._etcd is not None:
+            self._give_way(now_s, failed=False)
+            self._removed = [(etcd, now_s) for etcd, _ in self._removed]
+        if self._listing is not None:
+            self._listing.close()
+            self._listing, self._listed_at = None, ""
 
     def look(self, now_s: float) -> None:
         """Starts the server again if it has ended, as often as that makes sense. It costs next to nothing else."""
@@ -177,6 +239,8 @@ class HostedEtcd:
         """Starts the server no more. Whoever has started it first ends it; one that has joined others ends here."""
         self._gave_up = True
         self._forget()
+        if self._listing is not None:
+            self._listing.close()
         for etcd in [*(etcd for etcd, _ in self._removed), self._etcd]:
             if etcd is not None and self._place is not None:
                 # The others may be gone already, and nobody needs its data: it would look for them first.
@@ -229,6 +293,14 @@ class HostedEtcd:
         if self._ends.count <= 1:
             self._say(f"{what}; it is started again with its data, and training goes on meanwhile")
         self._start_s = now_s + pause_s
+
+    def _list(self, folder: str, endpoint: str) -> None:
+        """Has whoever looks for jobs on this machine find this one."""
+        if endpoint != self._listed_at:
+            former, self._listing = self._listing, register(folder, LocalJob(self._job, endpoint, os.getpid()))
+            self._listed_at = endpoint
+            if former is not None:
+                former.close()
 
     def _watch(self) -> None:
         """Has the server's end wake the loop. Where the kernel cannot tell, the next turn of the loop finds out."""

@@ -1,0 +1,158 @@
+"""The node that hosts the store of a job is lost for good: the others found another store and go on with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_store import etcd_of
+from tests.helpers import Spawner, soak
+from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
+from tests.netns import Network, network
+
+LEASE_S = 2.0
+NUMBERS = 1_000_000
+FOUNDED = "this node serves another one at"
+
+
+class Job:
+    """A job of nodes that have a machine each; the first one hosts the store, and only its address is known."""
+
+    def __init__(self, spawn: Spawner, folder: Path, made: Network, names: str, *flags: str) -> None:
+        self._spawn, self._folder, self._flags, self._made = spawn, folder, flags, made
+        self.nodes: dict[str, Node] = {}
+        self.all: list[Node] = []
+        self.spaces = {name: made.add(name) for name in names}
+        for name in names:
+            self.start(name, f"--nnodes=1:{len(names)}", ",last_call_timeout=60", len(names))
+        wait_for_members(self.all, len(names))
+
+    def start(self, name: str, nnodes: str, conf: str = "", gather: int = 1, endpoint: str = "") -> Node:
+        endpoint = endpoint or f"{self._made.address('a')}:29400"
+        node = elaunch(
+            self._spawn,
+            self._folder,
+            nnodes,
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+            f"--rdzv-conf=lease_ttl={LEASE_S:g},link_timeout=2,store_timeout=8,join_timeout=20{conf}",
+            f"--node-name={name}",
+            *self._flags,
+            script=(SCRIPT, "--steps", "100000", "--sleep", "0.02", "--gather", str(gather)),
+            name=f"{name}{len(self.all)}",
+            host=self.spaces[name],
+        )
+        if not self.all:
+            etcd_of(node)
+        self.nodes[name] = node
+        self.all.append(node)
+        return node
+
+    def others(self, lost: str) -> list[Node]:
+        return [node for name, node in self.nodes.items() if name not in lost]
+
+    def go_on(self, lost: str) -> None:
+        """Sees the others commit steps without those that are lost, in generations of another store."""
+        others = self.others(lost)
+        wait_for_members(others, len(others), 40)
+        wait_for_step(others, max(node.last_step() for node in others) + 20)
+        assert max(event["generation"] for node in others for event in node.events("generation")) >= NUMBERS
+        for node in others:
+            assert node.agent.process.poll() is None, node.agent.tail()
+
+    def end(self, *left_behind: str) -> None:
+        """Ends all, and sees that each step was done once and no survivor's worker was started again."""
+        for name, node in self.nodes.items():
+            if name not in left_behind:
+                assert len(node.all_pids()) == 1, node.agent.tail()
+        for node in self.nodes.values():
+            if node.agent.process.poll() is None:
+                kill_node(node)
+        losses(self.all)
+
+
+@contextmanager
+def job(spawn: Spawner, folder: Path, names: str, *flags: str) -> Iterator[tuple[Job, Network]]:
+    with network() as made:
+        try:
+            yield Job(spawn, folder, made, names, *flags), made
+        finally:
+            spawn.end_all()  # before their network goes
+
+
+def lose(running: Job, made: Network, name: str, how: str) -> None:
+    """The agent of a node is killed on a machine that lives, or the machine is silent from now on."""
+    if how == "killed":
+        kill_node(running.nodes[name])
+    else:
+        made.plug(name, into=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "how"), [("abc", "silent"), ("ab", "killed"), soak("abc", "killed"), soak("abcd", "silent")]
+)
+def test_the_others_go_on_without_the_node_that_hosts_the_store(
+    spawn: Spawner, tmp_path: Path, names: str, how: str
+) -> None:
+    with job(spawn, tmp_path, names) as (running, made):
+        lose(running, made, "a", how)
+        running.go_on("a")
+        (founder,) = [node for node in running.others("a") if FOUNDED in node.agent.text()]
+        assert founder is running.nodes["b"]
+        address = f"{made.address('b')}:29400"
+        assert f"{FOUNDED} {address}" in founder.agent.text()
+        assert "job" in ctl(running.spaces["b"], address)
+        if how == "silent":
+            made.plug("a", into=True)
+            goes_over = f"this node goes over to the rendezvous store at {address}"
+            wait_for(running.nodes["a"], lambda: goes_over in running.nodes["a"].agent.text(), 40, "a to go over")
+            wait_for_members(running.all, len(names))
+            running.end("a")
+        else:
+            # Started again as it was, it takes itself for the first node of a job, until it hears of the one that runs.
+            back = running.start("a", f"--nnodes=1:{len(names)}", ",last_call_timeout=60")
+            wait_for_members(list(running.nodes.values()), len(names))
+            assert f"this node goes over to the rendezvous store at {address}" in back.agent.text()
+            running.end("a")
+
+
+def ctl(space: str, endpoint: str) -> str:
+    """What `elaunch ctl status` says on a machine."""
+    command = [sys.executable, "-m", "elaunch", "ctl", "status", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
+    done = subprocess.run(
+        ["ip", "netns", "exec", space, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_of_two_nodes_that_are_cut_off_only_the_first_goes_on(spawn: Spawner, tmp_path: Path) -> None:
+    with job(spawn, tmp_path, "ab") as (running, made):
+        made.part("a", "b")
+        wait_for_members(running.nodes["a"], 1, 40)
+        second = running.nodes["b"]
+        assert second.agent.wait(60) == 1, second.agent.tail()
+        assert "without a the nodes that are left are no majority, and those may have gone on" in second.agent.text()
+        assert FOUNDED not in second.agent.text()
+        assert all(len(event["workers"]) == 2 for event in second.events("generation") if event["stage"] == "train")
+        running.end("b")
+
+
+@pytest.mark.soak
+def test_the_part_with_most_nodes_goes_on_and_the_rest_comes_back_to_it(spawn: Spawner, tmp_path: Path) -> None:
+    """The node that hosts the store is in the smaller part: it decides nothing more."""
+    with job(spawn, tmp_path, "abcd") as (running, made):
+        made.part("a", "bcd")
+        running.go_on("a")
+        assert all(
+            len(event["workers"]) == 4 for event in running.nodes["a"].events("generation") if event["stage"] == "train"
+        )
+        made.part("a", "bcd", cut=False)
+        wait_for_members(running.all, 4)
+        running.end("a")

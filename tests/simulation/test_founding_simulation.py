@@ -1,0 +1,53 @@
+"""Whole jobs that host their store, whose nodes are killed, lost and cut off from each other, in simulated time."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from tests.helpers import soak
+from tests.simulation.control_founding import FoundingWorld, random_loss
+from tests.simulation.control_world import Case
+from tests.simulation.transcript import render
+
+FAULTS_S = 20.0
+END_S = 100.0 + FAULTS_S + 30.0
+TRACE_LINES = 150
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(f"founding {seed}")
+    nodes = rng.randint(2, 5)
+    return Case(
+        seed=seed,
+        nodes=nodes,
+        slots=rng.choice([1, 1, 2]),
+        min_nodes=1,
+        max_nodes=nodes + rng.randint(0, 1),
+        max_restarts=rng.choice([None, 5]),
+        steps=1000,
+        faults=rng.choice([1, 2, 3, 5, 8]),
+        elastic=True,
+    )
+
+
+def simulate(case: Case) -> FoundingWorld:
+    world = FoundingWorld(case)
+    try:
+        for _ in range(case.nodes):
+            world.at(world.rng.random() * 0.5, world.add_node)
+        for _ in range(case.faults):
+            world.at(3.0 + world.rng.random() * FAULTS_S, partial(random_loss, world))
+        world.run(END_S)
+    except AssertionError as error:
+        tail = "\n".join(render(world.events)[-TRACE_LINES:])
+        pytest.fail(f"{error}\n{case}\n{tail}", pytrace=False)
+    return world
+
+
+@pytest.mark.parametrize("block", [*range(2), *map(soak, range(2, 50))])
+def test_no_two_parts_of_a_job_go_on_beside_each_other(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        simulate(make_case(seed))
