@@ -33,6 +33,7 @@ from elaunch.workers import agent_client, barrier, heartbeat
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.link import NEVER
 from elaunch.workers.comm.native.choice import maker, warm_up
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from elaunch.workers.state.checkpoint import CheckpointShard
 
 CLOSE_S = 120.0  # so long a worker may take to leave, after its last step
-NEVER = 1 << 62  # above every generation's number
 SPEEDS_CHANGED = "the speed of workers has changed"
 
 

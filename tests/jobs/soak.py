@@ -28,7 +28,6 @@ import elaunch
 from elaunch.plan import symmetric
 from tests import ROOT
 from tests.jobs import say
-from tests.jobs.eager import compile_nothing
 from tests.jobs.layers import Layer, loss_fn
 from tests.jobs.links import SO_MAX_PACING_RATE
 from tests.jobs.train import Samples
@@ -143,7 +142,6 @@ APIS = {"init": train_data_parallel, "hybrid": train_in_layers, "attach": train_
 
 
 def main() -> None:
-    compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--api", choices=APIS, required=True)
     parser.add_argument("--steps", type=int, required=True)

@@ -90,6 +90,7 @@ PRELOADS = {
     "train_dtensor.py": _COMPILER,
     "train_gpt_hybrid.py": _COMPILER,
     "techniques.py": _COMPILER,
+    "soak.py": _COMPILER,
     "elastic.py": _COMPILER,
     "elastic_top.py": _COMPILER,
     "lightning_fit.py": _LIGHTNING,

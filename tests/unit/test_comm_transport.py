@@ -18,6 +18,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
 from elaunch.workers.comm import listener, transport, wire
 from elaunch.workers.comm.here import LINKS
+from elaunch.workers.comm.link import NEVER
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, scaled, wait_until
 from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, introduce_all, outcomes, together
@@ -536,6 +537,20 @@ def test_who_needs_a_link_to_one_that_has_gone_on_hears_of_that(waits: int, monk
         with pytest.raises(GenerationChanged) as changed:
             here.exchange(1, 1, receives=[(gone.worker, 0, bytearray())])
         assert changed.value.generation == 2
+
+
+@pytest.mark.parametrize("dials", [0, 1])
+def test_who_connects_to_one_that_leaves_the_job_waits_for_the_next_generation(
+    dials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still answers, as long as something holds it up in its end; no generation is above what it has answered."""
+    monkeypatch.setattr(transport, "ASK_S", 0.05)
+    with crew(2, connected=False) as transports:
+        here, leaving = transports[dials], transports[1 - dials]
+        leaving.interrupt(NEVER)
+        with pytest.raises(GenerationChanged) as changed:
+            here.connect(addresses(transports), generation=7, timeout_s=PATIENCE_S)
+        assert changed.value.generation == 8
 
 
 def test_a_link_that_is_made_while_a_generation_is_entered_tells_of_it_too() -> None:

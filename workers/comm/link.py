@@ -152,6 +152,10 @@ class LinkBeside:
         self._link.finish()
 
 
+NEVER = 1 << 62
+"""The floor of a worker that leaves the job: above every generation's number."""
+
+
 @dataclass
 class Floors:
     """The generations below which workers take part in nothing any more.

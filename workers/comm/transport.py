@@ -34,7 +34,7 @@ from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
-from elaunch.workers.comm.link import Destination, Entering, Floors, Link, LinkBeside
+from elaunch.workers.comm.link import NEVER, Destination, Entering, Floors, Link, LinkBeside
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
@@ -129,7 +129,8 @@ class Transport:
                     raise GenerationChanged(self._floors.own)
                 gone = max((self._floors.peers.get(peer, 0) for peer in members), default=0)
                 if gone > generation:
-                    raise GenerationChanged(gone)
+                    # Who leaves the job is in none, and the next one is without it.
+                    raise GenerationChanged(gone if gone < NEVER else generation + 1)
                 missing = [peer for peer in members if peer != self.worker and not self._has(peer)]
                 if not missing:
                     return
