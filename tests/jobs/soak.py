@@ -35,7 +35,7 @@ from tests.jobs.train import Samples
 sys.path.insert(0, str(ROOT / "examples"))
 from train_fsdp2_hooks import Trainer, parse
 
-UNLIMITED = 2**32 - 1
+UNLIMITED = 2**31 - 1
 MB = 1_000_000
 
 

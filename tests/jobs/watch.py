@@ -123,13 +123,13 @@ def elaunch(
     preload = PRELOADS.get(Path(script[0]).name)
     env = dict(environment or {})
     arguments = ["--events", str(log), *flags, *map(str, script)]
+    assert not host or (warm and preload), "only a fork enters a network namespace"
     if warm and preload:
         env |= {"ELAUNCH_WARM_START": "1", "ELAUNCH_PRELOAD": preload, NAMESPACE: host}
     # What LD_LIBRARY_PATH says counts only when a program begins.
     if warm and not within and "LD_LIBRARY_PATH" not in env:
         modules = f"{preload},{LAUNCHER_MODULES}" if preload else LAUNCHER_MODULES
         return Node(spawn.fork(modules, "elaunch", *arguments, env=env, name=name), log)
-    assert not host, "only a fork enters a network namespace"
     return Node(spawn([*within, sys.executable, "-m", "elaunch", *arguments], name=name, env=env), log)
 
 

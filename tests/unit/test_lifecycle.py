@@ -814,6 +814,15 @@ class TestUnreachablePeers:
             node.dies("a/1#0")
         assert signalled(node.later(2 * REFUSED_S)) == []
 
+    def test_what_one_that_has_ended_may_have_said_of_another_counts_no_more(self) -> None:
+        """Nobody listened at its own address, and it found the other dead; by then that one alone held the state."""
+        node = member_node(slots=2)
+        node.life.on_unreachable(2, "a/0#0", refused=True, now_s=node.now_s)
+        node.dies("a/1#0")
+        assert signalled(node.later(LAST_REFUSED_S + 2 * REFUSED_S)) == []
+        node.life.on_unreachable(2, "a/0#0", refused=True, now_s=node.now_s)  # another one finds it so
+        assert signalled(node.later(LAST_REFUSED_S + 2 * REFUSED_S)) == [("a/0#0", signal.SIGKILL)]
+
     def test_the_links_that_broke_are_told_until_the_next_generation(self) -> None:
         node = member_node(slots=2)
         for worker, peer in (("a/0#0", "b/0#0"), ("a/1#0", "b/0#0"), ("a/0#0", "b/0#0"), ("a/0#0", "c/9#9")):

@@ -314,6 +314,7 @@ class Lifecycle:
         if slot is None or not slot.alive:
             return []
         self.workers.holders.note_end(worker)
+        self.workers.forget_refusals()
         if exitcode != 0:
             code = -number if number is not None else exitcode or 0
             own = bool(why.reason) or not slot.told_to_end

@@ -205,17 +205,24 @@ class LocalWorkers:
     def end_refusing(self, now_s: float) -> list[Action]:
         """Kills a worker that lives and trains, and at whose address nobody listens any more: no peer can reach it.
 
-        One at a time: what it said of others counts no more, and who still cannot reach one will say so again.
+        One at a time: see `forget_refusals`.
         """
         due = [slot for slot in self.refusing if now_s >= self.refused_until_s(slot)]
         if not due:
             return []
-        for slot in self.slots:
-            slot.refused_s = None
+        self.forget_refusals()
         worker = due[0].worker
         self.holders.note_end(worker)
         text = f"worker {worker} runs, but refuses the connections of its peers; it is ended"
         return [Say(text), Signal(worker, signal.SIGKILL)]
+
+    def forget_refusals(self) -> None:
+        """Forgets who is said to refuse its peers, since one of this node ends that may have said so.
+
+        That one may have been at fault; who still cannot reach a worker in the next generation will say so again.
+        """
+        for slot in self.slots:
+            slot.refused_s = None
 
     def end_unregistered(self, training: bool, now_s: float, register_s: float) -> list[Action]:
         """Says which workers have not registered although the job trains, and kills those that take too long."""
