@@ -15,6 +15,7 @@ from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
 from elaunch.rendezvous.conf import RendezvousConf
+from elaunch.rendezvous.security.secret import SecuritySettings
 from elaunch.replica_check import ReplicaCheck
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
@@ -67,6 +68,7 @@ class RendezvousSettings:
         conf: the keys of `--rdzv-conf`.
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
+        security: how the nodes know each other.
     """
 
     backend: str
@@ -74,11 +76,18 @@ class RendezvousSettings:
     conf: RendezvousConf = field(default_factory=RendezvousConf)
     node_rank: int = 0
     master: tuple[str, int] | None = None
+    security: SecuritySettings = field(default_factory=SecuritySettings)
 
     @property
     def is_hosted(self) -> bool:
         """Returns whether an agent of the job hosts the store, so that it ends with that agent."""
         return self.backend != "etcd"
+
+    @property
+    def encrypts_links(self) -> bool:
+        """Returns whether workers need a certificate: where no other node can come, all links are of one machine."""
+        links = self.security.links
+        return links == "on" or (links == "auto" and self.backend != "standalone")
 
     def store_nodes(self, max_nodes: int) -> int:
         """Returns on how many nodes the store is, at most, in a job of so many nodes.
@@ -214,11 +223,14 @@ class AgentConfig:
     training: TrainingSettings = field(default_factory=TrainingSettings)
 
 
-def settings_for_all(training: TrainingSettings, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns what scripts that use elaunch must be told alike on all nodes: names of flags or variables, and values.
+def settings_for_all(
+    training: TrainingSettings, security: SecuritySettings, environment: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Returns what must be alike on all nodes: names of flags or variables, and values.
 
     Args:
         training: of this node.
+        security: likewise.
         environment: likewise.
     """
     found = {NAMES.get(name, name): value for name, value in training.policy.variables().items() if name != PROFILE}
@@ -226,7 +238,7 @@ def settings_for_all(training: TrainingSettings, environment: Mapping[str, str])
         found |= {FOLDER_FLAG: str(training.checkpoints.folder), EVERY_FLAG: str(training.checkpoints.every)}
     found |= {"--collectives": training.collectives, "--check-replicas": str(training.replica_check)}
     found |= {name: environment[name] for name in ("ELAUNCH_STATE_PATH",) if environment.get(name)}
-    return tuple(sorted(found.items()))
+    return tuple(sorted((found | dict(security.for_all())).items()))
 
 
 def parse_nproc(text: str) -> int:

@@ -673,8 +673,11 @@ class TestEtcdSettings:
         ],
     )
     def test_tls_on_one_side_is_a_likely_cause_whatever_grpc_says_of_it(self, reason: str) -> None:
-        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does."
-        assert tls_hint(reason, uses_tls=False) == " Does it want TLS? This side does not use it."
+        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        assert (
+            tls_hint(reason, uses_tls=False)
+            == " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
+        )
 
     @pytest.mark.parametrize(
         "reason",
@@ -723,7 +726,7 @@ class TestEtcdSettings:
         store = EtcdStore("127.0.0.1:1", timeout_s=0.1)
         monkeypatch.setattr(store.server.kv, "Range", fail)
         store.server.has_answered = has_answered
-        hint = "" if has_answered else " Does it want TLS? This side does not use it."
+        hint = "" if has_answered else " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
         try:
             with pytest.raises(StoreUnavailable) as raised:
                 store.get("/a")
@@ -916,7 +919,8 @@ class TestTls:
             store.close()
 
     @pytest.mark.parametrize(
-        ("uses_tls", "question"), [(True, "Does it use TLS? This side does."), (False, "Does it want TLS?")]
+        ("uses_tls", "question"),
+        [(True, "Does it use TLS? This side does, as with ELAUNCH_SECRET."), (False, "Does it want TLS?")],
     )
     def test_a_server_that_never_says_a_word_may_be_waiting_for_the_other_kind_of_connection(
         self, secured: str, tmp_path: Path, uses_tls: bool, question: str

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -20,15 +21,31 @@ from elaunch.workers.comm import listener, transport, wire
 from elaunch.workers.comm.here import LINKS
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, scaled, wait_until
-from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, introduce_all, outcomes, together
+from tests.unit.comm_crew import (
+    PATIENCE_S,
+    Task,
+    addresses,
+    connect_all,
+    crew,
+    each,
+    encrypted,
+    introduce_all,
+    outcomes,
+    together,
+)
 
 BIG_BYTES = 24 << 20
 
 
-@pytest.fixture(autouse=True, params=["", "tcp"], ids=["unix", "tcp"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of one machine, which meet on Unix sockets, and those that only have TCP."""
-    monkeypatch.setenv(LINKS, request.param)
+@pytest.fixture(autouse=True, params=["unix", "tcp", "tls"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Workers of one machine, which meet on Unix sockets, those that only have TCP, and those that encrypt it."""
+    if request.param == "tls":
+        with encrypted(monkeypatch):
+            yield request.param
+        return
+    monkeypatch.setenv(LINKS, request.param if request.param == "tcp" else "")
+    yield request.param
 
 
 def test_two_workers_exchange_parts_of_any_size() -> None:

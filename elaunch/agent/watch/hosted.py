@@ -15,6 +15,7 @@ from elaunch.agent.local_jobs import make_folder
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
+from elaunch.rendezvous.security.identity import TlsFiles
 
 SERVING_S = 0.5  # a server that has run for so long has served: it takes some 0.2 s to be ready
 LASTING_S = 10.0  # one that ends by itself after so long has not failed at its start
@@ -62,9 +63,18 @@ class ServerPlace:
         remove_at_the_end: has a folder removed when this agent ends.
         address: where it listens for other servers; empty: at a free port, or nowhere if `host` is no address of this
             machine, as behind a router.
+        tls: the files by which it knows agents and other servers; None: it takes whoever comes.
     """
 
-    def __init__(self, host: str, port: int, remove_at_the_end: Callable[[str], None], address: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        remove_at_the_end: Callable[[str], None],
+        address: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self.tls = tls
         self.host = host
         self.port = port
         self.remove_at_the_end = remove_at_the_end
@@ -190,7 +200,7 @@ class HostedEtcd:
     def _join(self, place: ServerPlace, now_s: float) -> None:
         folder = make_folder()
         place.remove_at_the_end(folder)
-        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address)
+        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address, tls=place.tls)
         try:
             etcd.join(one.peer for one in self._servers.servers)
         except LaunchError as error:
