@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import tempfile
@@ -35,7 +36,7 @@ from tests.jobs.watch import (
 )
 from tests.netns import Network, network
 
-SECRET = "a secret of some length"
+SECRET = secrets.token_hex(16)
 STEPS = ("--steps", "60")
 PORT = 29400
 LIMIT_S = 60.0
@@ -87,7 +88,7 @@ class Pair:
             f"--rdzv-conf=lease_ttl=2,last_call_timeout=0{conf}",
             f"--node-name={called or name}",
             *flags,
-            script=(SCRIPT, *STEPS, "--sleep", "0.03", "--crew", "4", "--hold", f"50:{self._folder / 'gate'}"),
+            script=(SCRIPT, *STEPS, "--sleep", "0.03", "--crew", "4", "--hold", f"20:{self._folder / 'gate'}"),
             name=called or name,
             host=self.hosts[name],
             environment=environment,
@@ -147,13 +148,13 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
         assert ctl(spawn, pair, SECRET).wait(LIMIT_S) == 0
         for wrong in ("quite another secret", ""):
             assert ctl(spawn, pair, wrong).wait(LIMIT_S) == 1
+        (tmp_path / "gate").touch()
         # A worker is lost and replaced, over encrypted links.
         victim = next(worker for worker in pair.nodes[1].members() if worker.startswith("b/"))
         os.kill(pair.nodes[1].pids()[victim], signal.SIGKILL)
         wait_for(pair.nodes, partial(left, pair.nodes[0], victim), 30, f"a generation without {victim}")
         wait_for_members(pair.nodes, 4)
         heard = listening.take()
-        (tmp_path / "gate").touch()
         folders = find_folders()
         assert len(folders) == 2
     finally:
@@ -178,7 +179,7 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
 def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, tmp_path: Path, encryption: str) -> None:
     listening = pair.begin(flags=(f"--link-encryption={encryption}",))
     try:
-        wait_for_step(pair.nodes, 40)
+        wait_for_step(pair.nodes, 15)
         heard = listening.take()
         assert pair.token("") in heard, "in the store's documents"
         assert (FRAME.search(heard) is not None) == (encryption == "off")
@@ -200,7 +201,7 @@ def find_folders() -> list[Path]:
 
 
 def test_workers_do_not_see_the_secret_of_a_job_of_one_node(spawn: Spawner) -> None:
-    script = "env; cat /proc/$$/environ /proc/$$/cmdline /proc/$PPID/cmdline"
+    script = "env; tr '\\0' ' ' </proc/self/environ; cat /proc/self/cmdline"
     node = spawn.elaunch("--standalone", "--no-python", "sh", "-c", script, env={"ELAUNCH_SECRET": SECRET})
     assert node.wait(LIMIT_S) == 0, node.tail()
     assert "LOCAL_RANK=0" in node.text()

@@ -27,6 +27,11 @@ made_securities: list[Callable[[], LinkSecurity | None]] = [lambda: None]
 """The first of them makes what a crew's links are encrypted by."""
 
 
+def make_transport(worker: str, token: str = "secret") -> Transport:
+    """Returns a transport as crews have them."""
+    return Transport(worker, token, security=made_securities[0]())
+
+
 @contextmanager
 def encrypted(monkeypatch: pytest.MonkeyPatch, secret: bytes = b"a secret of some length") -> Iterator[NodeIdentity]:
     """Links of crews are TCP, and encrypted."""
@@ -47,7 +52,7 @@ def crew(size: int, connected: bool = True) -> Iterator[list[Transport]]:
     transports: list[Transport] = []
     try:
         for index in range(size):
-            transports.append(Transport(f"a/{index}#0", "secret", security=made_securities[0]()))
+            transports.append(make_transport(f"a/{index}#0"))
         if connected:
             connect_all(transports)
         yield transports

@@ -342,8 +342,6 @@ class Listener:
             events = selectors.EVENT_READ if isinstance(wants, ssl.SSLWantReadError) else selectors.EVENT_WRITE
             self._selector.modify(handshake.socket, events, handshake)
             return False
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise HungUp("the connection closed in the handshake") from error
         except ssl.SSLError as error:
             raise ProtocolError(explain(error)) from error
         handshake.is_securing = False

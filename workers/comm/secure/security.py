@@ -62,8 +62,6 @@ def secured_within(security: LinkSecurity | None, sock: socket.socket, deadline_
         secured.do_handshake()
     except BaseException as error:
         secured.close()
-        if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-            raise ConnectionError("the connection closed in the handshake") from error
         if isinstance(error, ssl.SSLError):
             raise ProtocolError(explain(error)) from error
         raise

@@ -6,7 +6,10 @@ import select
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 RECORD_BYTES = 1 << 14
 """So much at most is encrypted as one; each costs some 22 bytes more, and a call of the kernel."""
@@ -23,6 +26,20 @@ class SecureSocket(ssl.SSLSocket):
 
     _rest = b""
     """What was taken and has not left: OpenSSL wants the same bytes again to go on with them."""
+
+    def send(self, data: ReadableBuffer, flags: int = 0) -> int:
+        """Sends bytes as other sockets do; an end that the peer has made is told as they tell it."""
+        try:
+            return super().send(data, flags)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise ConnectionResetError("closed by the peer") from error
+
+    def do_handshake(self, block: bool = False) -> None:
+        """Agrees on the encryption; an end that the peer has made is told as other sockets tell it."""
+        try:
+            super().do_handshake(block)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise ConnectionResetError("the connection closed in the handshake") from error
 
     def take(self, buffers: Sequence[bytes | memoryview]) -> int:
         """Takes the bytes of these buffers, one after the other; returns how many. They may be changed at once.
