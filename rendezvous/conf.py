@@ -17,6 +17,7 @@ CONNECT_S = 10.0  # for a store that should be there already
 
 # Read by torchrun's rendezvous, and without an effect here: an etcd needs no such setting.
 _TORCHRUN_ONLY = ("close_timeout", "heartbeat_timeout", "store_type", "rank")
+_PORT_DIGITS = 5
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -216,7 +217,7 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
         port = rest.removeprefix(":") or port
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
-    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > _PORT_DIGITS or int(port) >= 1 << 16:
         raise UsageError(f"--rdzv-endpoint={text}: expected HOST:PORT")
     return host, int(port)
 

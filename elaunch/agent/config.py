@@ -297,7 +297,12 @@ def parse_address(text: str | None, flag: str, address: str) -> tuple[str, int] 
         return None
     given, colon, port = text.rpartition(":")
     bare = given[1:-1] if given.startswith("[") and given.endswith("]") else given
-    if not port.isdecimal() or int(port) > MAX_PORT or (colon and ":" in bare and bare == given):
+    if (
+        not port.isdecimal()
+        or len(port) > len(str(MAX_PORT))
+        or int(port) > MAX_PORT
+        or (colon and ":" in bare and bare == given)
+    ):
         raise UsageError(f"{flag}={text}: expected a port, 0 for a free one, or ADDRESS:PORT")
     return bare or address, int(port)
 

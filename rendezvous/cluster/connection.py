@@ -79,7 +79,7 @@ def parse_addresses(endpoint: str) -> list[str]:
     addresses = [part.strip() for part in endpoint.split(",")]
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or "/" in host:
+        if not host or not port.isdecimal() or len(port) > 5 or "/" in host:
             raise LaunchError(f"etcd: {address!r} is not host:port (endpoint {endpoint!r})")
     return addresses
 
