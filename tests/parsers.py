@@ -262,7 +262,7 @@ PROFILE = Profile("net", (LAYER,) * 3, 1, 1e9, 1e-5, workers={"a/0": WorkerProfi
 CONFS = [
     b"lease_ttl=3,join_timeout=60,is_host=true,store_nodes=3",
     b"user=u,password=p=q,link_timeout=5, keep_alive_interval=2,keep_alive_max_attempt=3",
-    b"connect_timeout=1e3,cert=/dev/null,secret_file=/dev/null,store_type=tcp,timeout=1",
+    b"connect_timeout=1e3,secret_file=/dev/null,store_type=tcp,timeout=1",
 ]
 GREETING = struct.pack("=BI", VALIDATE, MAGIC)
 KEY = struct.pack("=Q", 3) + b"key"
