@@ -54,7 +54,8 @@ class EtcdStore:
     Once it was told by `use` which servers the job's own cluster has, a request that gets no answer goes to another
     server within about a second, and so do watches; what was written meanwhile is neither lost nor written twice.
 
-    `pem` is in the place of these files where the server is one that a node of this job has started.
+    `pem` is in the place of these files where the server is one that a node of this job has started; `newest` returns
+    what it would be now. Where that is another one, a refusal may be due to the old one, and counts as an outage.
 
     Attributes:
         follows: whether it was told so.
@@ -72,6 +73,7 @@ class EtcdStore:
         key: str | None = None,
         *,
         pem: Pem | None = None,
+        newest: Callable[[], Pem | None] | None = None,
     ) -> None:
         if (user is None) != (password is None):
             raise LaunchError("etcd: a user needs a password and a password needs a user; give both or neither")
@@ -81,6 +83,7 @@ class EtcdStore:
         self._user = user
         self._password = password
         self.pem = pem
+        self._newest = newest
         self._has_secret = pem is not None and pem.is_of_job
         self._uses_tls = pem is not None or any(path is not None for path in (ca_cert, cert, key))
         self._tls: tuple[Any, str] = (None, "")
@@ -295,6 +298,8 @@ class EtcdStore:
                 raise StoreUnavailable(self._describe(what, "the store is closed"))
             if trouble is Trouble.LEASE_GONE:
                 raise LeaseGone(self._describe(what, "the lease is gone; join again with a new one"))
+            if trouble is Trouble.REFUSED and self._newest is not None and self._newest() is not self.pem:
+                raise StoreUnavailable(self._describe(what, f"the certificate was renewed: connect again ({reason})"))
             if trouble is Trouble.REFUSED:
                 raise self.refusal(what, reason)
             if trouble is Trouble.TOKEN:

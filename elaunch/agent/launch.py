@@ -279,7 +279,7 @@ def _open_store(
 ) -> EtcdStore:
     conf, limit_s = rendezvous.conf, min(5.0, rendezvous.conf.connect_timeout)
     if rendezvous.is_hosted and rendezvous.security.guards_store:
-        store = kind(endpoint, timeout_s=limit_s, pem=identity.pem)
+        store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)
     else:
         store = kind(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S

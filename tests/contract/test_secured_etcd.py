@@ -181,6 +181,20 @@ def test_a_certificate_that_is_renewed_is_taken_without_a_new_start(cluster: Sec
         fresh.close()
 
 
+def test_a_client_whose_certificate_has_ended_is_to_connect_again_with_a_newer_one(cluster: SecuredCluster) -> None:
+    address, old = cluster.store.server.address, guest(SETTINGS, "job", time.time() - 30 * 24 * 3600)
+    outdated = EtcdStore(address, timeout_s=LIMIT_S, pem=old, newest=lambda: cluster.nodes[0].pem)
+    final = EtcdStore(address, timeout_s=LIMIT_S, pem=old, newest=lambda: old)
+    try:
+        with pytest.raises(StoreUnavailable, match="the certificate was renewed: connect again"):
+            outdated.get("/elaunch/job/config")
+        with pytest.raises(LaunchError, match="TLS failed"):
+            final.get("/elaunch/job/config")
+    finally:
+        outdated.close()
+        final.close()
+
+
 def shown(cluster: SecuredCluster) -> bytes | None:
     """The certificate that the first server shows."""
     files, server = cluster.nodes[0].files, next(iter(cluster.servers.values()))

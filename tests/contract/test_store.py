@@ -712,7 +712,8 @@ class TestEtcdSettings:
 
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
-        assert advice == "TLS failed: what the server answers is not TLS. Does it use TLS? This side does."
+        question = "Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        assert advice == f"TLS failed: what the server answers is not TLS. {question}"
 
     @pytest.mark.parametrize("has_answered", [False, True])
     def test_an_attempt_that_ran_out_of_time_does_not_hide_why_the_one_before_failed(
