@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import socket
@@ -19,9 +20,10 @@ from elaunch.rendezvous.cluster.members import ClusterMembers
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import split_address
+from elaunch.rendezvous.security.authority import Authority
 from elaunch.rendezvous.security.contexts import client_of_store
 from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest
-from elaunch.rendezvous.security.secret import SecuritySettings
+from elaunch.rendezvous.security.secret import NodeFiles, SecuritySettings
 from tests.helpers import wait_until
 
 LIMIT_S = 20.0
@@ -193,6 +195,29 @@ def test_a_client_whose_certificate_has_ended_is_to_connect_again_with_a_newer_o
     finally:
         outdated.close()
         final.close()
+
+
+def test_certificates_of_a_users_own_authority_do_as_well(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    pem = Authority(b"not known to elaunch", "of a user").issue("n", ("127.0.0.1",), now)
+    for name, content in (("ca", pem.authority), ("cert", pem.certificate), ("key", pem.key)):
+        (tmp_path / name).write_bytes(content)
+    files = NodeFiles("", *(str(tmp_path / name) for name in ("ca", "cert", "key")))
+    node = NodeIdentity(SecuritySettings(files=files), "job", "n", encrypts=False)
+    node.make(time.time())
+    server = EmbeddedEtcd(str(tmp_path / "etcd"), tls=node.files)
+    store: EtcdStore | None = None
+    try:
+        server.start()
+        server.wait_ready(LIMIT_S)
+        store = EtcdStore(server.endpoint, timeout_s=LIMIT_S, pem=node.pem)
+        store.put("/elaunch/job/config", b"1")
+        refused(server.endpoint, b"a secret of some length")
+    finally:
+        if store is not None:
+            store.close()
+        server.stop()
+        node.remove()
 
 
 def shown(cluster: SecuredCluster) -> bytes | None:
