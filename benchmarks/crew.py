@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.secure.security import LinkSecurity
 from elaunch.workers.comm.transport import Transport
 
 PATIENCE_S = 120.0
@@ -33,12 +34,17 @@ class Rank:
         workers: the names of all.
         place: its own among them.
         store: where they find each other.
+
+    Attributes:
+        security: which links are encrypted; None: none is.
     """
+
+    security: LinkSecurity | None = None
 
     def __init__(self, workers: Sequence[str], place: int, store: dist.Store) -> None:
         torch.set_num_threads(1)
         self.worker, self.place = workers[place], place
-        self.transport = Transport(self.worker, "")
+        self.transport = Transport(self.worker, "", security=self.security)
         store.set(self.worker, self.transport.address)
         members = {worker: store.get(worker).decode() for worker in workers}
         self.transport.introduce(members)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
@@ -44,13 +44,25 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a worker needs to know of its job."""
+    """What a worker needs to know of its job.
+
+    Attributes:
+        token: by which its workers know each other.
+        host: the address at which other nodes reach this one.
+        node: its name.
+        local_rank: of the worker.
+        min_nodes: of the job.
+        tls: the folder of the files by which links to other machines are encrypted; empty: they are not.
+        always_tls: TCP links within this machine are, too.
+    """
 
     token: str
     host: str
     node: str
     local_rank: int
     min_nodes: int
+    tls: str = ""
+    always_tls: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from elaunch.errors import LaunchError, UsageError
+from elaunch.rendezvous.security.secret import NodeFiles
 
 ETCD_PORT = 2379
 FOUND, WAIT = "found", "wait"  # what nodes do that lose the store
@@ -15,6 +18,7 @@ CONNECT_S = 10.0  # for a store that should be there already
 
 # Read by torchrun's rendezvous, and without an effect here: an etcd needs no such setting.
 _TORCHRUN_ONLY = ("close_timeout", "heartbeat_timeout", "store_type", "rank")
+_PORT_DIGITS = 5
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -25,6 +29,7 @@ class EtcdCredentials:
     Attributes:
         user, password: also ELAUNCH_ETCD_USER and ELAUNCH_ETCD_PASSWORD.
         cacert, cert, key: TLS files; also ELAUNCH_ETCD_CACERT, ELAUNCH_ETCD_CERT, ELAUNCH_ETCD_KEY.
+        node: who it is to other nodes, and to an etcd that one of them has started.
     """
 
     user: str = ""
@@ -32,8 +37,9 @@ class EtcdCredentials:
     cacert: str = ""
     cert: str = ""
     key: str = ""
+    node: NodeFiles = field(default_factory=NodeFiles)
 
-    def arguments(self) -> dict[str, str | None]:
+    def arguments(self) -> dict[str, Any]:
         """Returns the same as arguments of `EtcdStore`."""
         given = {
             "user": self.user,
@@ -83,6 +89,11 @@ KEYS = {
     "cacert": "for etcd with TLS: file of the CA; also ELAUNCH_ETCD_CACERT",
     "cert": "file of this node's own certificate, with key; also ELAUNCH_ETCD_CERT",
     "key": "file of its key; also ELAUNCH_ETCD_KEY",
+    "secret_file": "file that holds the job's secret, for this user alone; also ELAUNCH_SECRET_FILE, or the secret "
+    "itself in ELAUNCH_SECRET",
+    "node_ca": "file of your own CA, by which nodes know each other instead; also ELAUNCH_NODE_CA",
+    "node_cert": "file of this node's own certificate of that CA; also ELAUNCH_NODE_CERT",
+    "node_key": "file of its key; also ELAUNCH_NODE_KEY",
 }
 """What each key of `--rdzv-conf` means; times are in seconds."""
 
@@ -137,8 +148,9 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
         UsageError: an unknown key, no number of seconds where one is needed, or a file that is not there.
     """
     values: dict[str, str | float | bool] = {}
-    texts = {one.name for one in fields(EtcdCredentials)}
-    access = {name: given for name in texts if (given := os.environ.get(f"ELAUNCH_ETCD_{name.upper()}"))}
+    variables = {one.name: f"ELAUNCH_ETCD_{one.name.upper()}" for one in fields(EtcdCredentials) if one.name != "node"}
+    variables |= {one.name: f"ELAUNCH_{one.name.upper()}" for one in fields(NodeFiles)}
+    access = {name: given for name, variable in variables.items() if (given := os.environ.get(variable))}
     known = set(KEYS)
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = item.partition("=")
@@ -164,7 +176,7 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
             continue
         if name not in known:
             continue
-        if name in texts:
+        if name in variables:
             access[name] = value.strip()
             continue
         try:
@@ -185,7 +197,9 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
     keep_alive = {
         key: values.pop(f"keep_alive_{key}") for key in ("interval", "max_attempt") if f"keep_alive_{key}" in values
     }
-    etcd = replace(defaults.etcd, **access)
+    node = replace(defaults.etcd.node, **_of(NodeFiles, access))
+    node.check()
+    etcd = replace(defaults.etcd, node=node, **_of(EtcdCredentials, access))
     etcd.check()
     alive = replace(defaults.keep_alive, **keep_alive)  # type: ignore[arg-type]
     limits = {one.name: values.pop(one.name) for one in fields(WorkerLimits) if one.name in values}
@@ -194,6 +208,10 @@ def parse_conf(text: str, defaults: RendezvousConf = RendezvousConf()) -> Rendez
     if alive.interval and "lease_ttl" not in values:
         conf = replace(conf, lease_ttl=max(1.0, alive.interval * alive.max_attempt))
     return conf
+
+
+def _of(kind: type[EtcdCredentials] | type[NodeFiles], texts: Mapping[str, str]) -> dict[str, str]:
+    return {one.name: texts[one.name] for one in fields(kind) if one.name in texts}
 
 
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
@@ -208,7 +226,7 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
         port = rest.removeprefix(":") or port
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
-    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+    if not host or not port.isdecimal() or len(port) > _PORT_DIGITS or int(port) >= 1 << 16:
         raise UsageError(f"--rdzv-endpoint={text}: expected HOST:PORT")
     return host, int(port)
 

@@ -17,9 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from elaunch.errors import EtcdNotFound, LaunchError
 from elaunch.waits import Watched
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.security.identity import TlsFiles
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
@@ -67,6 +71,16 @@ _CLUSTER_TUNING = {
     "ETCD_PRE_VOTE": "true",
     "ETCD_STRICT_RECONFIG_CHECK": "false",
 }
+
+
+# Where it asks for certificates. An older etcd does not know the last ones of each, and shows other servers the
+# certificate that has its addresses.
+def _secured(tls: TlsFiles) -> dict[str, str]:
+    own = {"CERT_FILE": tls.store, "KEY_FILE": tls.store, "TRUSTED_CA_FILE": tls.authority, "CLIENT_CERT_AUTH": "true"}
+    asks = {"CLIENT_CERT_FILE": tls.node, "CLIENT_KEY_FILE": tls.node}
+    found = {f"ETCD_{name}": value for name, value in own.items()}
+    found |= {f"ETCD_PEER_{name}": value for name, value in (own | asks).items()}
+    return found
 
 
 # Becomes the server after asking for SIGKILL at the death of its parent. A process that has threads by now may not run
@@ -129,11 +143,21 @@ class EmbeddedEtcd:
 
     With `peer`, an address of this machine, other servers may come to it, or it to others (`join`): there they reach
     it. Without, it stays the only one, and nothing but its client port can be reached.
+
+    With `tls` it speaks TLS only, at both ports, and only to those that show a certificate of the same authority.
     """
 
     def __init__(
-        self, data_dir: str, host: str = "127.0.0.1", port: int = 0, cores: int | None = None, peer: str = ""
+        self,
+        data_dir: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        cores: int | None = None,
+        peer: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._tls = tls
+        self._scheme = "http" if tls is None else "https"
         self._data_dir = data_dir
         self._cores = cores
         self._host = host
@@ -178,7 +202,7 @@ class EmbeddedEtcd:
         os.chmod(self._data_dir, 0o700)
         family, address = _resolve(self._host)
         self._port = _bindable_port(family, address, self._port)
-        self._client_url = f"http://{_bracketed(address)}:{self._port}"
+        self._client_url = f"{self._scheme}://{_bracketed(address)}:{self._port}"
         self._spawn(has_threads)
 
     def join(self, peers: Iterable[str]) -> None:
@@ -194,7 +218,7 @@ class EmbeddedEtcd:
             self._port = _bindable_port(family, address, self._port)
         except LaunchError:
             self._port = _bindable_port(family, address, 0)
-        self._client_url = f"http://{_bracketed(address)}:{self._port}"
+        self._client_url = f"{self._scheme}://{_bracketed(address)}:{self._port}"
         self._spawn(has_threads=True)
 
     def start_again(self) -> None:
@@ -270,8 +294,8 @@ class EmbeddedEtcd:
 
     def _spawn(self, has_threads: bool) -> None:
         client_url = self._client_url
-        name, url = (self._peer, peer_url(self._peer)) if self._peer else ("elaunch", _PEER_URL)
-        cluster = ",".join(f"{peer}={peer_url(peer)}" for peer in self._cluster)
+        name, url = (self._peer, f"{self._scheme}://{self._peer}") if self._peer else ("elaunch", _PEER_URL)
+        cluster = ",".join(f"{peer}={self._scheme}://{peer}" for peer in self._cluster)
         command = [
             find_etcd(),
             f"--name={name}",
@@ -287,6 +311,8 @@ class EmbeddedEtcd:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")} | _TUNING
         if self._peer:
             environ |= _CLUSTER_TUNING
+        if self._tls is not None:
+            environ |= _secured(self._tls)
         if self._cores is not None:
             environ.setdefault("GOMAXPROCS", str(self._cores))
         if os.uname().machine == "aarch64":
@@ -315,11 +341,11 @@ class EmbeddedEtcd:
 
     def _is_healthy(self, deadline_s: float) -> bool:
         """Asks `GET /health`, which etcd answers with true once it has a leader and can serve a read."""
-        host, _, port = self.endpoint.rpartition(":")
-        timeout_s = min(_HEALTH_S, max(_POLL_S, deadline_s - time.monotonic()))
+        limit_s = _HEALTH_S if self._tls is None else _ANSWER_S
+        timeout_s = min(limit_s, max(_POLL_S, deadline_s - time.monotonic()))
         end_s, answer = time.monotonic() + _ANSWER_S, b""
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+            with self._connect(timeout_s) as connection:
                 connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
                 # A stranger at this port may have no end to say.
                 while (part := connection.recv(4096)) and time.monotonic() < end_s:
@@ -327,6 +353,19 @@ class EmbeddedEtcd:
         except OSError:
             return False
         return b'"health":"true"' in answer
+
+    def _connect(self, timeout_s: float) -> socket.socket:
+        host, _, port = self.endpoint.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        if self._tls is None:
+            return connection
+        from elaunch.rendezvous.security.contexts import client_of_store
+
+        try:
+            return client_of_store(self._tls.authority, self._tls.node).wrap_socket(connection)
+        except BaseException:
+            connection.close()
+            raise
 
     def _listens(self, pid: int) -> bool:
         """Returns whether it is this process that listens at the client port."""
@@ -388,11 +427,6 @@ def _bindable_port(family: socket.AddressFamily, address: str, port: int) -> int
                 raise LaunchError(_port_in_use(address, port)) from error
             raise LaunchError(f"etcd cannot listen on {address} port {port}: {error}") from error
         return int(probe.getsockname()[1])
-
-
-def peer_url(peer: str) -> str:
-    """Returns the address `host:port` of a server for other servers as etcd wants it."""
-    return f"http://{peer}"
 
 
 def free_address(host: str) -> str:

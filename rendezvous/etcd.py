@@ -21,12 +21,14 @@ from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster.connection import (
     Metadata,
     ServerConnection,
+    own_credentials,
     parse_addresses,
     status_of,
     tls_credentials,
 )
 from elaunch.rendezvous.cluster.watch import LOGIN_ATTEMPTS, RETRY_PAUSE_S, EtcdWatch, entry_of, prefix_range
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
+from elaunch.rendezvous.security.authority import Pem
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 
 _JOIN_S = 1.0
@@ -52,8 +54,12 @@ class EtcdStore:
     Once it was told by `use` which servers the job's own cluster has, a request that gets no answer goes to another
     server within about a second, and so do watches; what was written meanwhile is neither lost nor written twice.
 
+    `pem` is in the place of these files where the server is one that a node of this job has started; `newest` returns
+    what it would be now. Where that is another one, a refusal may be due to the old one, and counts as an outage.
+
     Attributes:
         follows: whether it was told so.
+        pem: see above.
     """
 
     def __init__(
@@ -65,6 +71,9 @@ class EtcdStore:
         ca_cert: str | None = None,
         cert: str | None = None,
         key: str | None = None,
+        *,
+        pem: Pem | None = None,
+        newest: Callable[[], Pem | None] | None = None,
     ) -> None:
         if (user is None) != (password is None):
             raise LaunchError("etcd: a user needs a password and a password needs a user; give both or neither")
@@ -73,9 +82,16 @@ class EtcdStore:
         self.first_contact_s = math.inf
         self._user = user
         self._password = password
-        self._uses_tls = any(path is not None for path in (ca_cert, cert, key))
-        self._credentials = tls_credentials(ca_cert, cert, key) if self._uses_tls else None
-        self._servers = [ServerConnection(address, self._credentials) for address in parse_addresses(endpoint)]
+        self.pem = pem
+        self._newest = newest
+        self._has_secret = pem is not None and pem.is_of_job
+        self._uses_tls = pem is not None or any(path is not None for path in (ca_cert, cert, key))
+        self._tls: tuple[Any, str] = (None, "")
+        if pem is not None:
+            self._tls = own_credentials(pem)
+        elif self._uses_tls:
+            self._tls = tls_credentials(ca_cert, cert, key), ""
+        self._servers = [ServerConnection(address, *self._tls) for address in parse_addresses(endpoint)]
         self._current = self._servers[0]
         self._servers_lock = threading.Lock()
         self.follows = False
@@ -190,7 +206,7 @@ class EtcdStore:
             self.follows, self.endpoint = True, endpoint
             known = {server.address: server for server in self._servers}
             self._servers = [
-                known.pop(address) if address in known else ServerConnection(address, self._credentials)
+                known.pop(address) if address in known else ServerConnection(address, *self._tls)
                 for address in addresses
             ]
             if self._current not in self._servers:
@@ -289,6 +305,8 @@ class EtcdStore:
                 raise StoreUnavailable(self._describe(what, "the store is closed"))
             if trouble is Trouble.LEASE_GONE:
                 raise LeaseGone(self._describe(what, "the lease is gone; join again with a new one"))
+            if trouble is Trouble.REFUSED and self._newest is not None and self._newest() is not self.pem:
+                raise StoreUnavailable(self._describe(what, f"the certificate was renewed: connect again ({reason})"))
             if trouble is Trouble.REFUSED:
                 raise self.refusal(what, reason)
             if trouble is Trouble.TOKEN:
@@ -357,7 +375,9 @@ class EtcdStore:
 
     def refusal(self, what: str, reason: str) -> LaunchError:
         """Returns the error for a request that etcd will not carry out."""
-        return LaunchError(f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user)} ({reason})")
+        return LaunchError(
+            f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user, self._has_secret)} ({reason})"
+        )
 
     def _describe(self, what: str, reason: str, limit_s: float | None = None) -> str:
         limit_s = self.timeout_s if limit_s is None else limit_s

@@ -56,16 +56,27 @@ def classify(code: str, details: str) -> Trouble:
     return Trouble.LOST if code in _RETRY_CODES else Trouble.REFUSED
 
 
-def advice_on(reason: str, user: str | None) -> str:
+def advice_on(reason: str, user: str | None, has_secret: bool = False) -> str:
     """Returns what is wrong with a request that etcd has refused, and what to do.
 
     Args:
         reason: the text that grpc gives.
         user: as whom this node logs in; None: it does not.
+        has_secret: whether this node shows a certificate of its job.
     """
     text = reason.lower()
+    if "wrong_version_number" in text and has_secret:
+        return (
+            "TLS failed: what the server answers is not TLS: this side has a secret (ELAUNCH_SECRET), and the node "
+            "that hosts the store there has none"
+        )
     if "wrong_version_number" in text:
         return f"TLS failed: what the server answers is not TLS.{_question(uses_tls=True)}"
+    if any(part in text for part in _CERTIFICATE_DETAILS) and has_secret:
+        return (
+            "TLS failed: whoever answers there has another secret, or is of another job: give all nodes the same "
+            "ELAUNCH_SECRET and --rdzv-id"
+        )
     if any(part in text for part in _CERTIFICATE_DETAILS):
         return "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
     if "invalid user id or password" in text:
@@ -106,4 +117,6 @@ def gave_up(error: Exception, connect_s: float, hosted: bool) -> str:
 
 
 def _question(uses_tls: bool) -> str:
-    return " Does it use TLS? This side does." if uses_tls else " Does it want TLS? This side does not use it."
+    if uses_tls:
+        return " Does it use TLS? This side does, as with ELAUNCH_SECRET."
+    return " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."

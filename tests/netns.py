@@ -69,6 +69,10 @@ class Network:
         """Pull the cable of a host, or put it back."""
         ip("link", "set", f"{self._tag}{self._hosts[name]}", "up" if into else "down")
 
+    def cable(self, name: str) -> str:
+        """Return the interface here at which the cable of a host ends."""
+        return f"{self._tag}{self._hosts[name]}"
+
     def address(self, name: str) -> str:
         """Return the address of a host."""
         return f"{self._subnet}.{self._hosts[name]}"

@@ -35,6 +35,7 @@ from elaunch.wire import (
 )
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.here import let_read, process_of
+from elaunch.workers.comm.secure.security import LinkSecurity, security_of
 from elaunch.workers.fatal import end_process
 
 WELCOME_TIMEOUT_S = 30.0
@@ -52,6 +53,7 @@ class Client(Protocol):
     worker: str
     token: str
     host: str
+    security: LinkSecurity | None
     local_rank: int
     min_nodes: int
     elastic: bool
@@ -136,6 +138,7 @@ class AgentClient:
             welcome.local_rank,
         )
         self.min_nodes = welcome.min_nodes
+        self.security = security_of(welcome.tls, welcome.always_tls)
         let_read(process_of(self._socket))
         self._take(early)
         self._socket.setblocking(False)
@@ -292,6 +295,7 @@ class StaticClient:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.worker = f"rank/{self.rank}#0"
         self.token = "static"
+        self.security: LinkSecurity | None = None  # nobody hands out certificates
         self.min_nodes = 1
         self.host = "127.0.0.1"
         self._store: Any = None

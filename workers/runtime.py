@@ -98,7 +98,9 @@ class Member(Planned):
         keeps_order: bool = False,
     ) -> None:
         self._client = client
-        self._transport = Transport(client.worker, client.token, client.host) if transport is None else transport
+        self._transport = (
+            Transport(client.worker, client.token, client.host, client.security) if transport is None else transport
+        )
         self._durable, self._complete, self._boundary = durable, complete, boundary
         self._state_is_whole, self._closers = state_is_whole, closers
         self.checkpoints = Checkpoints(client)

@@ -36,6 +36,7 @@ from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.cluster.standings import answer
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Store
 from elaunch.wire import Announce
 
@@ -59,6 +60,7 @@ class Agent:
         store: the process that serves the workers' own store; None: rank 0 makes it.
         telemetry: what monitoring is shown; None: nothing.
         place: where this node may serve the rendezvous store beside others; None: it does not.
+        identity: by which it proves that it is of the job; None: by nothing.
 
     Raises:
         LaunchError: what the settings ask for is not there.
@@ -76,8 +78,10 @@ class Agent:
         store: StoreProcess | None = None,
         telemetry: Telemetry | None = None,
         place: ServerPlace | None = None,
+        identity: NodeIdentity | None = None,
     ) -> None:
         self._config = config
+        self._identity = identity
         self._supervisor = supervisor
         self._exit: Exit | None = None
         self._quiet = False
@@ -139,6 +143,7 @@ class Agent:
             self._patience,
             hosts,
             self._on_servers,
+            identity,
         )
         founding = make_founding(config, open_store, self._hosted, self._inbox)
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures, founding)
@@ -212,6 +217,8 @@ class Agent:
             self._journal.say(line)
         self._control.on_time(time.monotonic())
         self._liveness.on_time(time.monotonic())
+        if self._identity is not None and (problem := self._identity.look(time.time())):
+            self._journal.say(problem)
         self._act(self._watches.check_timers())
         now_s = time.monotonic()
         self._messages.show_status(now_s)

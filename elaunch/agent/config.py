@@ -15,6 +15,7 @@ from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
 from elaunch.rendezvous.conf import FOUND, RendezvousConf
+from elaunch.rendezvous.security.secret import SecuritySettings
 from elaunch.replica_check import ReplicaCheck
 
 # What every training script imports; torch itself imports _dynamo, for a second, when the first optimizer is made.
@@ -69,6 +70,7 @@ class RendezvousSettings:
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
         spares: how many nodes beyond the maximum hold workers ready.
         failure_domain: of this node; empty: it has none but itself.
+        security: how the nodes know each other.
     """
 
     backend: str
@@ -78,11 +80,18 @@ class RendezvousSettings:
     master: tuple[str, int] | None = None
     spares: int = 0
     failure_domain: str = ""
+    security: SecuritySettings = field(default_factory=SecuritySettings)
 
     @property
     def is_hosted(self) -> bool:
         """Returns whether an agent of the job hosts the store, so that it ends with that agent."""
         return self.backend != "etcd"
+
+    @property
+    def encrypts_links(self) -> bool:
+        """Returns whether workers need a certificate: where no other node can come, all links are of one machine."""
+        links = self.security.links
+        return links == "on" or (links == "auto" and self.backend != "standalone")
 
     def store_nodes(self, max_nodes: int) -> int:
         """Returns on how many nodes the store is, at most, in a job of so many nodes and its spares.
@@ -224,11 +233,14 @@ class AgentConfig:
         return is_shared and self.rendezvous.conf.on_store_loss == FOUND
 
 
-def settings_for_all(training: TrainingSettings, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns what scripts that use elaunch must be told alike on all nodes: names of flags or variables, and values.
+def settings_for_all(
+    training: TrainingSettings, security: SecuritySettings, environment: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Returns what must be alike on all nodes: names of flags or variables, and values.
 
     Args:
         training: of this node.
+        security: likewise.
         environment: likewise.
     """
     found = {NAMES.get(name, name): value for name, value in training.policy.variables().items() if name != PROFILE}
@@ -236,7 +248,7 @@ def settings_for_all(training: TrainingSettings, environment: Mapping[str, str])
         found |= {FOLDER_FLAG: str(training.checkpoints.folder), EVERY_FLAG: str(training.checkpoints.every)}
     found |= {"--collectives": training.collectives, "--check-replicas": str(training.replica_check)}
     found |= {name: environment[name] for name in ("ELAUNCH_STATE_PATH",) if environment.get(name)}
-    return tuple(sorted(found.items()))
+    return tuple(sorted((found | dict(security.for_all())).items()))
 
 
 def parse_nproc(text: str) -> int:
@@ -295,7 +307,12 @@ def parse_address(text: str | None, flag: str, address: str) -> tuple[str, int] 
         return None
     given, colon, port = text.rpartition(":")
     bare = given[1:-1] if given.startswith("[") and given.endswith("]") else given
-    if not port.isdecimal() or int(port) > MAX_PORT or (colon and ":" in bare and bare == given):
+    if (
+        not port.isdecimal()
+        or len(port) > len(str(MAX_PORT))
+        or int(port) > MAX_PORT
+        or (colon and ":" in bare and bare == given)
+    ):
         raise UsageError(f"{flag}={text}: expected a port, 0 for a free one, or ADDRESS:PORT")
     return bare or address, int(port)
 

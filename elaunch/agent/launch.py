@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,8 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.conf import own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
+from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles
+from elaunch.rendezvous.security.secret import SECRET
 
 AGAIN_S = 0.2
 AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks", "_after_fork"}
@@ -48,18 +51,23 @@ def launch(config: AgentConfig) -> int:
     _check_events(config.output.events, config.node)
     if config.training.checkpoints is not None:
         make_checkpoint_folder(config.training.checkpoints, "--checkpoint-dir")
+    os.environ.pop(SECRET, None)  # it is read by now, and workers need not see it
+    rendezvous = config.rendezvous
+    identity = NodeIdentity(rendezvous.security, config.job, config.node, rendezvous.encrypts_links)
     hosted: EmbeddedEtcd | None = None
     directory = ""
     handlers = {number: signal.signal(number, _stop_early) for number in config.stop.signals}
     try:
         several = config.rendezvous.store_nodes(config.max_nodes) > 1
-        hosted, directory, host, peer = _host_rendezvous(config.rendezvous, config.local_addr, several)
+        hosted, directory, host, peer = _host_rendezvous(config.rendezvous, config.local_addr, several, identity)
         supervisor = Supervisor()
         store: StoreProcess | None = None
         try:
             store = make_store_process(supervisor.link)
             if directory:
                 supervisor.remove_at_the_end(directory)
+            if identity.folder:
+                supervisor.remove_at_the_end(identity.folder)
             # From here on there are threads: everything that forks has been forked. These imports take as long as an
             # etcd that was started above needs to get ready.
             from elaunch.agent.agent import Agent
@@ -71,7 +79,7 @@ def launch(config: AgentConfig) -> int:
                 hosted.stop()
                 hosted = None
             endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
-            open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config))
+            open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config, identity))
             folders = None
             if config.output.logs_specs:
                 from elaunch.agent.plugins import plugin_folders
@@ -83,9 +91,12 @@ def launch(config: AgentConfig) -> int:
             if several or config.founds:
                 port = parse_endpoints(endpoint, config.rendezvous.backend)[0][1]
                 is_alone = not several or (hosted is not None and not peer)
-                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer, is_alone)
+                tls = _tls(config.rendezvous, identity)
+                place = ServerPlace(host, port, supervisor.remove_at_the_end, peer, is_alone, tls)
             open_store.dress = telemetry.timed
-            agent = Agent(config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place)
+            agent = Agent(
+                config, open_store, supervisor, host, folders, hosted, figures, store, telemetry, place, identity
+            )
         except BaseException:
             supervisor.close()
             if store is not None:
@@ -105,6 +116,7 @@ def launch(config: AgentConfig) -> int:
             hosted.stop()
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
+        identity.remove()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -183,7 +195,7 @@ def _check_events(events: str | None, node: str) -> None:
 
 
 def _host_rendezvous(
-    rendezvous: RendezvousSettings, local_addr: str, several: bool
+    rendezvous: RendezvousSettings, local_addr: str, several: bool, identity: NodeIdentity
 ) -> tuple[EmbeddedEtcd | None, str, str, str]:
     """Starts an etcd where this node is to host it; `several`: other nodes may come to serve the store with it.
 
@@ -193,9 +205,11 @@ def _host_rendezvous(
     peer = ""
     if rendezvous.backend == "standalone":
         host, name, port = local_addr or "127.0.0.1", "127.0.0.1", 0
+        identity.make(time.time(), (host,))
     else:
         name, port = parse_endpoints(rendezvous.endpoint, rendezvous.backend)[0]
         host = local_addr or own_address(name, port)
+        identity.make(time.time(), (host,))
         if not _is_host(rendezvous, name, port):
             return None, "", host, ""
     find_etcd()
@@ -204,7 +218,8 @@ def _host_rendezvous(
         with suppress(LaunchError):  # where the address is that of a router, it stays the only server
             peer = free_address(host)
     try:
-        hosted = EmbeddedEtcd(directory, name, port, cores=1 if rendezvous.backend == "standalone" else None, peer=peer)
+        cores = 1 if rendezvous.backend == "standalone" else None
+        hosted = EmbeddedEtcd(directory, name, port, cores, peer, _tls(rendezvous, identity))
         hosted.start()
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
@@ -250,9 +265,17 @@ def is_free_here(name: str, port: int) -> bool:
         return False
 
 
-def _open_store(kind: type[EtcdStore], config: AgentConfig, endpoint: str) -> EtcdStore:
-    conf = config.rendezvous.conf
+def _tls(rendezvous: RendezvousSettings, identity: NodeIdentity) -> TlsFiles | None:
+    return identity.files if rendezvous.security.guards_store else None
+
+
+def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdentity, endpoint: str) -> EtcdStore:
+    rendezvous, conf = config.rendezvous, config.rendezvous.conf
     longest_s = min(REQUEST_S, conf.lease_ttl) if config.founds else REQUEST_S  # then others have found another one
-    store = kind(endpoint, timeout_s=min(longest_s, conf.connect_timeout), **conf.etcd.arguments())
+    limit_s = min(longest_s, conf.connect_timeout)
+    if rendezvous.is_hosted and rendezvous.security.guards_store:
+        store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)
+    else:
+        store = kind(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S
     return store

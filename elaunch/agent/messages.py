@@ -186,7 +186,12 @@ class WorkerMessages:
         self._control.attach(connection, worker)
         self._watches.attached(worker, connection.pid or slot.pid, connection.take_fds())
         settings = self._life.settings
-        connection.send(Welcome(self._job.token, settings.host, settings.node, slot.local_rank, settings.min_nodes))
+        identity = self._job.identity
+        tls = identity.folder if identity is not None and identity.encrypts else ""
+        always = identity is not None and identity.settings.links == "on"
+        connection.send(
+            Welcome(self._job.token, settings.host, settings.node, slot.local_rank, settings.min_nodes, tls, always)
+        )
         return self._life.on_attach(worker)
 
 

@@ -23,6 +23,7 @@ from elaunch.rendezvous.node.founder import FoundingSettings
 from elaunch.rendezvous.node.reporter import MembershipListener
 from elaunch.rendezvous.node.servers import ServerSettings
 from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Store
 
 LATE_S = 3.0
@@ -49,9 +50,11 @@ class JobListener:
         patience: told in the loop whether the store can be used.
         hosts: where this node hosts the rendezvous for others; empty: it does not. Told until the job has begun.
         on_servers: told in the loop which nodes serve the store.
+        identity: by which workers of this node prove to those of others that they are of the job.
 
     Attributes:
         token: the secret that the workers of the job know each other by; empty before this node has joined.
+        identity: see above.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class JobListener:
         patience: Patience,
         hosts: str = "",
         on_servers: Callable[[EtcdServers], None] = lambda servers: None,
+        identity: NodeIdentity | None = None,
     ) -> None:
         self.token = ""
+        self.identity = identity
         self._hosts = hosts
         self._inbox = inbox
         self._say = say
@@ -73,6 +78,8 @@ class JobListener:
 
     def joined(self, config: JobConfig) -> None:
         """Takes over the job's token."""
+        if self.identity is not None:
+            self.identity.make_of_token(config.token, time.time())
         self.token = config.token
 
     def announced(self, generation: Generation) -> None:
@@ -173,7 +180,10 @@ def make_participant(
             config.min_nodes,
             config.max_nodes,
             config.max_restarts,
-            training=(*settings_for_all(config.training, os.environ), *_on_store_loss(config)),
+            training=(
+                *settings_for_all(config.training, config.rendezvous.security, os.environ),
+                *_on_store_loss(config),
+            ),
             spares=config.rendezvous.spares,
         ),
         MembershipSettings(

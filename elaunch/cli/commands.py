@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elaunch.cli.flags.parser import where_to_read
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf
+from elaunch.rendezvous.security.identity import guest
+from elaunch.rendezvous.security.secret import read_security
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
@@ -53,8 +57,22 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text!r}")
 
 
-def open_store(endpoint: str, conf: RendezvousConf) -> EtcdStore:
-    """Returns the store at an endpoint."""
+def open_store(endpoint: str, conf: RendezvousConf, job: str | None = None) -> EtcdStore:
+    """Returns the store at an endpoint.
+
+    Args:
+        endpoint: of the store.
+        conf: how it is reached.
+        job: whose store it is, if it may be one that a job has started; with a job's secret it is taken for that.
+
+    Raises:
+        UsageError: the secret, or a file of a certificate, cannot be used.
+    """
     from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
 
-    return EtcdStore(endpoint, timeout_s=min(5.0, conf.connect_timeout or CONNECT_S), **conf.etcd.arguments())
+    limit_s = min(5.0, conf.connect_timeout or CONNECT_S)
+    if job is not None and not conf.etcd.cacert:
+        pem = guest(read_security(conf.etcd.node, os.environ), job, time.time())
+        if pem is not None:
+            return EtcdStore(endpoint, timeout_s=limit_s, pem=pem)
+    return EtcdStore(endpoint, timeout_s=limit_s, **conf.etcd.arguments())

@@ -96,7 +96,8 @@ def add_job_flags(command: FlagParser) -> None:
         "--rdzv-conf",
         default="",
         metavar="KEY=VALUE,…",
-        help="connect_timeout, user, password, cacert, cert and key, as its agents were told",
+        help="connect_timeout, user, password, cacert, cert, key, secret_file, node_ca, node_cert and node_key, as its "
+        "agents were told; so ELAUNCH_SECRET",
     )
 
 
@@ -143,7 +144,7 @@ def open_job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
     """The store of the job that is meant, its endpoint, and the job's id."""
     conf = parse_conf(args.rdzv_conf)
     endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
-    store = open_store(endpoint, conf)
+    store = open_store(endpoint, conf, job)
     try:
         if store.next_key(job_prefix(job), "") is None:
             raise _no_such_job(store, endpoint, job)

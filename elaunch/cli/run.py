@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from elaunch import checkpoints, replica_check
 from elaunch.agent import notices
@@ -40,6 +41,7 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
+from elaunch.rendezvous.security.secret import read_security
 
 MAX_EXIT_CODE = 255
 
@@ -65,6 +67,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)
+    security = read_security(rendezvous.conf.etcd.node, os.environ, args.link_encryption)
+    rendezvous = replace(rendezvous, security=security)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
         raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
     if args.node_name and not re.fullmatch(r"[A-Za-z0-9._-]+", args.node_name):

@@ -17,6 +17,7 @@ and an election time-out of 300 ms:
 - An etcd before 3.5.3 that was killed may come back with other data than the rest (etcd issue 13766): in a cluster, a
   server that was killed is replaced by a new one without data, never started again.
 
-The servers speak HTTP without TLS to each other, as they do to agents: whoever reaches the ports can read and change
-the job. Their port is open only where the job may have more than one server.
+In a job with a secret the servers speak TLS to each other, as they do to agents, and ask for certificates; without one,
+whoever reaches the ports can read and change the job. The port for other servers is open only where the job may have
+more than one.
 """

@@ -8,6 +8,7 @@ import grpc
 from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError
+from elaunch.rendezvous.security.authority import STORE_NAME, Pem
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -32,16 +33,23 @@ CHANNEL_OPTIONS = [
 
 
 class ServerConnection:
-    """The stubs of one server, on a channel of its own."""
+    """The stubs of one server, on a channel of its own.
 
-    def __init__(self, address: str, credentials: Any) -> None:
+    Args:
+        address: `host:port`.
+        credentials: for TLS; None: none is used.
+        name: that its certificate is to have; empty: its host's.
+    """
+
+    def __init__(self, address: str, credentials: Any, name: str = "") -> None:
         self.address = address
         self.has_answered = False
         self.is_closed = False
         if credentials is None:
             self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
-            self.channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            expected = [("grpc.ssl_target_name_override", name)] if name else []
+            self.channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS + expected)
         self.kv = etcdrpc.KVStub(self.channel)
         self.lease = etcdrpc.LeaseStub(self.channel)
         self.watch = etcdrpc.WatchStub(self.channel)
@@ -71,7 +79,7 @@ def parse_addresses(endpoint: str) -> list[str]:
     addresses = [part.strip() for part in endpoint.split(",")]
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or "/" in host:
+        if not host or not port.isdecimal() or len(port) > 5 or "/" in host:
             raise LaunchError(f"etcd: {address!r} is not host:port (endpoint {endpoint!r})")
     return addresses
 
@@ -86,6 +94,15 @@ def tls_credentials(ca_cert: str | None, cert: str | None, key: str | None) -> A
         _pem("client key", key),
     )
     return grpc.ssl_channel_credentials(ca_pem, key_pem, cert_pem)
+
+
+def own_credentials(pem: Pem) -> tuple[Any, str]:
+    """Returns what TLS needs for the etcd of the job itself, and the name that its certificates are to have.
+
+    Those of a user's own authority have the names of its hosts.
+    """
+    name = STORE_NAME if pem.is_of_job else ""
+    return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate), name
 
 
 def _pem(what: str, path: str | None) -> bytes | None:

@@ -13,7 +13,6 @@ from pyetcd import etcdrpc
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.connection import ServerConnection
 from elaunch.rendezvous.cluster.servers import EtcdMember
-from elaunch.rendezvous.embedded import peer_url
 from elaunch.rendezvous.membership import split_address
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ class ClusterMembers:
     def add(self, peer: str) -> None:
         """Adds a learner that listens for other servers at `peer`; does nothing if it is there."""
         if not any(one.peer == peer for one in self.list()):
-            request = _message("MemberAddRequest")(peerURLs=[peer_url(peer)], isLearner=True)
+            scheme = "https" if self._store.pem is not None else "http"
+            request = _message("MemberAddRequest")(peerURLs=[f"{scheme}://{peer}"], isLearner=True)
             self._call(f"add the server at {peer}", "MemberAdd", request)
 
     def promote(self, member: str) -> bool:

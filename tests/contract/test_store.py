@@ -673,8 +673,11 @@ class TestEtcdSettings:
         ],
     )
     def test_tls_on_one_side_is_a_likely_cause_whatever_grpc_says_of_it(self, reason: str) -> None:
-        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does."
-        assert tls_hint(reason, uses_tls=False) == " Does it want TLS? This side does not use it."
+        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        assert (
+            tls_hint(reason, uses_tls=False)
+            == " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
+        )
 
     @pytest.mark.parametrize(
         "reason",
@@ -709,7 +712,8 @@ class TestEtcdSettings:
 
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
-        assert advice == "TLS failed: what the server answers is not TLS. Does it use TLS? This side does."
+        question = "Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        assert advice == f"TLS failed: what the server answers is not TLS. {question}"
 
     @pytest.mark.parametrize("has_answered", [False, True])
     def test_an_attempt_that_ran_out_of_time_does_not_hide_why_the_one_before_failed(
@@ -723,7 +727,7 @@ class TestEtcdSettings:
         store = EtcdStore("127.0.0.1:1", timeout_s=0.1)
         monkeypatch.setattr(store.server.kv, "Range", fail)
         store.server.has_answered = has_answered
-        hint = "" if has_answered else " Does it want TLS? This side does not use it."
+        hint = "" if has_answered else " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
         try:
             with pytest.raises(StoreUnavailable) as raised:
                 store.get("/a")
@@ -916,7 +920,8 @@ class TestTls:
             store.close()
 
     @pytest.mark.parametrize(
-        ("uses_tls", "question"), [(True, "Does it use TLS? This side does."), (False, "Does it want TLS?")]
+        ("uses_tls", "question"),
+        [(True, "Does it use TLS? This side does, as with ELAUNCH_SECRET."), (False, "Does it want TLS?")],
     )
     def test_a_server_that_never_says_a_word_may_be_waiting_for_the_other_kind_of_connection(
         self, secured: str, tmp_path: Path, uses_tls: bool, question: str

@@ -24,7 +24,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.client = agent_client.connect()
-        self.transport = Transport(self.client.worker, self.client.token, self.client.host)
+        self.transport = Transport(self.client.worker, self.client.token, self.client.host, self.client.security)
         self.membership = Recovery(self.client, self.transport, self)
         self.group: Group | None = None
         self.acted_on = ""

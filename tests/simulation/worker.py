@@ -14,6 +14,7 @@ from elaunch.agent.messages import note_lost_link, react, step_of
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
 from elaunch.wire import Finished, Leaving, Logged, Message, Ready, Report, Unreachable
+from elaunch.workers.comm.secure.security import LinkSecurity
 from elaunch.workers.runtime import Member
 from tests.simulation.native import SimulatedBulk, groups_of
 from tests.simulation.network import SimulatedTransport
@@ -30,6 +31,7 @@ class Channel:
 
     elastic = True
     token, host, local_rank = "", "", 0
+    security: LinkSecurity | None = None
 
     def __init__(self, of: Worker) -> None:
         self.worker, self.min_nodes = of.id, of.world.case.min_nodes

@@ -5,16 +5,45 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import pytest
+
+from elaunch.rendezvous.security.identity import NodeIdentity
+from elaunch.rendezvous.security.secret import SecuritySettings
+from elaunch.workers.comm.here import LINKS
+from elaunch.workers.comm.secure.security import LinkSecurity
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import scaled
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
+
+made_securities: list[Callable[[], LinkSecurity | None]] = [lambda: None]
+"""The first of them makes what a crew's links are encrypted by."""
+
+
+def make_transport(worker: str, token: str = "secret") -> Transport:
+    """Returns a transport as crews have them."""
+    return Transport(worker, token, security=made_securities[0]())
+
+
+@contextmanager
+def encrypted(monkeypatch: pytest.MonkeyPatch, secret: bytes = b"a secret of some length") -> Iterator[NodeIdentity]:
+    """Links of crews are TCP, and encrypted."""
+    monkeypatch.setenv(LINKS, "tcp")
+    node = NodeIdentity(SecuritySettings(secret), "job", "node", encrypts=True)
+    node.make(time.time())
+    made_securities.insert(0, lambda: LinkSecurity(node.folder, always=True))
+    try:
+        yield node
+    finally:
+        del made_securities[0]
+        node.remove()
 
 
 @contextmanager
@@ -23,7 +52,7 @@ def crew(size: int, connected: bool = True) -> Iterator[list[Transport]]:
     transports: list[Transport] = []
     try:
         for index in range(size):
-            transports.append(Transport(f"a/{index}#0", "secret"))
+            transports.append(make_transport(f"a/{index}#0"))
         if connected:
             connect_all(transports)
         yield transports

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -21,15 +22,32 @@ from elaunch.workers.comm.here import LINKS
 from elaunch.workers.comm.link import NEVER
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import Spawner, mute_address, scaled, wait_until
-from tests.unit.comm_crew import PATIENCE_S, Task, addresses, connect_all, crew, each, introduce_all, outcomes, together
+from tests.unit.comm_crew import (
+    PATIENCE_S,
+    Task,
+    addresses,
+    connect_all,
+    crew,
+    each,
+    encrypted,
+    introduce_all,
+    make_transport,
+    outcomes,
+    together,
+)
 
 BIG_BYTES = 24 << 20
 
 
-@pytest.fixture(autouse=True, params=["", "tcp"], ids=["unix", "tcp"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of one machine, which meet on Unix sockets, and those that only have TCP."""
-    monkeypatch.setenv(LINKS, request.param)
+@pytest.fixture(autouse=True, params=["unix", "tcp", "tls"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Workers of one machine, which meet on Unix sockets, those that only have TCP, and those that encrypt it."""
+    if request.param == "tls":
+        with encrypted(monkeypatch):
+            yield request.param
+        return
+    monkeypatch.setenv(LINKS, request.param if request.param == "tcp" else "")
+    yield request.param
 
 
 def test_two_workers_exchange_parts_of_any_size() -> None:
@@ -102,7 +120,7 @@ def test_connect_refuses_a_worker_that_answers_under_another_name() -> None:
 
 def test_a_wrong_token_is_refused_with_a_reason() -> None:
     with crew(1) as (a,):
-        stranger = Transport("b/0#0", "guess")
+        stranger = make_transport("b/0#0", "guess")
         try:
             with pytest.raises(LinkLost, match="wrong token"):
                 stranger.connect(addresses([a, stranger]), generation=1, timeout_s=PATIENCE_S)
@@ -156,6 +174,7 @@ def test_the_token_is_compared_before_anything_else_is_read(monkeypatch: pytest.
     assert read == []
 
 
+@pytest.mark.parametrize("links", ["unix", "tcp"], indirect=True)
 def test_a_defect_in_a_handshake_ends_that_connection_alone(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +222,7 @@ def test_of_connections_that_say_nothing_the_oldest_goes_first(monkeypatch: pyte
         swap(a, b, 1, 1)
 
 
+@pytest.mark.parametrize("links", ["unix", "tcp"], indirect=True)
 def test_peers_get_their_links_while_strangers_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dial that was dropped for a stranger's is repeated, and no live worker counts as dead by that."""
     monkeypatch.setattr(listener, "most_strangers", lambda _: 1)
@@ -412,7 +432,7 @@ def test_a_link_that_was_reset_is_made_again() -> None:
 
 def test_a_joiner_is_linked_in_the_background_while_the_others_work() -> None:
     with crew(3) as transports:
-        joiner = Transport("b/0#0", "secret")
+        joiner = make_transport("b/0#0")
         try:
             members = addresses([*transports, joiner])
             joiner.prepare(members)

@@ -18,6 +18,7 @@ from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.ranges import parse_range
 from elaunch.rendezvous.conf import RendezvousConf, WorkerLimits, own_address, parse_conf, parse_endpoint
+from elaunch.rendezvous.security.secret import SecuritySettings
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,8 @@ class TestSettingsForAll:
     def test_names_and_values_are_those_of_the_command_line(self) -> None:
         flags = "--consistency=bitwise", "--dp=1:2", "--checkpoint-dir=/a", "--allow-dvfs", "--profile=/here/alone"
         one, other = (
-            dict(settings_for_all(parse("--standalone", *given, "x.py").training, {})) for given in ((), flags)
+            dict(settings_for_all(parse("--standalone", *given, "x.py").training, SecuritySettings(), {}))
+            for given in ((), flags)
         )
         assert set(other.items()) - set(one.items()) == {
             ("--consistency", "bitwise"),
@@ -73,8 +75,12 @@ class TestSettingsForAll:
 
     def test_so_is_what_workers_read_in_their_environment(self) -> None:
         training = parse("--standalone", "x.py").training
-        told = settings_for_all(training, {"ELAUNCH_STATE_PATH": "links", "ELAUNCH_EVENTS": "/here"})
-        assert dict(told).items() - dict(settings_for_all(training, {})).items() == {("ELAUNCH_STATE_PATH", "links")}
+        told = settings_for_all(
+            training, SecuritySettings(), {"ELAUNCH_STATE_PATH": "links", "ELAUNCH_EVENTS": "/here"}
+        )
+        assert dict(told).items() - dict(settings_for_all(training, SecuritySettings(), {})).items() == {
+            ("ELAUNCH_STATE_PATH", "links")
+        }
 
 
 class TestNproc:
@@ -120,7 +126,7 @@ class TestConf:
         with pytest.raises(UsageError) as caught:
             parse_conf(f"lease_ttl=3,{item}")
         assert repr(item) in str(caught.value)
-        assert "key, last_call_timeout, lease_ttl, link_timeout, on_store_loss, password" in str(caught.value)
+        assert "key, last_call_timeout, lease_ttl, link_timeout, node_ca, node_cert" in str(caught.value)
 
     @pytest.mark.parametrize("value", ["", "soon", "-1", "nan", "inf", "1s"])
     def test_what_is_no_number_of_seconds_is_refused_by_name(self, value: str) -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.cli import ctl, plan, run, simulate, trace, ui
-from elaunch.cli.flags.launcher import conf_keys, parser
+from elaunch.cli.flags.launcher import parser
+from elaunch.cli.flags.parser import VERBATIM
+from elaunch.cli.rendezvous.keys import conf_keys
 from elaunch.rendezvous.conf import KEYS, EtcdCredentials, KeepAlive, RendezvousConf, WorkerLimits
+from elaunch.rendezvous.security.secret import NodeFiles
 from tests.helpers import ROOT
 
 PARSERS = {
@@ -76,15 +79,15 @@ def test_every_group_of_flags_has_an_example() -> None:
 
 
 def test_help_explains_the_keys_of_rdzv_conf() -> None:
-    keys = {one.name for kind in (RendezvousConf, EtcdCredentials, WorkerLimits) for one in fields(kind)}
-    keys -= {"etcd", "keep_alive", "workers"}
+    keys = {one.name for kind in (RendezvousConf, EtcdCredentials, NodeFiles, WorkerLimits) for one in fields(kind)}
+    keys -= {"etcd", "keep_alive", "node", "workers"}
     keys |= {f"keep_alive_{one.name}" for one in fields(KeepAlive)}
     assert set(KEYS) == keys
     text = parser().format_help()
-    assert all(line.strip() in text for line in conf_keys().splitlines())
-    assert re.search(r"^ +lease_ttl +5  a node that is silent", conf_keys(), re.MULTILINE)
-    assert re.search(r"^ +first_steps_timeout +1800  how long a worker", conf_keys(), re.MULTILINE)
-    assert re.search(r"^ +connect_timeout +how long", conf_keys(), re.MULTILINE), "no default of its own"
+    assert all(line.strip() in text for line in conf_keys(VERBATIM).splitlines())
+    assert re.search(r"^ +lease_ttl +5  a node that is silent", conf_keys(VERBATIM), re.MULTILINE)
+    assert re.search(r"^ +first_steps_timeout +1800  how long a worker", conf_keys(VERBATIM), re.MULTILINE)
+    assert re.search(r"^ +connect_timeout +how long", conf_keys(VERBATIM), re.MULTILINE), "no default of its own"
 
 
 def test_the_pages_explain_the_keys_too() -> None:

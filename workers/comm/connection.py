@@ -13,6 +13,7 @@ from math import inf
 from elaunch.errors import LinkLost
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.here import SEND_BUFFER_BYTES, process_of
+from elaunch.workers.comm.secure.sockets import SecureSocket
 
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -53,6 +54,7 @@ class Connection:
     def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
         sock.setblocking(False)
         self._here = sock.family == socket.AF_UNIX
+        self._secure = sock if isinstance(sock, SecureSocket) else None
         self.process = process_of(sock) if self._here else None
         if self._here:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -72,10 +74,14 @@ class Connection:
     def send(self, buffers: Sequence[bytes | memoryview]) -> int:
         """Gives the kernel the bytes of these buffers, one after the other; returns how many it took, at once.
 
+        Of an encrypted connection, the last of them may wait in this process: see `flush`.
+
         Raises:
             LinkLost: the connection has just broken.
         """
         try:
+            if self._secure is not None:
+                return self._secure.take(buffers)
             if not self._here:
                 return self.socket.sendmsg(buffers)
             begin_s = time.perf_counter()
@@ -88,6 +94,29 @@ class Connection:
         except OSError as error:
             raise self.fail(error.strerror or str(error)) from None
 
+    def flush(self) -> bool:
+        """Gives the kernel what waits in this process; returns whether nothing waits any more.
+
+        Raises:
+            LinkLost: the connection has just broken.
+        """
+        if self._secure is None:
+            return True
+        try:
+            return self._secure.flush()
+        except OSError as error:
+            raise self.fail(error.strerror or str(error)) from None
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something that `send` took waits in this process."""
+        return self._secure is not None and self._secure.has_unsent
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether something has come that the kernel has given away, so that polling does not tell of it."""
+        return self._secure is not None and self.broken is None and self._secure.pending() > 0
+
     def receive(self, target: memoryview) -> int:
         """Fills the beginning of `target` with what has come; returns how many bytes that was, 0 if none.
 
@@ -95,7 +124,7 @@ class Connection:
             LinkLost: the connection has just broken, or the peer has closed it.
         """
         try:
-            got = self.socket.recv_into(target)
+            got = self.socket.recv_into(target) if self._secure is None else self._secure.fill(target)
         except BlockingIOError:
             return 0
         except OSError as error:

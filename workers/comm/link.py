@@ -100,8 +100,11 @@ class Link(Connection):
     def advance(self, events: int = 0) -> None:
         """Moves what the socket takes and gives now. `events` is what poll reported; 0 when it was not asked."""
         self.push()
-        if not self._incoming.pull() and events & HANG_UP and self.wants():
+        awaits = self._incoming.pull()
+        if not awaits and events & HANG_UP and self.wants():
             raise self.fail("closed by the peer")
+        while awaits and self.has_pending:
+            awaits = self._incoming.pull()
         self.push()  # what has come may have been an offer, and somebody waits for the answer
 
     def push(self) -> None:

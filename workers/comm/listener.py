@@ -14,6 +14,7 @@ import os
 import resource
 import selectors
 import socket
+import ssl
 import sys
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from elaunch.workers import fatal
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here, listen_here
 from elaunch.workers.comm.link import Floors
+from elaunch.workers.comm.secure.security import FIRST_BYTE, LinkSecurity, explain, secured_within
+from elaunch.workers.comm.secure.sockets import SecureSocket
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
@@ -57,7 +60,13 @@ class _Order:
 
 @dataclass(eq=False)
 class _Handshake:
-    """A connection on its way to becoming a link. `order` is that of one which this side dialled."""
+    """A connection on its way to becoming a link.
+
+    Attributes:
+        order: that of one which this side dialled.
+        is_judged: it is known whether it is encrypted.
+        is_securing: encryption is agreed on just now.
+    """
 
     socket: socket.socket
     deadline_s: float
@@ -66,6 +75,8 @@ class _Handshake:
     connected: bool = True
     line: bytes = b""
     is_mail: bool = False
+    is_judged: bool = False
+    is_securing: bool = False
 
     @property
     def dialled(self) -> bool:
@@ -89,7 +100,7 @@ class Listener:
     Whoever dials is told `floors.own`; `floors.peers` takes what is heard of those that are dialled, before `joined`.
     `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
-    reach must be replaced.
+    reach must be replaced. `security` says which connections are encrypted; None: none is.
     """
 
     def __init__(
@@ -103,13 +114,15 @@ class Listener:
         died: Callable[[BaseException], None] = _end_worker,
         mail: Callable[[str, socket.socket], None] | None = None,
         floors: Floors | None = None,
+        security: LinkSecurity | None = None,
     ) -> None:
+        self._security = security
         self._worker, self._token = worker, token
         self._floors = Floors() if floors is None else floors
         self._linked, self._joined, self._failed, self._mail = linked, joined, failed, mail
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=1024)
-        port = self._server.getsockname()[1]
+        server = socket.create_server((host, 0), family=family, backlog=1024)
+        port = server.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders: deque[_Order] = deque()
@@ -119,7 +132,7 @@ class Listener:
         self._most_strangers = most_strangers(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._told_defect = False
         self._selector = selectors.DefaultSelector()
-        servers = [self._server, *filter(None, [listen_here(self.address)])]
+        servers = [server, *filter(None, [listen_here(self.address)])]
         self._accepting = {server: Accepting(self._selector, server, None, self._say) for server in servers}
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._closing = False
@@ -129,6 +142,26 @@ class Listener:
         """Starts to connect to `peer` in the background, unless there is a link or one on its way."""
         self._orders.append(_Order(peer, address, time.monotonic() + timeout_s))
         os.eventfd_write(self._wake, 1)
+
+    def ask_name(self, sock: socket.socket, deadline_s: float) -> str:
+        """Asks the worker at the other end of a connection for its identity, and closes it. From any thread.
+
+        Args:
+            sock: just dialled; it blocks.
+            deadline_s: by `time.monotonic`.
+
+        Raises:
+            ProtocolError: it is no worker of this job.
+            HungUp: it has hung up; so `ConnectionError`.
+            OSError: it does not answer in time.
+        """
+        with sock, secured_within(self._security, sock, deadline_s) as secured:
+            secured.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "probe")))
+            line = b""
+            while not line.endswith(b"\n"):
+                secured.settimeout(max(1e-3, deadline_s - time.monotonic()))
+                line += read_line(secured, len(line))
+        return wire.read_ack(line).worker
 
     def close(self) -> None:
         """Stops the thread and closes what has not become a link."""
@@ -249,8 +282,13 @@ class Listener:
             if error:
                 raise OSError(error, os.strerror(error))
             handshake.connected, handshake.deadline_s = True, handshake.order.deadline_s
-            handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
-            self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
+            if self._security is None or not self._security.covers(handshake.socket):
+                self._greet(handshake)
+                return
+            self._secure(handshake, self._security)
+        elif not handshake.dialled and not handshake.is_judged and not self._judge(handshake):
+            return
+        if handshake.is_securing and not self._shake(handshake):
             return
         handshake.line += read_line(handshake.socket, len(handshake.line))
         if not handshake.line.endswith(b"\n"):
@@ -263,6 +301,55 @@ class Listener:
             self._settle(handshake)
         else:
             self._greeted(handshake, line)
+
+    def _greet(self, handshake: _Handshake) -> None:
+        handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
+        self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
+
+    def _judge(self, handshake: _Handshake) -> bool:
+        """Returns whether what has come says if an accepted connection is encrypted.
+
+        Raises:
+            ProtocolError: it is not, and must be.
+        """
+        if self._security is not None and handshake.socket.family != socket.AF_UNIX:
+            try:
+                first = handshake.socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False
+            if first == FIRST_BYTE:
+                self._secure(handshake, self._security)
+            elif first and self._security.covers(handshake.socket):
+                why = "this worker wants encrypted links: --link-encryption must be the same on all nodes"
+                handshake.socket.recv(wire.LINE_BYTES)  # what is left unread would destroy the answer
+                handshake.socket.send(wire.refusal_line(why))
+                raise ProtocolError(why)
+        handshake.is_judged = True
+        return True
+
+    def _secure(self, handshake: _Handshake, security: LinkSecurity) -> None:
+        self._selector.unregister(handshake.socket)
+        handshake.socket = security.wrap(handshake.socket, is_server=not handshake.dialled)
+        handshake.is_securing = True
+        self._selector.register(handshake.socket, selectors.EVENT_READ, handshake)
+
+    def _shake(self, handshake: _Handshake) -> bool:
+        """Goes on with the handshake of TLS; returns whether the other end's first line can be read."""
+        assert isinstance(handshake.socket, SecureSocket)
+        try:
+            handshake.socket.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wants:
+            events = selectors.EVENT_READ if isinstance(wants, ssl.SSLWantReadError) else selectors.EVENT_WRITE
+            self._selector.modify(handshake.socket, events, handshake)
+            return False
+        except ssl.SSLError as error:
+            raise ProtocolError(explain(error)) from error
+        handshake.is_securing = False
+        if handshake.dialled:
+            self._greet(handshake)
+            return False
+        self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
+        return True
 
     def _hung_up(self, handshake: _Handshake, why: str) -> None:
         """The peer, or a busy system in its place, dropped a connection; a dial is worth repeating."""
@@ -346,12 +433,20 @@ def read_line(sock: socket.socket, have_bytes: int = 0) -> bytes:
     connection broke.
     """
     try:
+        if isinstance(sock, SecureSocket):
+            line = sock.line(wire.LINE_BYTES - have_bytes + 1)
+            return _checked(line, have_bytes)
         seen = sock.recv(wire.LINE_BYTES, socket.MSG_PEEK)
+    except ssl.SSLError as error:
+        raise ProtocolError(explain(error)) from error
     except BlockingIOError:
         return b""
-    if not seen:
+    return _checked(sock.recv(seen.find(b"\n") + 1 or len(seen)) if seen else b"", have_bytes)
+
+
+def _checked(line: bytes, have_bytes: int) -> bytes:
+    if not line:
         raise HungUp("the connection closed in the handshake")
-    line = sock.recv(seen.find(b"\n") + 1 or len(seen))
     if have_bytes + len(line) > wire.LINE_BYTES:
         raise ProtocolError("a handshake line is too long")
     return line

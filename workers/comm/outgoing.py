@@ -50,7 +50,8 @@ class Outgoing:
 
     def events(self) -> int:
         """Returns the poll events that let it go on; 0 when nothing of this operation waits to leave."""
-        return _WRITES if self._sending or self._answers or self._frames else 0
+        waits = self._sending or self._answers or self._frames or self._connection.has_unsent
+        return _WRITES if waits else 0
 
     def post(
         self,
@@ -100,6 +101,8 @@ class Outgoing:
 
     def push(self) -> None:
         """Moves out what the socket takes now; raises `LinkLost` when the connection breaks."""
+        if not self._connection.flush():
+            return
         while self._sending or self._answers or self._frames:
             if self._owed:
                 buffers = self._owed

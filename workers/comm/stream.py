@@ -35,6 +35,12 @@ class Flow:
     def advance(self, events: int = 0) -> None:
         """Moves what the link takes and gives now; when a message is through, the next one of its direction begins."""
         self._link.advance(events)
+        self._send_next()
+        while self._post_next() and self._link.has_pending:
+            self._link.advance()
+            self._send_next()
+
+    def _send_next(self) -> None:
         while self._outgoing is not None and not self._sending:
             body = next(self._outgoing, None)
             if body is None:
@@ -44,13 +50,18 @@ class Flow:
                 self._link.post_send(self._generation, self._op, self._sent, body, self._has_left, may_offer=True)
                 self._sent += 1
                 self._link.push()
-        if self._incoming is not None and not self._link.receiving:
-            place = next(self._incoming, None)
-            if place is None:
-                self._incoming = None
-            else:
-                self._link.post_receive(self._generation, self._op, self._received, place)
-                self._received += 1
+
+    def _post_next(self) -> bool:
+        """Returns whether there is a place for the next message that was not there before."""
+        if self._incoming is None or self._link.receiving:
+            return False
+        place = next(self._incoming, None)
+        if place is None:
+            self._incoming = None
+            return False
+        self._link.post_receive(self._generation, self._op, self._received, place)
+        self._received += 1
+        return True
 
     def wants(self) -> int:
         """Returns the poll events that let the link go on; 0 when both directions are done."""

@@ -31,11 +31,11 @@ from elaunch.errors import GenerationChanged, LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import fatal, heartbeat
-from elaunch.workers.comm import wire
 from elaunch.workers.comm.c10d.mail import Letters
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import NEVER, Destination, Entering, Floors, Link, LinkBeside
-from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener, read_line
+from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener
+from elaunch.workers.comm.secure.security import LinkSecurity
 from elaunch.workers.comm.stream import Flow, Messages
 from elaunch.workers.comm.traffic import Traffic
 
@@ -58,12 +58,12 @@ class Transport:
 
     `exchange` and `open` may be called from any thread; one operation runs at a time, an open one until it is closed or
     fails, and the others wait for it. `token` is the job's secret: a peer without it
-    gets no link. `host` is the address that peers dial; the port is free and found in `address`.
+    gets no link. `host` is the address that peers dial; the port is free and found in `address`. `security` says which
+    links are encrypted; None: none is.
     """
 
-    def __init__(self, worker: str, token: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, worker: str, token: str, host: str = "127.0.0.1", security: LinkSecurity | None = None) -> None:
         self.worker = worker
-        self._token = token
         # Without an agent there is nobody who could do without a silent worker.
         self._timeout_s = float(os.environ.get(LINK_TIMEOUT, inf))
         self._links: dict[str, Link] = {}
@@ -72,7 +72,7 @@ class Transport:
         self._known: dict[str, str] = {}
         self._floors = Floors()
         self._entering = Entering()
-        self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)))
+        self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)), security)
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
         self._closed = False
@@ -82,7 +82,9 @@ class Transport:
         self._driver: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         makers = self._has, self._joined, self._failed
-        self._listener = Listener(worker, token, host, *makers, mail=self.mail.accept, floors=self._floors)
+        self._listener = Listener(
+            worker, token, host, *makers, mail=self.mail.accept, floors=self._floors, security=security
+        )
         self.address = self._listener.address
         _FABRICS.add(self)
 
@@ -317,8 +319,8 @@ class Transport:
             except OSError:
                 return "silent"
             try:
-                with sock:
-                    return "alive" if self._ask_name(sock, deadline_s) == peer or peer is None else "refused"
+                found = self._listener.ask_name(sock, deadline_s)
+                return "alive" if peer is None or found == peer else "refused"
             except (ConnectionError, HungUp):
                 # It has just ended, and then it refuses the next one; or it has no place for this one.
                 if time.monotonic() + REDIAL_S >= deadline_s:
@@ -328,15 +330,6 @@ class Transport:
                 return "refused"
             except OSError:
                 return "busy"
-
-    def _ask_name(self, sock: socket.socket, deadline_s: float) -> str:
-        """Returns the identity of the worker at the other end."""
-        sock.sendall(wire.hello_line(self._token, wire.Hello(self.worker, "probe")))
-        line = b""
-        while not line.endswith(b"\n"):
-            sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
-            line += read_line(sock, len(line))
-        return wire.read_ack(line).worker
 
     def close(self) -> None:
         """Closes listener and links, in order: peers still get all that was sent. Waits until no operation runs."""

@@ -94,8 +94,8 @@ class Reentry:
     _set_apart = False  # once: what an earlier function left behind must be collected
 
     def __init__(self, every: int = 1, resets: Sequence[Reset] = ()) -> None:
-        self._client = agent_client.connect()
-        transport = Transport(self._client.worker, self._client.token, self._client.host)
+        self._client = client = agent_client.connect()
+        transport = Transport(client.worker, client.token, client.host, client.security)
         transport.watch(self._free_below)
         self._groups = FunctionGroups()
         self._entered_in = 0  # the generation in which the function runs

@@ -19,6 +19,7 @@ import errno
 import io
 import json
 import math
+import operator
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from elaunch.checkpoints import ABOUT, METADATA, path_of
 from elaunch.errors import CheckpointDamaged, StateError
 from elaunch.workers.state.boxes import Box, intersect, n_elements
-from elaunch.workers.state.checksums import CheckedFile, checksum, seal, sync, unseal
+from elaunch.workers.state.checksums import CheckedFile, checksum, seal, slices_of, sync, unseal
 from elaunch.workers.state.codec import dtype_of
 
 VERSION = 2
@@ -266,10 +267,11 @@ class SavedCheckpoint:
         self.path = path
         self.checked = False
         about = self._about()
-        self.step: int = about["step"]
-        self.facts: list[dict[str, Any]] = about["facts"]
-        self._kind, self._settings = about["kind"], about["settings"]
-        self._slices = _slices(about["files"]) if self.checked else {}
+        with self._reading(ABOUT):  # whoever can make checksums may have written anything
+            self.step: int = operator.index(about["step"])
+            self.facts: list[dict[str, Any]] = list(about["facts"])
+            self._kind, self._settings = str(about["kind"]), dict(about["settings"])
+            self._slices = slices_of(about["files"]) if self.checked else {}
         with self._reading(METADATA), self._open(METADATA) as file:
             data = file.read()
             if self.checked:
@@ -317,7 +319,7 @@ class SavedCheckpoint:
         calls = {"layers": "elaunch.hybrid()", "objects": "elaunch.init()", "tensors": "elaunch.attach()"}
         if kind != self._kind:
             raise StateError(
-                f"the checkpoint {self.path} is of a job of {calls[self._kind]}, this is one of {calls[kind]}"
+                f"the checkpoint {self.path} is of a job of {calls.get(self._kind)}, this is one of {calls[kind]}"
             )
         wrong = [
             f"{name} is {_recorded(self._settings, name)} there and {value!r} here"
@@ -449,17 +451,6 @@ class _Slice:
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, outer, strict=True))
-
-
-def _slices(files: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, dict[int, tuple[int, str]]]:
-    """Lengths and checksums of the slices of each file, by offset."""
-    found: dict[str, dict[int, tuple[int, str]]] = {}
-    for name, slices in files.items():
-        offset, found[name] = 0, {}
-        for length, expected in slices:
-            found[name][offset] = length, expected
-            offset += length
-    return found
 
 
 def _recorded(settings: Mapping[str, Any], name: str) -> str:

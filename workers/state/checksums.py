@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -112,3 +112,14 @@ def unseal(data: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(data)
     del fields["checksum"]
     return fields
+
+
+def slices_of(files: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, dict[int, tuple[int, str]]]:
+    """Returns lengths and checksums of the slices of each file, by offset."""
+    found: dict[str, dict[int, tuple[int, str]]] = {}
+    for name, slices in files.items():
+        offset, found[name] = 0, {}
+        for length, expected in slices:
+            found[name][offset] = length, expected
+            offset += length
+    return found

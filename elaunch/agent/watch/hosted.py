@@ -16,6 +16,7 @@ from elaunch.agent.local_jobs import LocalJob, make_folder, register
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
+from elaunch.rendezvous.security.identity import TlsFiles
 
 SERVING_S = 0.5  # a server that has run for so long has served: it takes some 0.2 s to be ready
 LASTING_S = 10.0  # one that ends by itself after so long has not failed at its start
@@ -64,6 +65,7 @@ class ServerPlace:
         address: where it listens for other servers; empty: at a free port, or nowhere if `host` is no address of this
             machine, as behind a router.
         is_alone: whether it serves the store alone, and there is no other server.
+        tls: the files by which it knows agents and other servers; None: it takes whoever comes.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class ServerPlace:
         remove_at_the_end: Callable[[str], None],
         address: str = "",
         is_alone: bool = False,
+        tls: TlsFiles | None = None,
     ) -> None:
+        self.tls = tls
         self.host = host
         self.port = port
         self.remove_at_the_end = remove_at_the_end
@@ -254,7 +258,7 @@ class HostedEtcd:
     def _join(self, place: ServerPlace, now_s: float) -> None:
         folder = make_folder()
         place.remove_at_the_end(folder)
-        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address)
+        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address, tls=place.tls)
         try:
             etcd.join(one.peer for one in self._servers.servers)
         except LaunchError as error:

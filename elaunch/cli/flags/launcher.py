@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
-from dataclasses import fields
 
 from elaunch import __version__, checkpoints, replica_check
 from elaunch.agent.config import HEALTH_INTERVAL_S, MASTER_PORT, NUMA_MODES, PRELOAD
 from elaunch.cli.flags.parser import VERBATIM, FlagParser
+from elaunch.cli.rendezvous.keys import conf_keys
 from elaunch.detect import hang
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
-from elaunch.rendezvous.conf import KEYS, RendezvousConf, WorkerLimits
+from elaunch.rendezvous.security.secret import LINK_ENCRYPTION
 
 NO_ID = "none"
 """torchrun's name for a job that was given none."""
-
-
-def conf_keys(indent: str = VERBATIM) -> str:
-    """Returns a line for each key of `--rdzv-conf`: its default, in seconds, and what it means."""
-    defaults = {one.name: one.default for kind in (RendezvousConf, WorkerLimits) for one in fields(kind)}
-    rows = [
-        (key, f"{default:g}" if isinstance(default := defaults.get(key), float) and default else "", text)
-        for key, text in KEYS.items()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines: list[str] = []
-    for key, default, text in rows:
-        head = f"{indent}{key:<{widths[0]}}  {default:>{widths[1]}}  "
-        lines += textwrap.wrap(text, 100, initial_indent=head, subsequent_indent=" " * len(head))
-    return "\n".join(lines)
 
 
 def parser() -> FlagParser:
@@ -122,7 +106,8 @@ def _add_rendezvous(p: FlagParser) -> None:
         "rendezvous",
         "How nodes meet. Without a server of your own, the first node hosts one:\n"
         f"{VERBATIM}elaunch --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --rdzv-id=run-17 train.py\n"
-        f"Keys of --rdzv-conf, times in seconds, as in --rdzv-conf=join_timeout=60,lease_ttl=10:\n{conf_keys()}",
+        f"Keys of --rdzv-conf, times in seconds, as in --rdzv-conf=join_timeout=60,lease_ttl=10:\n"
+        f"{conf_keys(VERBATIM)}",
     )
     p.flag(
         "--rdzv-backend",
@@ -151,6 +136,14 @@ def _add_rendezvous(p: FlagParser) -> None:
         default="",
         metavar="HOST",
         help="address of this node; default: the one on the route to the endpoint",
+    )
+    p.own(
+        "--link-encryption",
+        LINK_ENCRYPTION,
+        "auto",
+        metavar="NAME",
+        help="which connections between workers are encrypted: auto, those between machines; on, also TCP within one; "
+        "off, none",
     )
 
 

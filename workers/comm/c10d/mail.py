@@ -25,6 +25,8 @@ from elaunch.workers import heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, read_line
+from elaunch.workers.comm.secure.security import LinkSecurity, secured_within
+from elaunch.workers.comm.secure.sockets import SecureSocket
 
 CONNECT_TIMEOUT_S = 10.0
 LOOK_S = 1.0
@@ -138,9 +140,18 @@ class Letters:
         worker: identity of this worker, and `token` is the job's secret.
         find: returns the address of a peer of the present generation; None: there is no such peer.
         look: raises what is known to be wrong with a peer that somebody waits for.
+        security: says which connections are encrypted; None: none is.
     """
 
-    def __init__(self, worker: str, token: str, find: Callable[[str], str | None], look: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        token: str,
+        find: Callable[[str], str | None],
+        look: Callable[[str], None],
+        security: LinkSecurity | None = None,
+    ) -> None:
+        self._security = security
         self._worker, self._token, self._find, self._look = worker, token, find, look
         # Under this lock: also every write into the memory of whoever has asked, so that none comes after `interrupt`.
         self._lock = threading.Lock()
@@ -254,6 +265,7 @@ class Letters:
             raise ProtocolError("its address is not known")
         sock = connect_here(address) or socket.create_connection(split_address(address), CONNECT_TIMEOUT_S)
         try:
+            sock = secured_within(self._security, sock, time.monotonic() + CONNECT_TIMEOUT_S)
             sock.settimeout(CONNECT_TIMEOUT_S)
             sock.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "mail")))
             line = b""
@@ -304,12 +316,15 @@ class Letters:
             GenerationChanged: the generation is over, and nothing was put there.
             OSError: the connection is over.
         """
-        waiting = memoryview(bytearray(1))
-        if not sock.recv_into(waiting, 1, socket.MSG_PEEK):
-            raise ConnectionError("closed by the peer")
+        _await_input(sock)
         with self._lock:
             self._check(generation)
-            return sock.recv_into(target, 0, socket.MSG_DONTWAIT)
+            got = (
+                sock.fill(target) if isinstance(sock, SecureSocket) else sock.recv_into(target, 0, socket.MSG_DONTWAIT)
+            )
+        if not got:
+            raise ConnectionError("closed by the peer")
+        return got
 
     def forget(self, receiver: _Receiver) -> None:
         """A receiver has ended."""
@@ -389,7 +404,8 @@ class _Receiver:
         self._mail, self._peer = mail, peer
         self._generation: int | None = None  # of the message that comes
         self.socket: socket.socket | None = sock
-        sock.setblocking(True)
+        # What is under way when a generation ends must not be waited for under the lock.
+        sock.setblocking(not isinstance(sock, SecureSocket))
 
     def leave(self, generation: int) -> None:
         """Ends it if what comes is of an older generation."""
@@ -443,11 +459,21 @@ def _place(found: Letter | _Early) -> memoryview:
 def _fill(sock: socket.socket, place: memoryview) -> bool:
     """Fills memory from a connection; returns whether that went on for long enough."""
     while place:
-        got = sock.recv_into(place)
-        if not got:
-            return False
-        place = place[got:]
+        _await_input(sock)
+        with contextlib.suppress(BlockingIOError):
+            got = sock.fill(place) if isinstance(sock, SecureSocket) else sock.recv_into(place)
+            if not got:
+                return False
+            place = place[got:]
     return True
+
+
+def _await_input(sock: socket.socket) -> None:
+    """Returns when something has come, or the connection is over."""
+    if isinstance(sock, SecureSocket):
+        sock.await_input()
+    else:
+        sock.recv_into(memoryview(bytearray(1)), 1, socket.MSG_PEEK)
 
 
 def _open(body: bytearray, letter: Letter) -> None:

@@ -1,0 +1,61 @@
+"""Contexts of TLS in which both sides show a certificate, from the files of a node."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from elaunch.rendezvous.security.identity import AUTHORITY, NODE
+
+
+def make_context(authority: str, node: str, is_server: bool) -> ssl.SSLContext:
+    """Returns the context of one side.
+
+    Who is at the other end is decided by the authority alone: workers are reached at addresses, and know each other by
+    their names.
+
+    Args:
+        authority: the file of the authority that the other side must be of.
+        node: the file of this side's certificate and key.
+        is_server: whether this side was dialled.
+
+    Raises:
+        OSError: a file cannot be read, or is of no use.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if is_server:
+        context.num_tickets = 0  # nobody comes back with one, and the first bytes on a link are then this side's own
+    context.load_verify_locations(authority)
+    context.load_cert_chain(node)
+    return context
+
+
+def client_of_store(authority: str, node: str) -> ssl.SSLContext:
+    """Returns the context of a client of the job's etcd; one before 3.5.8 has no TLS 1.3."""
+    context = make_context(authority, node, is_server=False)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+class Contexts:
+    """The contexts of both sides, made anew when the files in a folder have changed.
+
+    Args:
+        folder: of a `NodeIdentity`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._authority, self._node = os.path.join(folder, AUTHORITY), os.path.join(folder, NODE)
+        self._made: dict[bool, tuple[tuple[int, int], ssl.SSLContext]] = {}
+
+    def get(self, is_server: bool) -> ssl.SSLContext:
+        """Returns the context of one side; raises `OSError` where a file cannot be read, or is of no use."""
+        found = os.stat(self._node)
+        stamp = found.st_mtime_ns, found.st_ino
+        made = self._made.get(is_server)
+        if made is None or made[0] != stamp:
+            made = self._made[is_server] = stamp, make_context(self._authority, self._node, is_server)
+        return made[1]

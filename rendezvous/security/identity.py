@@ -1,0 +1,175 @@
+"""The files by which one node proves who it is: written, renewed, and removed with the folder that holds them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+from elaunch.errors import UsageError
+from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own
+from elaunch.rendezvous.security.secret import SecuritySettings
+
+RENEW_S = 24 * 3600.0
+"""How long files that this node has made are used; it is a clock's error less than they are valid."""
+
+LOOK_S = 10.0
+"""How often it is looked whether the user's files have changed."""
+
+AUTHORITY, NODE, STORE = "ca.pem", "node.pem", "store.pem"
+"""The authority that others must be of; this node's certificate with its key; the same for its etcd, with names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files. A certificate and its key stand in one file, so that both change at once.
+
+    Attributes:
+        authority: of all that may connect.
+        store: for the etcd of this node.
+        node: for all else.
+    """
+
+    authority: str
+    store: str
+    node: str
+
+
+class NodeIdentity:
+    """Makes the files of a node, from the job's secret or from the user's own files, and renews them.
+
+    Args:
+        settings: what the user has given.
+        job: its id.
+        node: its name.
+        encrypts: whether workers need the files for their links.
+
+    Attributes:
+        encrypts: see above.
+        folder: of the files, of mode 0700; empty: none are needed.
+        pem: what they hold for all but this node's etcd; None: they are not there yet.
+    """
+
+    def __init__(self, settings: SecuritySettings, job: str, node: str, encrypts: bool) -> None:
+        self.encrypts = encrypts
+        self.folder = tempfile.mkdtemp(prefix="elaunch-tls-") if encrypts or settings.guards_store else ""
+        self.pem: Pem | None = None
+        self._settings, self._job, self._node = settings, job, node
+        self._hosts: tuple[str, ...] = ()
+        self._secret = settings.secret
+        self._due_s = inf
+        self._seen: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def settings(self) -> SecuritySettings:
+        """Returns what the user has given."""
+        return self._settings
+
+    @property
+    def files(self) -> TlsFiles:
+        """Returns the files; they are there once there is a folder."""
+        return TlsFiles(*(os.path.join(self.folder, name) for name in (AUTHORITY, STORE, NODE)))
+
+    def make(self, now_s: float, hosts: Collection[str] = ()) -> None:
+        """Writes the files, if there is something to make them of.
+
+        Args:
+            now_s: the time, in seconds since 1970.
+            hosts: names and addresses of this node, for the certificate of its etcd.
+
+        Raises:
+            UsageError: a file of the user's is of no use.
+        """
+        if self.pem is None and (self._secret or self._settings.files.has_own):
+            self._hosts = tuple(dict.fromkeys((STORE_NAME, "localhost", "127.0.0.1", "::1", *hosts)))
+            self._write(now_s)
+
+    def make_of_token(self, token: str, now_s: float) -> None:
+        """Writes the files of a job without a secret: whoever can read its documents in etcd can do the same."""
+        if self.encrypts:
+            self._secret = self._secret or token.encode()
+            self.make(now_s)
+
+    def remove(self) -> None:
+        """Removes the files."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def look(self, now_s: float) -> str:
+        """Renews the files when it is time to; returns what is wrong with the user's, and then leaves the old ones."""
+        if now_s < self._due_s:
+            return ""
+        try:
+            self._write(now_s)
+        except (UsageError, OSError) as error:
+            self._due_s = now_s + LOOK_S
+            return f"the certificate of this node is not renewed: {error}"
+        return ""
+
+    def _write(self, now_s: float) -> None:
+        now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
+        if self._settings.files.has_own:
+            self._due_s = now_s + LOOK_S
+            seen = self._stamps()
+            if seen == self._seen:
+                return
+            pem = self._read_own(now)
+            self._seen = seen
+            self._put(AUTHORITY, pem.authority)
+            self._put(NODE, pem.certificate + b"\n" + pem.key)
+            self._put(STORE, pem.certificate + b"\n" + pem.key)
+            self.pem = pem
+            return
+        authority = Authority(self._secret, self._job)
+        self._put(AUTHORITY, authority.certificate)
+        for name, hosts in ((STORE, self._hosts), (NODE, ())):
+            pem = authority.issue(self._node, hosts, now)
+            self._put(name, pem.certificate + pem.key)
+            self.pem = pem
+        self._due_s = now_s + RENEW_S
+
+    def _stamps(self) -> tuple[tuple[int, int], ...]:
+        files = self._settings.files
+        found = [os.stat(path) for path in (files.node_ca, files.node_cert, files.node_key)]
+        return tuple((one.st_mtime_ns, one.st_ino) for one in found)
+
+    def _read_own(self, now: datetime.datetime) -> Pem:
+        files = self._settings.files
+        pem = read_own(files.node_ca, files.node_cert, files.node_key)
+        check_own(pem, f"node_cert={files.node_cert}", now)
+        return pem
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Writes a file that nobody else may read, whole or not at all."""
+        path = os.path.join(self.folder, name)
+        with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+        os.replace(f"{path}.new", path)
+
+
+def read_own(authority: str, certificate: str, key: str) -> Pem:
+    """Returns what the user's files hold; raises `UsageError` where one cannot be read."""
+    contents = []
+    for path in (authority, certificate, key):
+        try:
+            with open(path, "rb") as file:
+                contents.append(file.read())
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    ca, own, private = contents
+    return Pem(ca, own, private)
+
+
+def guest(settings: SecuritySettings, job: str, now_s: float) -> Pem | None:
+    """Returns by what a command proves to the etcd of a job that it may look at it; None: it has nothing to show."""
+    if settings.files.has_own:
+        files = settings.files
+        return read_own(files.node_ca, files.node_cert, files.node_key)
+    if not settings.secret:
+        return None
+    now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
+    return Authority(settings.secret, job).issue("elaunch ctl", (), now)

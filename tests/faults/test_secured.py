@@ -1,0 +1,208 @@
+"""Nodes on hosts of their own that know each other by a secret: nobody in between reads, nobody else joins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.security.identity import guest
+from elaunch.rendezvous.security.secret import SecuritySettings
+from tests.faults.test_workers import left, reference
+from tests.helpers import Spawned, Spawner
+from tests.jobs.watch import (
+    SCRIPT,
+    Node,
+    assert_same,
+    digests,
+    elaunch,
+    losses,
+    wait_for,
+    wait_for_members,
+    wait_for_step,
+)
+from tests.netns import Network, network
+
+SECRET = secrets.token_hex(16)
+STEPS = ("--steps", "60")
+PORT = 29400
+LIMIT_S = 60.0
+FRAME = re.compile(rb"eL\x06[\x01-\x07].{5}\x00{7}", re.DOTALL)
+"""The header of a frame of a link: magic, version, kind, part and generation."""
+
+ETH_P_ALL = 3
+
+
+class Listening:
+    """All that passes a host's cable. In this process, in a thread, from when it is made."""
+
+    def __init__(self, made: Network, host: str) -> None:
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+        self._socket.bind((made.cable(host), ETH_P_ALL))
+        self._socket.setblocking(False)
+        self.heard = bytearray()
+
+    def take(self) -> bytearray:
+        """Takes what has passed meanwhile."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.heard += self._socket.recv(1 << 17)
+        return self.heard
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Pair:
+    """Two hosts with a node of two workers each, of which the first hosts the rendezvous."""
+
+    def __init__(self, spawn: Spawner, folder: Path, made: Network) -> None:
+        self._spawn, self._folder, self.network = spawn, folder, made
+        self.hosts = {name: made.add(name) for name in ("a", "b", "c")}
+        self.nodes: list[Node] = []
+
+    def start(self, name: str, secret: str = "", flags: tuple[str, ...] = (), called: str = "", conf: str = "") -> Node:
+        environment: Mapping[str, str] = {"ELAUNCH_SECRET": secret} if secret else {}
+        return elaunch(
+            self._spawn,
+            self._folder,
+            "--nnodes=2:3",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.network.address('a')}:{PORT}",
+            "--rdzv-id=job",
+            f"--rdzv-conf=lease_ttl=2,last_call_timeout=0{conf}",
+            f"--node-name={called or name}",
+            *flags,
+            script=(SCRIPT, *STEPS, "--sleep", "0.03", "--crew", "4", "--hold", f"20:{self._folder / 'gate'}"),
+            name=called or name,
+            host=self.hosts[name],
+            environment=environment,
+        )
+
+    def begin(self, secret: str = "", flags: tuple[str, ...] = ()) -> Listening:
+        listening = Listening(self.network, "b")
+        self.nodes = [self.start(name, secret, flags) for name in "ab"]
+        wait_for_members(self.nodes, 4)
+        wait_for_step(self.nodes, 5)
+        return listening
+
+    def token(self, secret: str) -> bytes:
+        """The job's, as only this secret shows it."""
+        pem = guest(SecuritySettings(secret.encode()), "job", time.time()) if secret else None
+        store = EtcdStore(f"{self.network.address('a')}:{PORT}", timeout_s=10.0, pem=pem)
+        try:
+            entry = store.get("/elaunch/job/config")
+            assert entry is not None
+            return str(json.loads(entry.value)["token"]).encode()
+        finally:
+            store.close()
+
+
+@pytest.fixture
+def pair(spawn: Spawner, tmp_path: Path) -> Iterator[Pair]:
+    with network() as made:
+        yield Pair(spawn, tmp_path, made)
+        spawn.end_all()  # before their network goes
+
+
+def ctl(spawn: Spawner, pair: Pair, secret: str) -> Spawned:
+    where = f"--rdzv-endpoint={pair.network.address('a')}:{PORT}"
+    return spawn.elaunch("ctl", "status", where, "--rdzv-id=job", env={"ELAUNCH_SECRET": secret or None}, name="ctl")
+
+
+@pytest.mark.timeout(240)
+def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
+    pair: Pair, spawn: Spawner, tmp_path: Path
+) -> None:
+    listening = pair.begin(SECRET)
+    try:
+        token = pair.token(SECRET)
+        assert len(token) == 32
+        # Others are refused with a line that says why, and the job goes on.
+        strangers = [
+            (pair.start("c", "quite another secret", called="c1"), "whoever answers there has another secret"),
+            (pair.start("c", called="c2", conf=",read_timeout=3"), "a job with ELAUNCH_SECRET does"),
+            (pair.start("c", SECRET, ("--link-encryption=off",), "c3"), "this node was started with --link-enc"),
+        ]
+        for stranger, says in strangers:
+            assert stranger.agent.wait(LIMIT_S) == 1
+            said = [line for line in stranger.agent.text().splitlines() if "error" in line or says in line]
+            assert any(says in line for line in said), stranger.agent.tail()
+            assert SECRET not in stranger.agent.text()
+            assert "Traceback" not in stranger.agent.text()
+        assert ctl(spawn, pair, SECRET).wait(LIMIT_S) == 0
+        for wrong in ("quite another secret", ""):
+            assert ctl(spawn, pair, wrong).wait(LIMIT_S) == 1
+        (tmp_path / "gate").touch()
+        # A worker is lost and replaced, over encrypted links.
+        victim = next(worker for worker in pair.nodes[1].members() if worker.startswith("b/"))
+        os.kill(pair.nodes[1].pids()[victim], signal.SIGKILL)
+        wait_for(pair.nodes, partial(left, pair.nodes[0], victim), 30, f"a generation without {victim}")
+        wait_for_members(pair.nodes, 4)
+        heard = listening.take()
+        folders = find_folders()
+        assert len(folders) == 2
+    finally:
+        listening.close()
+    for node in pair.nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+        for text in (SECRET, token.decode(), "PRIVATE KEY"):
+            assert text not in node.agent.text() + node.log.read_text()
+    assert len(heard) > 100_000
+    assert token not in heard
+    assert FRAME.search(heard) is None
+    for word in (b"elaunch/6 ", b"/elaunch/job", b"b/0#0", SECRET.encode()):
+        assert word not in heard
+    assert not any(folder.exists() for folder in folders), "keys go with their node"
+    expected, samples, _ = reference(spawn, tmp_path, *STEPS)
+    assert_same(losses(pair.nodes), expected, 1e-9)
+    assert digests(pair.nodes) == samples
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("encryption", ["auto", "off"])
+def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, tmp_path: Path, encryption: str) -> None:
+    listening = pair.begin(flags=(f"--link-encryption={encryption}",))
+    try:
+        wait_for_step(pair.nodes, 15)
+        heard = listening.take()
+        assert pair.token("") in heard, "in the store's documents"
+        assert (FRAME.search(heard) is not None) == (encryption == "off")
+        assert (b"elaunch/6 " in heard) == (encryption == "off")
+    finally:
+        listening.close()
+    (tmp_path / "gate").touch()
+    for node in pair.nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+
+
+def find_folders() -> list[Path]:
+    """Where nodes of this job that run have their keys."""
+    own = guest(SecuritySettings(SECRET.encode()), "job", time.time())
+    assert own is not None
+    issuer = x509.load_pem_x509_certificate(own.certificate).issuer
+    found = [path for path in Path(tempfile.gettempdir()).glob("elaunch-tls-*/node.pem") if path.exists()]
+    return [path.parent for path in found if x509.load_pem_x509_certificate(path.read_bytes()).issuer == issuer]
+
+
+def test_workers_do_not_see_the_secret_of_a_job_of_one_node(spawn: Spawner) -> None:
+    script = "env; tr '\\0' ' ' </proc/self/environ; cat /proc/self/cmdline"
+    node = spawn.elaunch("--standalone", "--no-python", "sh", "-c", script, env={"ELAUNCH_SECRET": SECRET})
+    assert node.wait(LIMIT_S) == 0, node.tail()
+    assert "LOCAL_RANK=0" in node.text()
+    assert SECRET not in node.text()

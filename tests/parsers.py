@@ -1,0 +1,332 @@
+"""Every way in for what others send: a parser each, with the errors that it documents, and valid inputs.
+
+For `tests/unit/test_fuzz.py`, which tries each with some thousand mutations, and for `python -m tests.fuzz`, which
+tries each with as many as one wants. `tests/data/corpus` has inputs that were told apart by what the parsers say of
+them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import json
+import re
+import select
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elaunch import failures, wire
+from elaunch.agent import notices
+from elaunch.agent.tcp_store.conversation import MAGIC, VALIDATE, Conversation
+from elaunch.agent.tcp_store.data import StoreData
+from elaunch.agent.watch.node_check import Figures
+from elaunch.checkpoints import ABOUT
+from elaunch.detect import heartbeat, watchdog
+from elaunch.detect.devices import parse_npu_smi
+from elaunch.errors import GenerationChanged, LinkLost, ProtocolError, StateError, UsageError
+from elaunch.plan.tiling import Plan
+from elaunch.policy.ahead_process import Answer
+from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.rendezvous.cluster.servers import EtcdServer, EtcdServers
+from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.rendezvous.conf import parse_conf, parse_endpoints
+from elaunch.rendezvous.membership import (
+    BrokenLink,
+    Cut,
+    Deadlock,
+    DrainRequest,
+    Generation,
+    GenerationStage,
+    JobConfig,
+    JobSize,
+    NodeDoc,
+    NodeProgress,
+    NodeWorker,
+    PeerFaults,
+    PlanRequest,
+    Result,
+    Streak,
+    Worker,
+    WorkerState,
+    split_address,
+)
+from elaunch.workers.comm import wire as link_wire
+from elaunch.workers.comm.link import Link
+from elaunch.workers.state import checkpoint
+from elaunch.workers.state.checksums import seal, unseal
+from tests import ROOT
+
+CORPUS = ROOT / "tests" / "data" / "corpus"
+
+
+@dataclass(frozen=True)
+class Parser:
+    """One way in: what it reads, what it may raise, and valid inputs."""
+
+    name: str
+    read: Callable[[bytes], object]
+    raises: type[Exception] | tuple[type[Exception], ...]
+    valid: Sequence[bytes]
+
+
+class Later(Sequence[bytes]):
+    """One valid input that is made when it is needed."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self._make()][index]
+
+
+def slug(parser: Parser) -> str:
+    """The name of its corpus."""
+    return re.sub(r"[^a-z0-9]+", "-", parser.name.lower()).strip("-")
+
+
+def corpus(parser: Parser) -> list[bytes]:
+    """Inputs that were kept."""
+    path = CORPUS / f"{slug(parser)}.txt"
+    return [base64.b64decode(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def link_header(data: bytes) -> object:
+    return link_wire.unpack_header(data[: link_wire.HEADER_BYTES].ljust(link_wire.HEADER_BYTES, b"\0"))
+
+
+def link_frames(data: bytes) -> object:
+    """A link that waits for a part, whose peer sends this and goes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        link = Link("b/0#0", ours)
+        try:
+            link.post_receive(3, 7, 0, bytearray())
+            theirs.sendall(data[:100_000])
+            theirs.shutdown(socket.SHUT_WR)
+            poll = select.poll()
+            while wanted := link.wants():
+                poll.register(ours, wanted)
+                link.advance(poll.poll()[0][1])
+        finally:
+            link.finish()
+            link.close()
+    return None
+
+
+def agent_messages(data: bytes) -> object:
+    return [wire.decode(line) for line in wire.LineBuffer().feed(data)]
+
+
+def failure_record(data: bytes) -> object:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        found = failures.read_failure(rank=0, local_rank=0, pid=1, exitcode=1, error_file=file.name, t=0.0)
+        return failures.summary(file.name), failures.report("job", [found])
+
+
+def shown(data: bytes) -> object:
+    return heartbeat.parse(data.ljust(heartbeat.FILE_BYTES, b"\0")[: heartbeat.FILE_BYTES], data[-8:].rjust(8, b"\0"))
+
+
+def answered(ask: Callable[[], Any]) -> Callable[[bytes], object]:
+    """What a metadata service answers."""
+
+    def read(data: bytes) -> object:
+        text = data.decode("utf-8", "surrogateescape")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(notices, "_get", lambda *_: text)
+            return ask()
+
+    return read
+
+
+@cache
+def saved() -> tuple[Path, bytes]:
+    """A checkpoint on the disk, and its elaunch.json."""
+    folder = Path(tempfile.mkdtemp(prefix="elaunch-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    part = folder / "part"
+    part.mkdir()
+    pieces = checkpoint.ChunkedTensor([2, 2], [(((0, 2), (0, 2)), torch.zeros(2, 2))])
+    shard = checkpoint.CheckpointShard("objects", {"batch": 8}, {"model.weight": pieces}, {"rank": 0})
+    checkpoint.write_shard(part, 0, shard)
+    path = checkpoint.complete(part, 7, [checkpoint.notes(part, 1)[0]])
+    return path, (path / ABOUT).read_bytes()
+
+
+def checkpoint_file(name: str, data: bytes) -> object:
+    """The checkpoint with one of its files exchanged."""
+    path = saved()[0] / name
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        found = checkpoint.SavedCheckpoint(saved()[0])
+        found.check("objects", {"batch": 8})
+        return found.read({"model.weight": checkpoint.ChunkedTensor([2, 2], [(((0, 2), (0, 2)), torch.ones(2, 2))])})
+    finally:
+        path.write_bytes(before)
+
+
+def about(data: bytes) -> object:
+    return checkpoint_file(ABOUT, data)
+
+
+def sealed_about(data: bytes) -> object:
+    """elaunch.json by somebody who can make checksums."""
+    with contextlib.suppress(ValueError, RecursionError):
+        fields = json.loads(data)
+        if isinstance(fields, dict):
+            fields.pop("checksum", None)
+            data = seal(fields)
+    return checkpoint_file(ABOUT, data)
+
+
+def conversation(data: bytes) -> object:
+    """A client of the workers' store."""
+    client = Conversation(StoreData(), lambda _: None)
+    client.hear(data)
+    return len(client.answers)
+
+
+def text_of(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda data: read(data.decode("utf-8", "surrogateescape"))
+
+
+def document(kind: type[Any], *examples: Any) -> Parser:
+    return Parser(kind.__name__, lambda data: from_json(kind, data), ProtocolError, [to_json(one) for one in examples])
+
+
+STREAK = Streak(3, 2, 4, (BrokenLink("a/0#0", "b/0#0"),), ("b/0#0",))
+NODE = NodeDoc(
+    "a",
+    "10.0.0.1",
+    2,
+    (NodeWorker("a/0#0", 0, WorkerState.MEMBER, "10.0.0.1:4711"), NodeWorker("a/1#3", 1, WorkerState.READY)),
+    cause="worker a/1#2 was killed by SIGKILL",
+    cause_t=1.7e9,
+    port=4000,
+    progress=NodeProgress(generation=7),
+    peers=PeerFaults(cut=(Cut("b", "10.0.0.2"),)),
+)
+GENERATION = Generation(
+    7,
+    GenerationStage.TRAIN,
+    (Worker("a/0#0", "a", 0, "10.0.0.1:4711"), Worker("b/0#0", "b", 0, "10.0.0.2:4712")),
+    cause="start",
+    cause_t=1.7e9,
+    aborts_step_before=7,
+    streak=STREAK,
+)
+MESSAGES: list[wire.Message] = [
+    wire.Attach("a/0#0", 4711),
+    wire.Ready("10.0.0.1:4711", True),
+    wire.Joined(7),
+    wire.Report("step", {"step": 3, "loss": 0.5, "digest": "00ff"}),
+    wire.Unreachable(7, "b/0#0", refused=False),
+    wire.Evict(True, "it is slow"),
+    wire.Announce(to_json(GENERATION).decode()),
+]
+FRAME = link_wire.pack_header(link_wire.Header(link_wire.LAST, 0, 3, 7, 5)) + b"12345"
+RECORD = {"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1700000000"}}}
+NPU = b"""| 0  910B  | OK   | 98.2   45    0 / 0  |
+| 0        | 0000:C1:00.0  | 0    0 / 0   3000 / 65536 |
+"""
+TIMER = b'{"version":1,"pid":7,"scope_id":"s","expiration_time":1.7e9,"signal":9}'
+AWS = b'{"action":"stop","time":"2026-11-20T10:11:12Z"}'
+AZURE = b'{"Events":[{"EventType":"Preempt","Resources":["a"]}]}'
+PLAN = b"""plan layers 4 batch 8 micro-batch 2 zero interleaved
+layers 0:4 samples 0:2 2:8 workers a/0#0,a/1#0
+costs 2*3 1 1
+"""
+SHARES = b"plan layers 1 batch 7 micro-batch 2 zero interleaved\nlayers 0:1 samples 0:6/2 6:7 workers a/0#0\nidle b"
+LAYER = LayerProfile(1e-3, 2e-3, 100, 200, 300, 400)
+PROFILE = Profile("net", (LAYER,) * 3, 1, 1e9, 1e-5, workers={"a/0": WorkerProfile(speed=0.9)})
+
+CONFS = [
+    b"lease_ttl=3,join_timeout=60,is_host=true,store_nodes=3",
+    b"user=u,password=p=q,link_timeout=5, keep_alive_interval=2,keep_alive_max_attempt=3",
+    b"connect_timeout=1e3,secret_file=/dev/null,store_type=tcp,timeout=1",
+]
+GREETING = struct.pack("=BI", VALIDATE, MAGIC)
+KEY = struct.pack("=Q", 3) + b"key"
+STORE = [
+    GREETING + b"\x01" + KEY + struct.pack("=Q", 2) + b"12" + b"\x04" + KEY + struct.pack("=q", 3),
+    GREETING + b"\x02" + KEY * 3 + b"\x03" + KEY + b"\x05" + struct.pack("=Q", 2) + KEY * 2,
+    GREETING + b"\x0e" + KEY * 2 + b"\x0f" + KEY + b"\x10" + KEY + b"\x11\x0d1234\x07\x08" + KEY,
+    GREETING + b"\x06" + struct.pack("=Q", 1) + KEY + b"\x0c\x12" + KEY + struct.pack("=q", 2),
+]
+
+PARSERS = [
+    Parser(
+        "a worker's port",
+        lambda line: link_wire.read_hello(line, "secret"),
+        ProtocolError,
+        [link_wire.hello_line("secret", link_wire.Hello("a/0#0", "link"))],
+    ),
+    Parser(
+        "behind the token",
+        lambda line: link_wire.read_hello(b"elaunch/6 secret " + line, "secret"),
+        ProtocolError,
+        [b'{"from": "a/0#0", "for": "probe"}\n'],
+    ),
+    Parser("who answers a dial", link_wire.read_ack, ProtocolError, [link_wire.ack_line("a/0#0", 3)]),
+    Parser("the confirmation", link_wire.read_go, ProtocolError, [link_wire.go_line()]),
+    Parser("header of a frame", link_header, ProtocolError, [FRAME]),
+    Parser("frames", link_frames, (LinkLost, GenerationChanged), [FRAME]),
+    Parser("agent and worker", agent_messages, ProtocolError, [wire.encode(message) for message in MESSAGES]),
+    document(NodeDoc, NODE),
+    document(Generation, GENERATION),
+    document(JobConfig, JobConfig(1, 3, None, "secret", (("--consistency", "bitwise"),))),
+    document(JobSize, JobSize("1", 1, 3, 1.7e9)),
+    document(PlanRequest, PlanRequest("1", 7, "plan", 1.7e9)),
+    document(DrainRequest, DrainRequest("SIGTERM", 1.7e9)),
+    document(Deadlock, Deadlock("a/0#0", 4, ("a/0#0 waits for b/0#0",))),
+    document(Result, Result(True, "done")),
+    Parser("figures", Figures.from_json, ProtocolError, [Figures({"matmul cpu": 1.5}).to_json().encode()]),
+    Parser("a timer", watchdog.parse, ValueError, [TIMER]),
+    Parser("a heartbeat", shown, (), [bytes(heartbeat.FILE_BYTES)]),
+    Parser("an error file", failure_record, (), [json.dumps(RECORD).encode()]),
+    Parser("npu-smi", text_of(parse_npu_smi), (), [NPU]),
+    Parser("AWS", answered(notices._aws), (OSError, ValueError), [AWS]),
+    Parser("GCP", answered(notices._gcp), (OSError, ValueError), [b"TRUE"]),
+    Parser("Azure", answered(notices._azure), (OSError, ValueError), [AZURE]),
+    Parser("a plan", text_of(Plan.parse), ValueError, [PLAN, SHARES]),
+    Parser("a profile", text_of(Profile.from_json), ProtocolError, [PROFILE.to_json().encode()]),
+    Parser("the planning process", Answer.from_json, ProtocolError, [Answer(1, 2, None, "no").to_json().encode()]),
+    Parser("rdzv-conf", text_of(parse_conf), UsageError, CONFS),
+    Parser("rdzv-endpoint", text_of(lambda text: parse_endpoints(text, "c10d")), UsageError, [b"a:1,[::1]:2,c"]),
+    document(EtcdServers, EtcdServers((EtcdServer("a", "10.0.0.1:1", "10.0.0.1:2", True),))),
+    Parser("a store's client", conversation, ProtocolError, STORE),
+    Parser("a sealed text", unseal, ValueError, [seal({"a": 1})]),
+    Parser(
+        "about a checkpoint",
+        lambda data: checkpoint_file(ABOUT, data),
+        StateError,
+        Later(lambda: saved()[1]),
+    ),
+    Parser("about a checkpoint, sealed", sealed_about, StateError, Later(lambda: saved()[1])),
+    Parser(
+        "metadata of a checkpoint",
+        lambda data: checkpoint_file(".metadata", data),
+        StateError,
+        Later(lambda: (saved()[0] / ".metadata").read_bytes()),
+    ),
+    Parser("an address", text_of(split_address), ValueError, [b"10.0.0.1:4711", b"[::1]:80"]),
+]

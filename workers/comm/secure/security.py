@@ -1,0 +1,93 @@
+"""Which links are encrypted, and what it means when that fails."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+
+from elaunch.errors import ProtocolError
+from elaunch.rendezvous.security.contexts import Contexts
+from elaunch.workers.comm.secure.sockets import SecureSocket
+
+FIRST_BYTE = b"\x16"
+"""With it begins whoever speaks TLS, and no line of ours."""
+
+
+class LinkSecurity:
+    """Encrypts connections with the certificates in a folder, which may be renewed there.
+
+    Args:
+        folder: from the agent.
+        always: TCP within this machine, too.
+    """
+
+    def __init__(self, folder: str, always: bool = False) -> None:
+        self._contexts, self._always = Contexts(folder), always
+
+    def covers(self, sock: socket.socket) -> bool:
+        """Returns whether a connection must be encrypted."""
+        return sock.family != socket.AF_UNIX and (self._always or not _is_here(sock))
+
+    def wrap(self, sock: socket.socket, is_server: bool) -> SecureSocket:
+        """Takes over a connected socket; `SecureSocket.do_handshake` comes next.
+
+        Raises:
+            ProtocolError: a file of this side's is of no use.
+            OSError: it is not connected any more.
+        """
+        try:
+            context = self._contexts.get(is_server)
+        except OSError as error:
+            raise ProtocolError(f"this worker's certificate cannot be read: {error}") from error
+        # The first line follows the last message of the handshake: else it would wait for a delayed acknowledgement.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        context.sslsocket_class = SecureSocket
+        wrapped = context.wrap_socket(sock, is_server, do_handshake_on_connect=False)
+        assert isinstance(wrapped, SecureSocket)
+        return wrapped
+
+
+def secured_within(security: LinkSecurity | None, sock: socket.socket, deadline_s: float) -> socket.socket:
+    """Returns a connection that was just dialled and blocks, encrypted if it must be.
+
+    Raises:
+        ProtocolError: the other end is not of this job.
+        ConnectionError: it has hung up.
+        OSError: it does not answer before `deadline_s`, by `time.monotonic`.
+    """
+    if security is None or not security.covers(sock):
+        return sock
+    secured = security.wrap(sock, is_server=False)
+    try:
+        secured.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        secured.do_handshake()
+    except BaseException as error:
+        secured.close()
+        if isinstance(error, ssl.SSLError):
+            raise ProtocolError(explain(error)) from error
+        raise
+    return secured
+
+
+def security_of(folder: str, always: bool) -> LinkSecurity | None:
+    """Returns what an agent's welcome says of it; None: links are not encrypted."""
+    return LinkSecurity(folder, always) if folder else None
+
+
+def explain(error: ssl.SSLError) -> str:
+    """Returns what a handshake's failure means to people."""
+    text = str(getattr(error, "verify_message", "") or error.reason or error)
+    if "not yet valid" in text or "expired" in text.lower():
+        return f"its certificate is refused ({text}): compare the clocks of both machines"
+    if isinstance(error, ssl.SSLCertVerificationError) or "CERTIFICATE" in text or "UNKNOWN_CA" in text:
+        return f"its certificate is not of this job ({text}): do all nodes have the same secret?"
+    if "WRONG_VERSION_NUMBER" in text or "HTTP_REQUEST" in text:
+        return "it does not encrypt this link: --link-encryption must be the same on all nodes"
+    return f"TLS failed: {text}"
+
+
+def _is_here(sock: socket.socket) -> bool:
+    """Returns whether both ends are on this machine; the kernel takes none of its own addresses from a network."""
+    here, there = sock.getsockname()[0], sock.getpeername()[0]
+    return bool(here == there) or (there.startswith("127.") and here.startswith("127."))
