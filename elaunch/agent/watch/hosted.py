@@ -187,11 +187,11 @@ class HostedEtcd:
         self.leave(now_s)
         folder = make_folder()
         place.remove_at_the_end(folder)
-        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address)
+        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address, tls=place.tls)
         try:
             etcd.start(has_threads=True)
         except LaunchError:
-            etcd = EmbeddedEtcd(folder, place.host, 0, peer=self.address)
+            etcd = EmbeddedEtcd(folder, place.host, 0, peer=self.address, tls=place.tls)
             etcd.start(has_threads=True)
         self._etcd, self._began_s, self._start_s, self._ends = etcd, now_s, None, QuickEnds()
         self._watch()
