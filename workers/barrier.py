@@ -78,7 +78,7 @@ class StepRecord:
     def unpack(cls, packed: bytes) -> StepRecord:
         """Returns the record that `pack` wrote."""
         *ends, stops, logged, coverage, samples = _FIXED.unpack_from(packed)
-        spans = zip(ends[::2], ends[1::2], strict=True)
+        generation, step, settings, effects, native, copied = zip(ends[::2], ends[1::2], strict=True)
         at = _FIXED.size
         loss, squares = (ExactSum.unpack(packed[start : start + exact_sum.N_BYTES]) for start in _starts(at))
         at += 2 * exact_sum.N_BYTES
@@ -87,6 +87,7 @@ class StepRecord:
             rank, length = _NOTE.unpack_from(packed, at)
             at += _NOTE.size + length
             notes[rank] = packed[at - length : at]
+        spans = (generation, step, settings, effects, native, copied)
         return cls(*spans, stops, logged, coverage, samples, loss, squares, notes)
 
     @classmethod
