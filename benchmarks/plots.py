@@ -74,7 +74,7 @@ def spares(rows: Sequence[Row], axes: Any) -> None:
 
 
 def lost_nodes(rows: Sequence[Row], axes: Any) -> None:
-    """Throughput after nodes are lost, by policy: of the largest model that the rows are of."""
+    """Throughput after nodes are lost, by policy, of the last model of the rows; pale: does not fit into memory."""
     model = rows[-1]["model"]
     mine = [row for row in rows if row["model"] == model]
     before = next((row["samples_per_s"] for row in mine if row["lost"] == 0), None)
@@ -84,13 +84,16 @@ def lost_nodes(rows: Sequence[Row], axes: Any) -> None:
         found = {row["lost"]: row for row in mine if row["policy"] == policy}
         at = [count + (place - (len(policies) - 1) / 2) * 0.8 / len(policies) for count in counts if count in found]
         rates = [found[count]["samples_per_s"] for count in counts if count in found]
-        axes.bar(at, rates, width=0.8 / len(policies), label=policy, color=COLOURS[place % len(COLOURS)])
+        bars = axes.bar(at, rates, width=0.8 / len(policies), label=policy, color=COLOURS[place % len(COLOURS)])
+        for bar, count in zip(bars, [count for count in counts if count in found], strict=True):
+            if found[count].get("fits") == "no":  # into the memory of the devices
+                bar.set(alpha=0.35, hatch="//")
     if before is not None:
         axes.axhline(before, color="#444444", linewidth=1, linestyle="--", label="before")
     axes.set_xticks(counts)
     axes.set_xlabel(f"lost nodes, {model}, computed")
     axes.set_ylabel("samples/s")
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left")
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _stacked(axes: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
